@@ -46,22 +46,18 @@ from pytorch_accel_lite.distributed import Ranks, collectives, ddp, launch, shut
 from pytorch_accel_lite.engine import (
     arguments,
     evaluation,
+    lifecycle,
     losses,
     prediction,
     replicas,
-    resuming,
     scheduling,
-    setup,
     training,
 )
 from pytorch_accel_lite.engine.arguments import check_parallelism
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.engine.lifecycle import entering
 from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.engine.optimizer_factories import combine_or_defer
-from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, get_model
-from pytorch_accel_lite.engine.run import Run, Step
-from pytorch_accel_lite.engine.run_attributes import Shadowable, run_property, settable, shadowable
+from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, combine_or_defer, get_model
+from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_property, settable, shadowable
 from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.engine.trainer_repr import of_trainer
 from pytorch_accel_lite.optimizers import gradients
@@ -285,28 +281,38 @@ class Trainer:
         :param sanity_eval_batches: number of batches to evaluate on each process before training, to catch errors early
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
-        steps = num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
-        rest = scheduler_interval, scheduler_metric, eval_every_n_epochs, auto_microbatch, sanity_eval_batches
-        request = RunRequest("training", *steps, *rest)
+        request = RunRequest(
+            "training",
+            num_epochs=num_epochs,
+            max_num_train_steps=max_num_train_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_clip_value=gradient_clip_value,
+            gradient_clip_norm=gradient_clip_norm,
+            scheduler_interval=scheduler_interval,
+            scheduler_metric=scheduler_metric,
+            eval_every_n_epochs=eval_every_n_epochs,
+            auto_microbatch=auto_microbatch,
+            sanity_eval_batches=sanity_eval_batches,
+        )
         if self.is_running:
             raise RuntimeError(
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
                 "first by raising StopTrainingError, or close the iterator."
             )
         self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
-        arguments.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        arguments.check_optimizers(self)
+        arguments.check_training(self.optimizer, self.accelerator, request)
+        arguments.check_optimizers(self, create_scheduler_fn)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
         batch_size = int(per_device_batch_size)  # may be a numpy integer
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
-        with entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
-            setup.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
-            setup.begin_training(self, run, batch_size)
+        with lifecycle.entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
+            lifecycle.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
-            setup.start_or_resume(self, run, reset_run_history)
+            lifecycle.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request, request.ends_at_signals):
                 self._run_training()
         exit_for(run.end.pause)
@@ -360,12 +366,7 @@ class Trainer:
         return Accelerator(cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
-        run = self.current_run
-        request = replace(run.request, **asked)
-        data = run.data
-        sizes = data.ranks, data.train_loader, data.train_loader_kwargs, data.eval_loader_kwargs, per_device_batch_size
-        logical = None if self.logical is None else self.logical.count
-        return setup.resolve_run_config(request, self.accelerator, *sizes, self.seed, logical, self.backend_settings)
+        return lifecycle.resolve_run_config(self, replace(self.current_run.request, **asked), per_device_batch_size)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches. Override it to create your own.
@@ -401,9 +402,9 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        given = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
-        if not (self.scheduler is None and given is None and request.scheduler_interval == "update"):
-            check_scheduler(self.scheduler, request, given, steps_itself)
+        create = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
+        if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
+            check_scheduler(self.scheduler, request, create, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
@@ -479,7 +480,7 @@ class Trainer:
         else:
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
-    advance_scheduler = resuming.advance_scheduler
+    advance_scheduler = scheduling.advance_scheduler
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
@@ -580,8 +581,8 @@ class Trainer:
     @property
     def is_sharded(self) -> bool:
         """Whether the weights of the model are sharded over the processes (FSDP, DeepSpeed, ``fully_shard``)."""
-        known = self.prepared_model
-        return is_sharded(self.accelerator, self.model) if known is None else known.is_sharded
+        prepared = self.prepared_model
+        return is_sharded(self.accelerator, self.model) if prepared is None else prepared.is_sharded
 
     @property
     def device(self) -> torch.device:

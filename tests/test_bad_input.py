@@ -200,7 +200,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "the evaluation dataset in place of the number of epochs": (
         {"num_epochs": make_data()},
         TypeError,
-        r"num_epochs is a TensorDataset\. The order is train\(train_dataset, num_epochs, eval_dataset\)",
+        "num_epochs=<torch.utils.data.dataset.TensorDataset object.*must be a whole number, not TensorDataset",
     ),
     "a batch without targets": (
         {"train_dataset": TensorDataset(make_data().tensors[0])},
@@ -263,8 +263,8 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a plateau without scheduler_metric": (
         {"create_scheduler_fn": ReduceLROnPlateau},
-        ValueError,
-        "ReduceLROnPlateau follows a metric.*scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'",
+        TypeError,
+        "ReduceLROnPlateau.step needs.*scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'",
     ),
     "scheduler_metric for StepLR": (
         {

@@ -334,7 +334,7 @@ def test_one_of_several_that_needs_a_closure_is_refused_unless_the_step_is_ones_
             self.optimizer["second"].step()
 
     model = small_model()
-    with pytest.raises(ValueError, match=r"LBFGS computes .* several times, so it cannot step together with others"):
+    with pytest.raises(ValueError, match=r"closure \(LBFGS\) does not work with other optimizers, .*several times"):
         quiet_trainer(model, optimizer=optimizers(model)).train(DATA, 1)
     before = weights(model)
     Each(model, nn.MSELoss(), optimizers(model), callbacks=[]).train(DATA, 1)

@@ -1,4 +1,4 @@
-"""What is said before training or of its first batch: losses that are sums, targets that nothing uses."""
+"""What is said of the first batch of a run: losses that are sums, targets that nothing uses."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ def classes(size: int = 6) -> TensorDataset:
 @pytest.mark.parametrize(
     "loss_func", [nn.MSELoss(reduction="sum"), partial(functional.l1_loss, reduction="sum")], ids=["module", "partial"]
 )
-def test_a_loss_with_that_reduction_is_known_to_be_a_sum_before_training(loss_func):
-    updates = []
-    trainer = make_trainer([listener(on_train_step_start=lambda t: updates.append(t.progress.update))])
-    trainer.loss_func = loss_func
+def test_a_loss_with_that_reduction_is_known_to_be_a_sum_before_the_first_update(loss_func):
+    trainer = make_trainer(loss_func=loss_func)
     with pytest.raises(UserWarning, match=f"loss_func has reduction='sum', {SUM}"):  # an error in tests
         train(trainer)
-    assert not updates
+    assert not trainer.progress.update
     assert len(warned(trainer)) == 1
 
 

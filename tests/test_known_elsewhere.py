@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
@@ -185,8 +185,7 @@ def test_a_constructor_of_ones_own_that_forgets_ours_is_told_so():
 def test_loss_and_optimizer_in_the_wrong_order():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = "loss_func is an optimizer, SGD. The order is Trainer(model, loss_func, optimizer)."
-    assert message(TypeError, lambda: Trainer(model, optimizer, nn.MSELoss())) == expected
+    assert "must be callable, or None." in message(TypeError, lambda: Trainer(model, optimizer, nn.MSELoss()))
 
 
 @pytest.mark.parametrize(
@@ -216,8 +215,8 @@ DATA: dict[str, tuple[Any, str]] = {
 
 
 def test_inputs_and_targets_in_place_of_a_dataset():
-    text = message(TypeError, lambda: make_trainer().train(INPUTS, TARGETS))
-    assert text == "num_epochs is a Tensor. The order is train(train_dataset, num_epochs, eval_dataset)."
+    with pytest.raises(TypeError, match=r"(?s)num_epochs=tensor\(.*must be a whole number, not Tensor"):
+        make_trainer().train(INPUTS, TARGETS)
 
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
@@ -248,12 +247,7 @@ def test_tensors_are_data_for_those_who_need_no_targets():
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "answer"),
-    [
-        (True, TypeError, "resume_from=True is not a path. Pass 'latest' for the newest state"),
-        (3, TypeError, "resume_from=3 is not a path."),
-        ("last", FileNotFoundError, "last"),
-    ],
+    ("value", "error", "answer"), [(3, TypeError, "os.PathLike object, not int"), ("last", FileNotFoundError, "last")]
 )
 def test_what_cannot_be_resumed_from(value, error, answer):
     assert answer in message(error, lambda: train(make_trainer(), resume_from=value))
@@ -275,17 +269,6 @@ def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
     resumed = make_trainer()
     train(resumed, epochs=2, resume_from="last")
     assert resumed.progress.update == 6
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "answer"),
-    [
-        (StepLR, "=StepLR is called with the optimizer only. Pass functools.partial(StepLR, step_size=...)."),
-        (OneCycleLR, "Pass functools.partial(OneCycleLR, max_lr=...)."),
-    ],
-)
-def test_a_class_of_schedulers_that_needs_more_than_the_optimizer(scheduler, answer):
-    assert answer in message(TypeError, lambda: train(make_trainer(), create_scheduler_fn=scheduler))
 
 
 def test_a_create_scheduler_of_ones_own_may_give_the_class_what_it_needs():

@@ -188,7 +188,7 @@ def test_schedulers_and_trainers_that_do_not_fit_say_which_trainer_does():
     with pytest.raises(TypeError, match=r"CosineLrScheduler, which is not stepped like timm's.*Use Trainer for it"):
         train(make_trainer(trainer_class=TrainerWithTimmScheduler), create_scheduler_fn=ours)
     timms = partial(scheduler.CosineLRScheduler, t_initial=9)
-    with pytest.raises(TypeError, match=r"CosineLRScheduler, which is stepped .*like timm's.*TrainerWithTimmScheduler"):
+    with pytest.raises(TypeError, match=r"CosineLRScheduler.step needs an argument.*TrainerWithTimmScheduler"):
         train(make_trainer(), create_scheduler_fn=timms)
 
 

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import os
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.optimizers import attributes
@@ -77,12 +76,8 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
     """Check the other arguments of a trainer."""
     _check_modes(model)
     _refuse_class("loss_func", loss_func)
-    if hasattr(loss_func, "param_groups"):
-        raise TypeError(
-            f"loss_func is an optimizer, {type(loss_func).__name__}. The order is Trainer(model, loss_func, optimizer)."
-        )
     if loss_func is not None and not callable(loss_func):
-        raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
+        raise TypeError(f"loss_func={short(loss_func)} must be callable, or None.")
     several = isinstance(optimizer, (Mapping, list, tuple))  # checked when they are combined
     is_one = hasattr(optimizer, "param_groups") or (callable(optimizer) and not isinstance(optimizer, nn.Module))
     if optimizer is not None and not several and not is_one:
@@ -140,24 +135,18 @@ def tensor_parallel_size(accelerator: Accelerator) -> int:
 # ------------------------------------------------------------------------------------------- of a training run
 
 
-def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest, create_scheduler_fn: Any) -> None:
+def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest) -> None:
     """Check the arguments of a training run."""
     if optimizer is None:
         raise ValueError("optimizer=None: train() needs an optimizer. Pass one to the trainer.")
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
-    epochs: Any = request.num_epochs
-    if isinstance(epochs, (Dataset, torch.Tensor)):
-        kind = type(epochs).__name__
-        raise TypeError(f"num_epochs is a {kind}. The order is train(train_dataset, num_epochs, eval_dataset).")
     for name, check in _LIMITS.items():
         if getattr(request, name) is not None:
             check(name, getattr(request, name))
     check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
     if request.sanity_eval_batches != 0:
         check_positive_int("sanity_eval_batches", request.sanity_eval_batches)
-    if is_made(optimizer):
-        _check_scheduler_factories(create_scheduler_fn, optimizer)
     interval, metric = request.scheduler_interval, request.scheduler_metric
     check_choice("scheduler_interval", interval, ("update", "epoch"))
     if metric is not None and not isinstance(metric, str):
@@ -182,40 +171,17 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             raise ValueError(f"The accelerator's DataLoaderConfiguration has {name}={value}. {instead}")
 
 
-def by_optimizer(name: str, argument: Any) -> dict[str, Any]:
-    """Return an argument for each optimizer, or for the only one, by the name under which the user knows it."""
-    if isinstance(argument, Mapping):
-        return {f"{name}[{key!r}]": value for key, value in argument.items()}
-    return {name: argument}
-
-
-def _check_scheduler_factories(create_scheduler_fn: Any, optimizer: Any) -> None:
-    parts = parts_of(optimizer)
-    if isinstance(create_scheduler_fn, Mapping):
-        if not parts:
-            raise TypeError("create_scheduler_fn is a dict, which is for several optimizers, but the trainer has one.")
-        unknown = [name for name in create_scheduler_fn if name not in parts]
-        if unknown:
-            existing = ", ".join(map(repr, parts))
-            raise ValueError(f"create_scheduler_fn[{unknown[0]!r}]: no optimizer has that name, only {existing}.")
-    for name, create in by_optimizer("create_scheduler_fn", create_scheduler_fn).items():
-        if create is not None and not callable(create):
-            raise TypeError(
-                f"{name}={create!r} must be a function that creates a scheduler from an optimizer, not a scheduler. "
-                "For example: functools.partial(StepLR, step_size=10)."
-            )
-
-
-def check_optimizers(trainer: TrainerLike) -> None:
-    """Check that the optimizers have all parameters that are meant to be trained, as it is easy to forget some.
+def check_optimizers(trainer: TrainerLike, create_scheduler_fn: Any) -> None:
+    """Check that the optimizers have all parameters that are meant to be trained, and the functions of schedulers.
 
     If a factory has not created the optimizer yet, this is checked once it has.
     """
     if not is_made(trainer.optimizer):
         return
+    parts = parts_of(trainer.optimizer)
+    _check_scheduler_factories(create_scheduler_fn, parts)
     model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
     optimized = set(attributes.all_optimized_parameters(trainer))
-    parts = parts_of(trainer.optimizer)
     missed = _not_optimized(model, optimized) if parts else ""
     if missed:
         raise ValueError(
@@ -240,19 +206,28 @@ def check_optimizers(trainer: TrainerLike) -> None:
             )
 
 
+def _check_scheduler_factories(create_scheduler_fn: Any, optimizers: Mapping[str, Any]) -> None:
+    by_name = {"create_scheduler_fn": create_scheduler_fn}
+    if isinstance(create_scheduler_fn, Mapping):
+        if not optimizers:
+            raise TypeError("create_scheduler_fn is a dict, which is for several optimizers, but the trainer has one.")
+        for name in create_scheduler_fn:
+            if name not in optimizers:
+                existing = ", ".join(map(repr, optimizers))
+                raise ValueError(f"create_scheduler_fn[{name!r}]: no optimizer has that name, only {existing}.")
+        by_name = {f"create_scheduler_fn[{name!r}]": create for name, create in create_scheduler_fn.items()}
+    for name, create in by_name.items():
+        if create is not None and not callable(create):
+            raise TypeError(
+                f"{name}={create!r} must be a function that creates a scheduler from an optimizer, not a scheduler. "
+                "For example: functools.partial(StepLR, step_size=10)."
+            )
+
+
 def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
     """Return the names of trainable parameters that no optimizer has, or the first three of them."""
     missed = [name for name, p in module.named_parameters() if p.requires_grad and p not in optimized]
     return ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
-
-
-def check_resume(resume_from: Any) -> None:
-    """Check the ``resume_from`` argument."""
-    if resume_from is not None and not isinstance(resume_from, (str, os.PathLike)):
-        raise TypeError(
-            f"resume_from={resume_from!r} is not a path. Pass 'latest' for the newest state in the save_dir of the "
-            "SaveTrainingStateCallback, or a state's directory; omit it to start afresh."
-        )
 
 
 # ------------------------------------------------------------------------------------------------- of data

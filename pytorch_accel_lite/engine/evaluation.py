@@ -3,59 +3,38 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from pytorch_accel_lite.base.batches import complete_output
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.events import CallbackHandler, NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.base.inspection import find_length, is_ours
-from pytorch_accel_lite.base.modules import preserving_modes, reshard, unwrap
+from pytorch_accel_lite.base.events import CallbackHandler
+from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.data import Batch, FailedRead, ShardedLoader
+from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
-from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
-from pytorch_accel_lite.engine.lifecycle import add_note, create_config, create_loader, ending, entering, prepare_model
+from pytorch_accel_lite.engine.inference import (
+    SKIPPED,
+    compute_batches,
+    inference,
+    inference_run,
+    preserving_randomness,
+)
+from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import EVALUATED, Run
 from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
-from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
-
-
-def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
-    """Create the loaders of the evaluation dataset, or of several by name."""
-    run.data.eval_loader = None
-    run.data.eval_loaders = {}
-    dataset = run.data.eval_dataset
-    is_dict = isinstance(dataset, dict)
-    for name, part in dataset.items() if is_dict else [("", dataset)]:
-        if is_dict and not (name and isinstance(name, str)):
-            raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
-        run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
-        source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
-        run.data.eval_loader = create_loader(trainer, run, source, training=False)
-        if find_length(run.data.eval_loader) == 0:
-            raise ValueError(
-                "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
-            )
-        if name:
-            run.data.eval_loaders[name] = run.data.eval_loader
-    run.data.eval_dataset = dataset
 
 
 @contextmanager
-def prefixed(trainer: TrainerLike, prefix: str) -> Iterator[None]:
+def prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
     """Prefix the names of the metrics recorded in a block."""
-    history = trainer.run_history
     before = history.metric_name_prefix
     history.set_metric_name_prefix(f"{before}{prefix}")
     try:
@@ -68,20 +47,18 @@ def evaluate_all(
     trainer: TrainerLike, run: Run, is_training: bool = True, is_intermediate: bool = False
 ) -> dict[str, float]:
     """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
-    if not run.data.eval_loaders and run.data.eval_loader is not None:
-        with _loss_in_evaluation_mode(trainer):
-            trainer._run_eval_epoch(run.data.eval_loader, is_training, is_intermediate)
-        return run.recorded_losses
+    data = run.data
     losses: dict[str, float] = {}
     try:
-        for name, loader in run.data.eval_loaders.items():
-            run.data.eval_loader = loader
-            run.data.eval_dataset_name = name
-            with prefixed(trainer, f"{name}_"), _loss_in_evaluation_mode(trainer):
+        for name, loader in (data.eval_loaders or {"": data.eval_loader}).items():
+            prefix = f"{name}_" if name else ""
+            data.eval_loader = loader
+            data.eval_dataset_name = name or None
+            with prefixed(trainer.run_history, prefix), _loss_in_evaluation_mode(trainer):
                 trainer._run_eval_epoch(loader, is_training, is_intermediate)
-            losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
+            losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
     finally:
-        run.data.eval_dataset_name = None
+        data.eval_dataset_name = None
     return losses
 
 
@@ -103,17 +80,10 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
     run.data.has_fillers = loader.options.fill
-    batch = None
-    with (
-        evaluating_optimizers(trainer),
-        unwrapped_model(trainer),
-        nullcontext() if trainer.logical is None else preserving_generators(),
-        torch.no_grad(),
-    ):
-        for batch in loader.steps(run.progress.epoch):
-            _evaluate_batch(trainer, run, batch)
-        if run.data.has_fillers and batch is not None and not batch.is_last:  # the others have one batch more
-            _evaluate_batch(trainer, run, batch._replace(num_samples=0))
+    with inference(trainer), nullcontext() if trainer.logical is None else preserving_generators():
+        last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
+        if run.data.has_fillers and last is not None and not last.is_last:  # the others have one batch more
+            _add_losses(trainer, run, [last._replace(num_samples=0)])
     run.batch, run.data.has_fillers = None, True
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
@@ -124,63 +94,22 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     run.control.sync(now=True)
 
 
-def _evaluate_batch(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Compute the losses of a batch and add them up."""
-    run.batch = batch
+def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Batch | None:
+    """Compute the losses of batches, add them up, and return the last batch."""
     listeners = trainer.callback_handler.listeners
-    if trainer.logical is not None:
-        trainer.logical.begin_share(batch)
-    if listeners["on_eval_step_start"]:
-        trainer.call_event("on_eval_step_start")
-    try:
-        if isinstance(batch.data, FailedRead):
-            raise batch.data.error
-        with mixed_precision(trainer.accelerator):
-            output = trainer.calculate_eval_batch_loss(batch.data)
-        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
-    except Exception as error:
-        if not is_skipped(error, trainer, run, "evaluation"):
-            raise
-        return
     trackers = run.loss_trackers
-    trackers.measured = batch, output["batch_size"]
-    if trackers.unweighed:
-        trackers.weigh()
-    if batch.num_samples != 0:  # as is_filler tells, without a call for each batch
-        trackers.add(output)
-    if listeners["on_eval_step_end"]:
-        trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
-
-
-def is_skipped(error: Exception, trainer: TrainerLike, run: Run, phase: str) -> bool:
-    """Report the failed batch of an evaluation or prediction that skips such; otherwise, add a note to its error."""
-    report = run.request.on_failed_batch
-    indices = run.batch_indices
-    if report is None or indices is None or isinstance(error, (StopTrainingError, NonFiniteLossError)):
-        add_note(error, trainer, run, phase)
-        return False
-    text = f"{type(error).__name__}: {error}"
-    of_worker = "Original Traceback" in text  # its last line has the error itself
-    report([*indices], text.rstrip().rpartition("\n")[2] if of_worker else text)
-    return True
-
-
-@contextmanager
-def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
-    """Bypass ``DistributedDataParallel``, whose forward pass communicates.
-
-    Ranks may then have different numbers of batches. Synchronise their buffers beforehand.
-    """
-    wrapped = trainer.model
-    is_sharded = trainer.is_sharded
-    if not is_sharded:
-        trainer.model = unwrap(wrapped)
-    try:
-        yield
-    finally:
-        trainer.model = wrapped
-        if is_sharded:
-            reshard(wrapped)
+    batch = None
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss, "evaluation"):
+        if output is not SKIPPED:
+            trackers.measured = batch, output["batch_size"]
+            if trackers.unweighed:
+                trackers.weigh()
+            if batch.num_samples != 0:  # as is_filler tells, without a call for each batch
+                trackers.add(output)
+            if listeners["on_eval_step_end"]:
+                trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
+        del output  # before the next takes memory
+    return batch
 
 
 def evaluate(
@@ -208,7 +137,7 @@ def evaluate(
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("evaluation", num_epochs=1)
     with (
-        _finding_values(self) as result,
+        _collecting_values(self) as result,
         _apart_from_run(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(self, run),
@@ -257,7 +186,7 @@ def run_evaluation(
         entering(self, run, "run_evaluation()"),
         preserving_generators(),
         preserving_modes(own.modules()),
-        prefixed(self, prefix),
+        prefixed(self.run_history, prefix),
         replaced(self, model=used, callback_handler=handler),
     ):
         if model is not None:
@@ -266,56 +195,21 @@ def run_evaluation(
 
 
 @contextmanager
-def inference_run(
-    trainer: TrainerLike, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
-) -> Iterator[Run]:
-    """Enter an evaluation or prediction run, with its loaders and the model prepared.
-
-    An outer run is left unchanged. Without one, an evaluation becomes the latest run.
-    """
-    batch_size = int(batch_size)
-    run = trainer.current_run.derive()
-    run.data.eval_dataset = dataset
-    run.data.collate_fn = collate_fn
-    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
-        if run.outer is None:
-            run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
-            run.control = StopCoordinator(trainer.ranks)
-        trainer.callback_handler.configure_run(trainer, request)
-        own = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
-        requested = replace(run.request, **own)
-        run.request = request if run.outer is None else requested
-        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
-        prepare_model(trainer, training=False)
-        if run.outer is None:
-            run.config = create_config(trainer, run, batch_size)
-            run.before = None if request.kind == "evaluation" else run.before
-        yield run
-
-
-def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
-    """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
-    if run.outer is not None or trainer.logical is not None:
-        return preserving_generators()
-    return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")
-
-
-@contextmanager
-def _finding_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
+def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
     """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
 
     Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
     are not taken for those of the run.
     """
     history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
-    known = count_values(history)
-    found: dict[str, Any] = {}
+    counts_before = count_values(history)
+    latest: dict[str, Any] = {}
     try:
-        yield found
+        yield latest
     finally:
         counts = count_values(history)
-        before = {name: known.get(name, 0) for name in counts if counts[name] > known.get(name, 0)}
-        found.update((name, history.get_latest_metric(name)) for name in before)
+        before = {name: counts_before.get(name, 0) for name in counts if counts[name] > counts_before.get(name, 0)}
+        latest.update((name, history.get_latest_metric(name)) for name in before)
         if outer is not None:
             history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
@@ -338,18 +232,18 @@ def sanity_evaluation(trainer: TrainerLike, run: Run) -> None:
     """Evaluate the first batches of each evaluation dataset, and check that the watched metrics are recorded.
 
     Only callbacks that record metrics in evaluations take part, and all user-defined ones, as they may do so. If no
-    batches were asked for, a single one is evaluated without any callback, where that cannot use up a stream, to find
+    batches were requested, a single one is evaluated without any callback, where that cannot use up a stream, to find
     out whether there is a loss.
 
     :raises ValueError: if a watched metric is missing
     """
     expected = run.request.metrics
-    is_asked_for = run.request.sanity_eval_batches > 0
-    if not is_asked_for and not all(isinstance(loader, MapLoader) for loader in run.data.all_eval_loaders):
+    is_requested = run.request.sanity_eval_batches > 0
+    if not is_requested and not all(isinstance(loader, MapLoader) for loader in run.data.all_eval_loaders):
         return
     history = _copied(trainer.run_history)
     handler = CallbackHandler()
-    if is_asked_for:
+    if is_requested:
         handler.callbacks = [c for c in trainer.callback_handler if c in expected.evaluators or not is_ours(type(c))]
     before = count_values(history)
     with ExitStack() as stack:
@@ -363,7 +257,7 @@ def sanity_evaluation(trainer: TrainerLike, run: Run) -> None:
         trainer.run_history = history
         run_evaluation(trainer, is_intermediate=False, callbacks=handler)
     recorded = [name for name, count in count_values(history).items() if count > before.get(name, 0)]
-    expected.check_evaluated(recorded, history.metric_name_prefix, losses_only=not is_asked_for)
+    expected.check_evaluated(recorded, history.metric_name_prefix, losses_only=not is_requested)
 
 
 def _copied(history: RunHistory) -> RunHistory:

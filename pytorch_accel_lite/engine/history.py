@@ -279,8 +279,8 @@ class InMemoryRunHistory(RunHistory):
 
 
 def _no_values_of(metric_name: str, history: Iterable[str]) -> str:
-    known = list(history)
+    recorded = list(history)
     return (
-        f"No values have been recorded for the metric {metric_name!r}.{did_you_mean(metric_name, known)} "
-        f"Recorded: {', '.join(known) or 'nothing yet'}."
+        f"No values have been recorded for the metric {metric_name!r}.{did_you_mean(metric_name, recorded)} "
+        f"Recorded: {', '.join(recorded) or 'nothing yet'}."
     )

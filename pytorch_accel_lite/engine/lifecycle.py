@@ -1,33 +1,127 @@
-"""How runs begin, nest and end: loaders, the prepared model, the ending events."""
+"""How runs begin, nest and end: their data and settings, the starting point, the ending events."""
 
 from __future__ import annotations
 
+import math
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.loss_checks import watch_shapes
+from pytorch_accel_lite.base.callback_checks import warn_of_unknown_events
+from pytorch_accel_lite.base.events import EVENTS, NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.run_settings import TrainerRunConfig
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
+from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state, warn_of_project_configuration
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
-from pytorch_accel_lite.engine.arguments import check_same_call
-from pytorch_accel_lite.engine.explanations import explain
-from pytorch_accel_lite.engine.prepared_model import PreparedModel
+from pytorch_accel_lite.engine.arguments import (
+    check_optimizers,
+    check_same_call,
+    check_same_on_all_ranks,
+    check_training,
+)
+from pytorch_accel_lite.engine.history import InMemoryRunHistory
+from pytorch_accel_lite.engine.prepared_model import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
 from pytorch_accel_lite.engine.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
+from pytorch_accel_lite.optimizers.gradients import GradientWindow
+from pytorch_accel_lite.optimizers.operations import clear_gradients, is_made
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.engine.run import Run
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
+
+# ------------------------------------------------------------------------------------------- the data of a run
+
+
+def find_data(
+    trainer: TrainerLike,
+    run: Run,
+    batch_size: int,
+    train_loader_kwargs: dict[str, Any] | None,
+    eval_loader_kwargs: dict[str, Any] | None,
+    resume_from: str | os.PathLike[str] | None,
+) -> None:
+    """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
+    request = run.request
+    warn_of_unknown_events(trainer, EVENTS)
+    trainer.callback_handler.configure_run(trainer, request)
+    check_training(trainer.optimizer, trainer.accelerator, request)  # with their changes
+    _check_metrics(trainer, run)
+    if request.saves_training_states or resume_from is not None:
+        check_history(trainer.run_history)
+        warn_of_project_configuration(trainer.accelerator)
+    state = None
+    if resume_from is not None:
+        run.resumed = state = find_state(trainer, request.state_sources, resume_from)
+    run.data.seed = trainer.seed
+    if trainer.seed is not None:
+        seed_run(trainer.seed, alike=trainer.logical is not None)
+    if state is not None:
+        run.data.seed = state.metadata["data_seed"]
+        run.data.first_epoch = state.metadata.get("first_epoch", 1)
+    elif trainer.seed is None and (request.saves_training_states or run.data.ranks.replicas > 1):
+        run.data.seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
+        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
+    create_train_loader(trainer, run, batch_size, train_loader_kwargs)
+    if run.data.eval_dataset is not None:
+        create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
+    apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
+    # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
+    trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+
+
+def _check_metrics(trainer: TrainerLike, run: Run) -> None:
+    """Check, as far as can be known now, that the run records the metrics being watched."""
+    request = run.request
+    if request.scheduler_metric is not None:
+        request.metrics.require(f"scheduler_metric={request.scheduler_metric!r}", request.scheduler_metric)
+    request.metrics.settle(trainer)
+    if isinstance(trainer.run_history, InMemoryRunHistory):
+        trainer.run_history.directions = request.metrics.directions
+    if request.sanity_eval_batches and run.data.eval_dataset is None:
+        raise ValueError(
+            f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
+        )
+
+
+def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+    """Create the loader of the training batches."""
+    source = trainer.create_train_dataloader(batch_size, loader_kwargs)
+    run.data.train_loader = create_loader(trainer, run, source, training=True)
+
+
+def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+    """Create the loaders of the evaluation dataset, or of several by name."""
+    run.data.eval_loader = None
+    run.data.eval_loaders = {}
+    dataset = run.data.eval_dataset
+    is_dict = isinstance(dataset, dict)
+    for name, part in dataset.items() if is_dict else [("", dataset)]:
+        if is_dict and not (name and isinstance(name, str)):
+            raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
+        run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
+        source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
+        run.data.eval_loader = create_loader(trainer, run, source, training=False)
+        if find_length(run.data.eval_loader) == 0:
+            raise ValueError(
+                "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
+            )
+        if name:
+            run.data.eval_loaders[name] = run.data.eval_loader
+    run.data.eval_dataset = dataset
 
 
 def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
@@ -63,11 +157,117 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
     return loader
 
 
+# ------------------------------------------------------------------------------- its model, settings and start
+
+
+def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    """Prepare the model and the optimizer, and set up the accumulation window."""
+    request = run.request
+    ranks = trainer.ranks
+    had_optimizer = is_made(trainer.optimizer)
+    prepare_model(trainer, training=True)
+    if not had_optimizer:
+        check_optimizers(trainer, trainer.create_scheduler_fn)
+    run.config = create_config(trainer, run, batch_size)
+    check_same_on_all_ranks(run.config.to_dict(), ranks)
+    run.window = GradientWindow(
+        run.data.ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
+    )
+    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
+    trainer.accelerator.sync_gradients = True
+    run.step = trainer._create_step(run)
+
+
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
     """Return the settings of a run, from the method that users of pytorch-accelerated override, with its arguments."""
     names = ("num_epochs", "gradient_accumulation_steps", "max_num_train_steps", "gradient_clip_value")
     requested = {name: getattr(run.request, name) for name in names}
     return trainer._create_run_config(per_device_batch_size=batch_size, **requested)
+
+
+def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: int) -> TrainerRunConfig:
+    """Derive the settings of the current run from the request and the length of its data.
+
+    :raises ValueError: if the training data do not fill a single batch
+    """
+    accelerator = trainer.accelerator
+    data = trainer.current_run.data
+    steps = find_length(data.train_loader)
+    if steps == 0:
+        raise ValueError(
+            "train_dataset gives no batch: with drop_last=True it must hold at least per_device_batch_size samples for "
+            "every process. Lower per_device_batch_size, or omit drop_last."
+        )
+    updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
+    request = _limit(request, updates_per_epoch)
+    logical = None if trainer.logical is None else trainer.logical.count
+    processes = logical or data.ranks.world_size
+    sharers = processes if accelerator.split_batches else 1
+    train_batch_size = max(((data.train_loader_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
+    eval_batch_size = max(((data.eval_loader_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
+    requested = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
+    return TrainerRunConfig(
+        **requested,
+        train_per_device_batch_size=train_batch_size,
+        train_dl_kwargs=data.train_loader_kwargs,
+        eval_per_device_batch_size=eval_batch_size,
+        eval_dl_kwargs=data.eval_loader_kwargs,
+        train_total_batch_size=train_batch_size * processes * request.gradient_accumulation_steps,
+        eval_total_batch_size=eval_batch_size * processes,
+        num_update_steps_per_epoch=updates_per_epoch,
+        num_local_update_steps_per_epoch=updates_per_epoch,
+        is_local_process_zero=accelerator.is_local_main_process,
+        is_world_process_zero=accelerator.is_main_process,
+        is_distributed=accelerator.num_processes > 1,
+        mixed_precision=accelerator.mixed_precision,
+        num_processes=accelerator.num_processes,
+        seed=trainer.seed,
+        logical_processes=logical,
+        **vars(trainer.backend_settings),
+    )
+
+
+def _limit(request: RunRequest, updates_per_epoch: int | None) -> RunRequest:
+    """Derive epochs from updates, or updates from epochs; updates take precedence."""
+    if request.max_num_train_steps is not None:
+        epochs = None if updates_per_epoch is None else math.ceil(request.max_num_train_steps / updates_per_epoch)
+        return replace(request, num_epochs=epochs)
+    if updates_per_epoch is None or request.num_epochs is None:
+        return request
+    return replace(request, max_num_train_steps=request.num_epochs * updates_per_epoch)
+
+
+def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
+    """Start from the beginning or from a training state."""
+    was_mid_epoch = run.before is not None and run.before.progress.is_mid_epoch
+    run.before = None  # frees the previous run and its data
+    if reset_run_history:
+        trainer.run_history.reset()
+    elif was_mid_epoch:
+        trainer.run_history._increment_epoch()
+    state = run.resumed
+    if state is not None:
+        warn_of_other_schedule(trainer, state)
+        run.schedule.is_recreated = must_recreate(trainer, run, state)
+        trainer.load_training_state(state.directory)
+        _align_windows(run, state)
+    if trainer.scheduler is not None:
+        check_length(trainer, run)
+    if state is not None and run.schedule.is_recreated:
+        resume_schedule(trainer, run, state)
+    run.step.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
+    reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
+    run.step.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
+
+
+def _align_windows(run: Run, state: TrainingState) -> None:
+    """Resume at the start of an accumulation window, even if the length of windows has changed."""
+    steps = run.window.steps
+    if run.progress.is_mid_epoch and state.metadata["run_config"].get("gradient_accumulation_steps", steps) != steps:
+        run.progress.step += -run.progress.step % steps
+
+
+# ------------------------------------------------------------------------------------------ its scope and end
 
 
 @contextmanager
@@ -120,42 +320,6 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def prepare_model(trainer: TrainerLike, training: bool) -> None:
-    """Prepare the model and the optimizer with Accelerate, unless they are prepared already."""
-    prepared = trainer.prepared_model
-    is_same = prepared is not None and (trainer.model, trainer.optimizer) == (prepared.model, prepared.optimizer)
-    if prepared is not None and (is_same or not prepared.outlives_runs):
-        return
-    if isinstance(trainer.loss_func, nn.Module):
-        trainer.loss_func.to(trainer.device)
-        watch_shapes(trainer.loss_func, always=trainer.compiled_forward is not None)
-    apply_model_options(trainer)
-    averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
-    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
-    trainer.prepared_model = prepared
-    trainer.model = prepared.model
-    if training or prepared.outlives_runs:
-        prepared.make_optimizer(trainer.accelerator)
-    trainer.optimizer = prepared.optimizer
-
-
-def apply_model_options(trainer: TrainerLike) -> None:
-    """Change the memory format of the model and compile it, in place and as requested, unless it is compiled."""
-    model = trainer.get_model()
-    if trainer.channels_last:
-        model.to(memory_format=torch.channels_last)
-    if trainer.compile_model is not False and model._compiled_call_impl is None:
-        model.compile(**({} if trainer.compile_model is True else trainer.compile_model))
-
-
-def release_model(trainer: TrainerLike) -> None:
-    """Release the model and the optimizer, unless their weights exist only in prepared form."""
-    prepared = trainer.prepared_model
-    if prepared is not None and not prepared.outlives_runs:
-        trainer.model, trainer.optimizer = prepared.release(trainer.model)
-        trainer.prepared_model = None
-
-
 @contextmanager
 def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
     """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
@@ -202,15 +366,6 @@ def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
             run.control.sync(now=True)
     except StopTrainingError as stop:
         run.end.reason = run.end.reason or str(stop)
-
-
-def add_note(error: Exception, trainer: TrainerLike, run: Run, phase: str) -> None:
-    """Add a note to the error of a step, with the place, the data and advice.
-
-    :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
-    """
-    if not isinstance(error, (StopTrainingError, NonFiniteLossError)):
-        explain(error, trainer, run, phase)
 
 
 def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bool) -> None:

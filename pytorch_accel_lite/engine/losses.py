@@ -137,7 +137,7 @@ class LossTrackers(dict[str, LossTracker]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
         del self.unweighed[state["unweighed"] :]
-        for name in self.state_dict()["logged"].keys() - state["logged"].keys():
+        for name in self.keys() - self.parts - state["logged"].keys() - {"loss"}:
             del self[name]
         for name, sums in state["logged"].items():
             self.of(name).load_state_dict(sums)

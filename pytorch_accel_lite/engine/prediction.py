@@ -8,22 +8,23 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain, islice, zip_longest
 from typing import Any
 
-import torch
-
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
-from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
-from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
-from pytorch_accel_lite.engine.evaluation import inference_run, is_skipped, preserving_randomness, unwrapped_model
+from pytorch_accel_lite.engine.inference import (
+    SKIPPED,
+    compute_batches,
+    inference,
+    inference_run,
+    preserving_randomness,
+)
 from pytorch_accel_lite.engine.lifecycle import close_failed
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
 
 # Several processes gather the outputs of as many steps at once, on each process, as take about this time and memory.
 _SECONDS_AT_ONCE = 0.2
@@ -167,13 +168,7 @@ def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> I
 
     :param generators: the states of the generators of a prediction within a run, from one block to the next
     """
-    with (
-        preserving_randomness(trainer, run),
-        evaluation_mode(trainer.model),
-        evaluating_optimizers(trainer),
-        unwrapped_model(trainer),
-        torch.no_grad(),
-    ):
+    with preserving_randomness(trainer, run), evaluation_mode(trainer.model), inference(trainer):
         if generators:
             restore_generators(generators)
         yield
@@ -183,43 +178,20 @@ def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> I
 
 def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
     """Yield this process's outputs step by step, on the CPU: none of a step that failed and is skipped."""
-    logical = trainer.logical
     listeners = trainer.callback_handler.listeners
-    compute = _forward_pass(trainer)
     shares: list[Any] = []
-    for batch in run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample):
-        run.batch = batch
-        if logical is not None:
-            logical.begin_share(batch)
-        try:
-            if isinstance(batch.data, FailedRead):
-                raise batch.data.error
-            output = compute(batch.data)
-        except Exception as error:
-            if not is_skipped(error, trainer, run, "prediction"):
-                raise
-        else:
+    batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, "prediction"):
+        if output is not SKIPPED:
             if listeners["on_predict_step_end"]:
                 trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
             if not batch.is_filler:
                 size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
                 shares.append(to_cpu(output, size))
-            del output
+        del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
             shares = []
-
-
-def _forward_pass(trainer: TrainerLike) -> Callable[[Any], Any]:
-    compute = trainer.calculate_predict_batch_output
-    if not trainer.accelerator.native_amp:
-        return compute
-
-    def with_autocast(batch: Any) -> Any:
-        with mixed_precision(trainer.accelerator):
-            return compute(batch)
-
-    return with_autocast
 
 
 def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +14,14 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.loss_checks import watch_shapes
 from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
-from pytorch_accel_lite.optimizers.operations import is_made, parts_of
+from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
+from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer, combine
+from pytorch_accel_lite.optimizers.operations import OptimizerFactory, is_made, parts_of
 
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
 
@@ -34,7 +41,7 @@ class PreparedModel:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
-        self._given = model, optimizer
+        self._originals = model, optimizer
         self.trains = False
         self._forward = vars(model).get("forward")
         # Accelerate's lists of prepared objects. free_memory() would also drop what others have prepared, and collect
@@ -62,8 +69,8 @@ class PreparedModel:
         if self.optimizer is None or is_made(self.optimizer):
             self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
         elif accelerator.distributed_type in _PREPARED_TOGETHER:
-            self._given = model, self.optimizer.make(model)
-            self.model, self.optimizer = accelerator.prepare(*self._given)
+            self._originals = model, self.optimizer.make(model)
+            self.model, self.optimizer = accelerator.prepare(*self._originals)
         elif accelerator.is_fsdp2:  # which Accelerate prepares together, too, but only to exchange the parameters
             self.model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             accelerator._optimizers.pop()
@@ -75,7 +82,7 @@ class PreparedModel:
         if self.optimizer is None or is_made(self.optimizer):
             return
         made = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
-        self._given = self._given[0], made
+        self._originals = self._originals[0], made
         self.optimizer = made if self.is_plain else accelerator.prepare_optimizer(made)
         self._name_parts()
 
@@ -93,18 +100,18 @@ class PreparedModel:
 
     def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
         """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
-        given, optimizer = self._given
-        for module in (given, unwrap(given, keep_torch_compile=False)):
+        original, optimizer = self._originals
+        for module in (original, unwrap(original, keep_torch_compile=False)):
             for mark in ("_is_accelerate_prepared", "_original_forward"):
                 vars(module).pop(mark, None)
-        vars(given).pop("forward", None)
+        vars(original).pop("forward", None)
         if self._forward is not None:
-            vars(given)["forward"] = self._forward
+            vars(original)["forward"] = self._forward
         for held, length in self._held:
             del held[length:]
         released = unwrap(model)
-        if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is given:
-            released = given  # compiled by Accelerate
+        if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is original:
+            released = original  # compiled by Accelerate
         return released, optimizer
 
 
@@ -124,3 +131,114 @@ def get_model(self: TrainerLike, keep_torch_compile: bool = True) -> nn.Module:
 def can_rewrap_model(self: TrainerLike) -> bool:
     """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
     return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
+
+
+def prepare_model(trainer: TrainerLike, training: bool) -> None:
+    """Prepare the model and the optimizer with Accelerate, unless they are prepared already."""
+    prepared = trainer.prepared_model
+    is_same = prepared is not None and (trainer.model, trainer.optimizer) == (prepared.model, prepared.optimizer)
+    if prepared is not None and (is_same or not prepared.outlives_runs):
+        return
+    if isinstance(trainer.loss_func, nn.Module):
+        trainer.loss_func.to(trainer.device)
+        watch_shapes(trainer.loss_func, always=trainer.compiled_forward is not None)
+    apply_model_options(trainer)
+    averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
+    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
+    trainer.prepared_model = prepared
+    trainer.model = prepared.model
+    if training or prepared.outlives_runs:
+        prepared.make_optimizer(trainer.accelerator)
+    trainer.optimizer = prepared.optimizer
+
+
+def apply_model_options(trainer: TrainerLike) -> None:
+    """Change the memory format of the model and compile it, in place and as requested, unless it is compiled."""
+    model = trainer.get_model()
+    if trainer.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if trainer.compile_model is not False and model._compiled_call_impl is None:
+        model.compile(**({} if trainer.compile_model is True else trainer.compile_model))
+
+
+def release_model(trainer: TrainerLike) -> None:
+    """Release the model and the optimizer, unless their weights exist only in prepared form."""
+    prepared = trainer.prepared_model
+    if prepared is not None and not prepared.outlives_runs:
+        trainer.model, trainer.optimizer = prepared.release(trainer.model)
+        trainer.prepared_model = None
+
+
+class UnmadeOptimizer:
+    """The optimizer of a trainer that was given a factory, until a run first prepares the model for training.
+
+    It has no parameter groups. A state that is loaded into it is kept for the optimizer that will be made.
+
+    :param factory: called with a list of the trainable parameters; with the model, or with a list of the names and
+        parameters, where its first argument is called ``model`` or ``named_parameters``
+    """
+
+    def __init__(self, factory: OptimizerFactory) -> None:
+        self.factory = factory
+        self.name = short(factory)
+        self._state: dict[str, Any] | None = None
+
+    def make(self, model: nn.Module) -> Any:
+        """Return the optimizer for a model that is otherwise ready to be trained.
+
+        :raises ValueError: when no parameter of the model is to be trained
+        :raises TypeError: when the factory returns anything but an optimizer, or several in a dict or a list
+        """
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not trainable:
+            raise ValueError(
+                f"optimizer={self.name}: no parameter of {type(model).__name__} requires a gradient, so there is "
+                "nothing to optimize. Was everything frozen?"
+            )
+        by_argument = {"model": model, "named_parameters": list(trainable.items())}
+        optimizer = combine(self.factory(by_argument.get(_first_argument(self.factory), list(trainable.values()))))
+        if not is_made(optimizer):
+            raise TypeError(
+                f"optimizer={self.name} returned {optimizer!r}. It must return a torch.optim.Optimizer, or a dict or "
+                "a list of them."
+            )
+        if self._state is not None:
+            try:
+                load_optimizer_state(optimizer, self._state)
+            except (ValueError, KeyError) as error:
+                raise ValueError(
+                    f"The state that was loaded does not fit what optimizer={self.name} returned: {error}"
+                ) from error
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state that was loaded, if one was."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a state for the optimizer that will be made."""
+        self._state = copy.deepcopy(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"trainer.optimizer has no {name!r} yet: optimizer={vars(self).get('name')} is called when train(), or a "
+            "tool such as find_lr(), first prepares the model; from then on trainer.optimizer is what it returned."
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.name} (not called yet)"
+
+
+def combine_or_defer(optimizer: Any) -> Any:
+    """Return optimizers as one, and a factory as the optimizer that it has yet to make."""
+    is_factory = callable(optimizer) and not is_made(optimizer)
+    return UnmadeOptimizer(optimizer) if is_factory else combine(optimizer)
+
+
+def _first_argument(factory: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(factory).parameters), "")
+    except ValueError:
+        return ""

@@ -69,8 +69,8 @@ def _without_gradient(model: nn.Module) -> list[str]:
     except RuntimeError as error:  # the error that the next forward pass would raise
         waiting = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         names = [name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad]
-        places = map(int, waiting[1].split()) if waiting else []
-        return [repr(names[place]) for place in places if place < len(names)]
+        indices = map(int, waiting[1].split()) if waiting else []
+        return [repr(names[index]) for index in indices if index < len(names)]
     return []
 
 
@@ -82,7 +82,7 @@ def _trained_parameters(trainer: TrainerLike) -> dict[str, nn.Parameter]:
             names.setdefault(id(parameter), name)
     trained = [*updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
-    return {names.get(key, f"parameter {place}"): value for place, (key, value) in enumerate(by_id.items())}
+    return {names.get(key, f"parameter {number}"): value for number, (key, value) in enumerate(by_id.items())}
 
 
 def _first_difference(ranks: Ranks, names: list[str], sums: list[int]) -> str | None:

@@ -1,26 +1,27 @@
-"""The learning rate schedule of a run, and the rates from which it starts."""
+"""The learning rate schedule of a run: where it starts, and where it resumes."""
 
 from __future__ import annotations
 
-import inspect
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
 from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_placeholder_values
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.engine.arguments import by_optimizer
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, schedulers_in
-from pytorch_accel_lite.optimizers.rates import Options, initial_options, scheduled_options, set_options
+from pytorch_accel_lite.optimizers.rates import Options, initial_options, learning_rates, scheduled_options, set_options
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
-    from pytorch_accel_lite.engine.run import Run
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
+
+_PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
 
 
 def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest], None]) -> None:
@@ -29,43 +30,61 @@ def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest],
     :param check: validates the run; if it raises an error, the optimizer keeps its rates
     """
     optimizer = trainer.optimizer
-    run.schedule.rates_left = [] if run.before is None else run.before.schedule.rates_left
+    schedule = run.schedule
+    schedule.rates_left = [] if run.before is None else run.before.schedule.rates_left
     now = scheduled_options(optimizer)
-    initial = initial_options(optimizer, run.schedule.rates_left)
+    initial = initial_options(optimizer, schedule.rates_left)
+    had_schedule = all("initial_lr" in group for group in optimizer.param_groups)
+    continues = False
     trainer.scheduler = None
     try:
-        begins = _create(trainer, now, initial)
+        if trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler"):
+            try:
+                trainer.scheduler = _create_from(trainer, initial)
+            except KeyError as error:  # with last_epoch, the schedule continues from the current rates
+                continues = had_schedule and "initial_lr" in str(error)
+                if not continues:
+                    raise
+                set_options(optimizer, now)
+                trainer.scheduler = trainer.create_scheduler()
         check(run.request)
     except Exception:
         set_options(optimizer, now)
         raise
-    if begins and trainer.scheduler is not None:
-        run.schedule.initial_options = initial
-    if begins and run.resumed is None:
-        _say_where_it_begins(trainer, *([values.get("lr") for values in options] for options in (now, initial)))
-
-
-def _create(trainer: TrainerLike, now: Options, initial: Options) -> bool:
-    """Create the scheduler, and return whether it starts afresh rather than continuing an earlier one."""
-    optimizer = trainer.optimizer
-    if trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler"):
-        had_schedule = all("initial_lr" in group for group in optimizer.param_groups)
-        try:
-            trainer.scheduler = create_from(trainer, initial)
-        except KeyError as error:  # with last_epoch, the schedule continues from the current rates
-            if not had_schedule or "initial_lr" not in str(error):
-                raise
-            set_options(optimizer, now)
-            trainer.scheduler = trainer.create_scheduler()
-            return False
     if trainer.scheduler is None:
         set_options(optimizer, now)
-    return True
+        if now != initial and run.resumed is None:
+            left, first = ([values.get("lr") for values in options] for options in (now, initial))
+            trainer.print(
+                f"This run has no scheduler and trains at the learning rate {_listed(left)}, left over from an earlier "
+                f"schedule; the optimizer started at {_listed(first)}. To return to that: for group in "
+                "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
+            )
+    elif not continues:
+        schedule.initial_options = initial
+
+
+def _create_from(trainer: TrainerLike, options: Options) -> Any:
+    """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
+    groups = trainer.optimizer.param_groups
+    set_options(trainer.optimizer, options)
+    traces = [group.pop("initial_lr", None) for group in groups]
+    scheduler = None
+    try:
+        scheduler = trainer.create_scheduler()
+    finally:
+        for group, values, trace in zip(groups, options, traces, strict=True):
+            if "lr" in values and (scheduler is not None or trace is not None):
+                group.setdefault("initial_lr", values["lr"])
+    return scheduler
+
+
+def _listed(rates: list[Any]) -> str:
+    return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
 
 
 def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
     """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
-    check_scheduler_factory(create, trainer.optimizer)
     create = replace_trainer_placeholder_values(trainer, create)
     return create_schedulers(create, trainer.optimizer) if isinstance(create, Mapping) else create(trainer.optimizer)
 
@@ -83,64 +102,6 @@ def step_after_epoch(trainer: TrainerLike, run: Run) -> None:
         trainer.scheduler_step()
 
 
-def create_from(trainer: TrainerLike, options: Options) -> Any:
-    """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
-    groups = trainer.optimizer.param_groups
-    set_options(trainer.optimizer, options)
-    traces = [group.pop("initial_lr", None) for group in groups]
-    scheduler = None
-    try:
-        scheduler = trainer.create_scheduler()
-    except TypeError as error:
-        if trainer.create_scheduler_fn is not None or str(error) != "'NoneType' object is not callable":
-            raise
-        warnings.warn(
-            f"{type(trainer).__name__}.create_scheduler() calls create_scheduler_fn, which was not passed to train(): "
-            "this run has no scheduler.",
-            stacklevel=6,  # the call of train()
-        )
-    finally:
-        for group, values, trace in zip(groups, options, traces, strict=True):
-            if "lr" in values and (scheduler is not None or trace is not None):
-                group.setdefault("initial_lr", values["lr"])
-    return scheduler
-
-
-def _say_where_it_begins(trainer: TrainerLike, now: list[Any], initial: list[Any]) -> None:
-    if now == initial:
-        return
-    if trainer.scheduler is None:
-        trainer.print(
-            f"This run has no scheduler and trains at the learning rate {_listed(now)}, left over from an earlier "
-            f"schedule; the optimizer started at {_listed(initial)}. To return to that: for group in "
-            "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
-        )
-    else:
-        trainer.print(
-            f"The schedule starts from the optimizer's initial learning rate, {_listed(initial)}, not from the "
-            f"{_listed(now)} left over from an earlier schedule."
-        )
-
-
-def _listed(rates: list[Any]) -> str:
-    return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
-
-
-def check_scheduler_factory(create_scheduler_fn: Any, optimizer: Any) -> None:
-    """Check that a scheduler class needs no arguments besides the optimizer.
-
-    :raises TypeError: if it needs more
-    """
-    for name, create in by_optimizer("create_scheduler_fn", create_scheduler_fn).items():
-        if isinstance(create, type) and not accepts(create, optimizer):
-            kind = create.__name__
-            parameters = list(inspect.signature(create).parameters.values())[1:]
-            needed = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty)
-            raise TypeError(
-                f"{name}={kind} is called with the optimizer only. Pass functools.partial({kind}, {needed})."
-            )
-
-
 def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
@@ -148,27 +109,23 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         may return no scheduler
     :param steps_itself: whether an overridden method steps the scheduler
     """
-    interval = request.scheduler_interval
-    metric = request.scheduler_metric
+    interval, metric = request.scheduler_interval, request.scheduler_metric
     parts = schedulers_in(scheduler)
-    must_have_step = create_scheduler_fn is not None or (scheduler is not None and not steps_itself)
-    for name, part in parts.items() if must_have_step else ():
-        if not hasattr(part, "step"):
-            create = create_scheduler_fn[name] if name else create_scheduler_fn
-            given = "create_scheduler_fn" + (f"[{name!r}]" if name else "")
-            source = "create_scheduler()" if create is None else f"{given}={create!r}"
-            raise TypeError(
-                f"{source} returned {part!r}, which is not a scheduler: it has no step(). Return a scheduler created "
-                "from the optimizer."
-            )
+    if create_scheduler_fn is not None or (scheduler is not None and not steps_itself):
+        for name, part in parts.items():
+            if not hasattr(part, "step"):
+                source = "create_scheduler" if create_scheduler_fn is None else "create_scheduler_fn"
+                source += f"[{name!r}]" if name else ""
+                raise TypeError(
+                    f"{source} returned {part!r}, which is not a scheduler: it has no step(). Return a scheduler "
+                    "created from the optimizer."
+                )
     if scheduler is None:
         if (interval, metric) != ("update", None):
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or omit it.")
         return
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
-    held = [getattr(part, "__dict__", {}) for part in parts.values()]
-    _refuse_placeholders(type(scheduler).__name__, [*groups, *held])
+    _refuse_placeholders(scheduler, parts)
     if steps_itself:
         return
     if metric is not None and not any(map(follows_metric, parts.values())):
@@ -178,19 +135,29 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         _check_stepped(part, request)
 
 
+def _refuse_placeholders(scheduler: Any, parts: Mapping[str, Any]) -> None:
+    """Refuse placeholders that a scheduler has kept, or put into the optimizer."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    for held in [*groups, *(getattr(part, "__dict__", {}) for part in parts.values())]:
+        for name, value in held.items():
+            if isinstance(value, Placeholder):
+                raise TypeError(
+                    f"{type(scheduler).__name__} has {name}={value!r}, a placeholder that was not replaced. "
+                    "Placeholders are replaced among the arguments of a functools.partial, not inside a function: pass "
+                    "it as an argument, as in "
+                    "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
+                )
+
+
 def _check_stepped(scheduler: Any, request: RunRequest) -> None:
     """Check that a scheduler can be stepped in the way the run will step it."""
     metric = request.scheduler_metric
     kind = type(scheduler).__name__
-    if metric is None and hasattr(scheduler, "step_update") and not accepts(scheduler.step):
+    if metric is None and not accepts(scheduler.step):
         raise TypeError(
-            f"create_scheduler_fn returned {kind}, which is stepped with the number of the epoch, like timm's "
-            "schedulers. Use TrainerWithTimmScheduler instead of Trainer, or override scheduler_step."
-        )
-    if metric is None and isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            f"{kind} follows a metric. Specify it, for example with scheduler_interval='epoch' and "
-            "scheduler_metric='eval_loss_epoch', or override scheduler_step."
+            f"{kind}.step needs an argument. If it follows a metric, specify that, for example with "
+            "scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'; for timm's schedulers, use "
+            "TrainerWithTimmScheduler; for others, override scheduler_step."
         )
     better = request.metrics.directions.get(metric or "")
     if better is not None and getattr(scheduler, "mode", None) == ("min" if better else "max"):
@@ -203,8 +170,8 @@ def _check_stepped(scheduler: Any, request: RunRequest) -> None:
 def check_length(trainer: TrainerLike, run: Run) -> None:
     """Check that a schedule that cannot be stepped beyond its end is at least as long as the run."""
     config = run.required_config
-    asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
-    if is_overridden(trainer, "scheduler_step") or asked is None:
+    requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
+    if is_overridden(trainer, "scheduler_step") or requested is None:
         return
     advice = (
         "Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with scheduler_interval='epoch')."
@@ -216,19 +183,120 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
             "and start a new schedule: both without resume_from."
         )
     for scheduler in schedulers_in(trainer.scheduler).values():
-        if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < asked:
+        if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:
             raise ValueError(
-                f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {asked} times, and it "
+                f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {requested} times, and it "
                 f"cannot be stepped beyond its end. {advice}"
             )
 
 
-def _refuse_placeholders(kind: str, values: Iterable[dict[str, Any]]) -> None:
-    for held in values:
-        for name, value in held.items():
-            if isinstance(value, Placeholder):
-                raise TypeError(
-                    f"{kind} has {name}={value!r}, a placeholder that was not replaced. Placeholders are replaced "
-                    "among the arguments of a functools.partial, not inside a function: pass it as an argument, as in "
-                    "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
-                )
+def must_recreate(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+    """Whether a state's schedule counts updates while the number of updates per epoch has changed.
+
+    A run that is limited by updates rather than epochs is still as long as it was.
+    """
+    before = state.metadata["run_config"].get("num_update_steps_per_epoch")
+    now = run.required_config.num_update_steps_per_epoch
+    counts_updates = run.request.scheduler_interval == "update" and not getattr(trainer.scheduler, "t_in_epochs", False)
+    has_both = trainer.scheduler is not None and state.shared["scheduler"] is not None
+    is_of_epochs = run.request.max_num_train_steps is None and None not in (before, now)
+    return has_both and counts_updates and is_of_epochs and before != now
+
+
+def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
+    """Warn if either the saved run or the resumed one has no schedule."""
+    had, has = state.shared["scheduler"] is not None, trainer.scheduler is not None
+    if had and not has:
+        problem = "it holds a schedule, but create_scheduler_fn was not passed to train(), so rates stay as set"
+    elif has and not had:
+        problem = "it holds no schedule, so that of create_scheduler_fn starts from the beginning"
+    else:
+        return
+    warnings.warn(
+        f"resume_from: the state {str(state.directory)!r} is of another run: {problem}. Pass the "
+        "create_scheduler_fn of the run that saved it, unless you mean this.",
+        stacklevel=4,  # the call of train()
+    )
+
+
+def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
+    """Recreate the schedule of a resumed run with its new lengths, and advance it to the fraction of the run completed.
+
+    :raises ValueError: if it cannot be advanced, or its learning rate there differs from that of the run
+    """
+    config = run.required_config
+    per_epoch = int(config.num_update_steps_per_epoch or 0)
+    before = int(state.metadata["run_config"]["num_update_steps_per_epoch"])
+    total = int(config.max_num_train_steps or 0)
+    position = _updates_made(run, per_epoch)
+    had = learning_rates(trainer.optimizer)
+    initial = initial_options(trainer.optimizer)
+    about = (
+        f"The run is resumed with {per_epoch} updates in an epoch instead of {before}, so its schedule is created "
+        f"again and advanced to update {position} of {total}"
+    )
+
+    def rates_at(update: int) -> list[Any]:
+        trainer.scheduler = _create_from(trainer, initial)
+        try:
+            trainer.advance_scheduler(update)
+        except Exception as error:
+            raise ValueError(
+                f"{about}, which failed: {error} Specify its lengths with {_PLACEHOLDERS}, or override "
+                "Trainer.advance_scheduler."
+            ) from error
+        return learning_rates(trainer.optimizer)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
+        if not is_overridden(trainer, "advance_scheduler"):
+            # Rounding between the two lengths of epochs may shift the position by this many updates.
+            reach = 2 + 2 * math.ceil(per_epoch / before)
+            first = max(0, position - reach)
+            around = [rates_at(first)]
+            for update in range(first + 1, min(position + reach, total) + 1):
+                run.schedule.shift = update - run.progress.update
+                trainer.scheduler_step()
+                around.append(learning_rates(trainer.optimizer))
+            _check_continuity(trainer, had, list(zip(*around, strict=True)), about)
+        run.schedule.shift = position - run.progress.update
+        rates_at(position)
+    trainer.print(f"{about}.")
+
+
+def _check_continuity(trainer: TrainerLike, had: list[Any], around: list[tuple[Any, ...]], about: str) -> None:
+    for rate, near in zip(had, around, strict=True):
+        if rate is not None and not 0.95 * min(near) <= rate <= 1.05 * max(near):
+            raise ValueError(
+                f"{about}. But {type(trainer.scheduler).__name__} has learning rates from {min(near):.3g} to "
+                f"{max(near):.3g} near there, and the run had {rate:.3g}. Its lengths must follow those of the run: "
+                f"specify them with {_PLACEHOLDERS}, or override Trainer.advance_scheduler."
+            )
+
+
+def _updates_made(run: Run, per_epoch: int) -> int:
+    """Return the number of updates that a run with these settings would have made for the samples seen so far."""
+    progress = run.progress
+    made: int = progress.epochs_completed * per_epoch
+    if not progress.is_mid_epoch:
+        return made
+    left: int | None = run.data.train_loader.steps_left(progress.samples_in_epoch)
+    if left is None:
+        nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
+        return made + min(nominal, per_epoch)
+    return made + max(0, per_epoch - math.ceil(left / run.window.steps))
+
+
+def advance_scheduler(self: TrainerLike, num_updates: int) -> None:
+    """Advance a newly created scheduler to its position after a number of updates.
+
+    Called instead of restoring the scheduler's state when a run is resumed with a different number of updates per
+    epoch. Steps the scheduler ``num_updates`` times by default. Override it if the scheduler is stepped differently.
+
+    :param num_updates: number of updates that a run with the new settings would have made for the samples seen so far
+    :raises TypeError: if ``scheduler_step`` is overridden and this method is not
+    """
+    if is_overridden(self, "scheduler_step"):
+        raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
+    for _ in range(num_updates):
+        self.scheduler.step()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytorch_accel_lite.base.environment import warn_outside
@@ -13,33 +17,33 @@ from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
-from pytorch_accel_lite.engine.batch_norm_shares import smallest_share
 from pytorch_accel_lite.engine.evaluation import evaluate_all, sanity_evaluation
-from pytorch_accel_lite.engine.first_batch import warn_of_sum
-from pytorch_accel_lite.engine.lifecycle import add_note, create_loader, ending
+from pytorch_accel_lite.engine.explanations import explain
+from pytorch_accel_lite.engine.lifecycle import create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.resuming import has_nothing_left
 from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, Run
 from pytorch_accel_lite.engine.scheduling import step_after_epoch
 from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
+from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.optimizers.gradients import gradient_sync
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.control.start_clock()
     run.step.must_examine_batch = trainer.ranks.rank == 0
-    if run.step.must_examine_batch:
-        warn_of_sum(trainer)
     with ending(trainer, run, "training"):
         try:
             trainer.training_run_start()
             trainer.call_event("on_training_run_start")
             run.control.sync(now=True)
             _describe_states(trainer, run)
-            over = _is_over(trainer, run)
+            over = run.resumed is not None and _has_nothing_left(trainer, run, run.resumed)
             if (run.request.sanity_eval_batches or run.request.metrics.may_lack_loss) and not over:
                 sanity_evaluation(trainer, run)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
@@ -90,7 +94,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     run.data.train_loader = loader
     done = progress.samples_in_epoch, progress.step
     set_optimizer_modes(trainer, training=True)
-    batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, _smallest_share(trainer, run))
+    batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, smallest_share(trainer, run))
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.step.must_warm_up_ddp:
             warm_up_ddp(trainer, run, batch)
@@ -132,7 +136,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
         if updates:
             run.step.update(trainer, run)
     except Exception as error:
-        add_note(error, trainer, run, "training")
+        explain(error, trainer, run, "training")
         raise
     run.progress.step += 1
     run.window.is_in_step = False
@@ -155,13 +159,6 @@ def _describe_states(trainer: TrainerLike, run: Run) -> None:
         trainer.print(described)
 
 
-def _is_over(trainer: TrainerLike, run: Run) -> bool:
-    """Whether a resumed run has nothing left to do; prints the reason."""
-    if run.resumed is None:
-        return False
-    return has_nothing_left(trainer, run, run.resumed)
-
-
 def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
     """Restore what must come last: anything that the starting events may have reset, and the random generators."""
     if run.resumed is not None:
@@ -169,8 +166,69 @@ def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
         run.resumed = None
 
 
-def _smallest_share(trainer: TrainerLike, run: Run) -> int:
-    """Return the least number of samples a process may get in a step if it gets any: batch norm needs two."""
-    if not any(isinstance(module, _BatchNorm) for module in trainer.model.modules()):
+def _has_nothing_left(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+    """Whether a resumed run has nothing left to do; prints the reason."""
+    about = state.metadata
+    if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
+        run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
+        return True
+    ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
+    if run.is_finished and not ends_its_epoch:
+        trainer.print("Nothing left to do: the run had finished. Increase num_epochs to continue it.")
+        return True
+    return False
+
+
+def _is_trained_further(trainer: TrainerLike, run: Run, about: Mapping[str, Any]) -> bool:
+    """Whether a run that was stopped is longer now, or without the callback that stopped it; prints how it could be."""
+    length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
+    before, now = about["run_config"].get(length), getattr(run.required_config, length)
+    source = about.get("stopped_by")
+    if None not in (before, now) and now > before:
+        trainer.print(f"The run was stopped, but is trained further: {length} was {before} and is {now} now.")
+        return True
+    callbacks = [callback._as_created() for callback in trainer.callback_handler]  # noqa: SLF001
+    if source is not None and source not in callbacks:
+        trainer.print(f"The run was stopped by {source}, but is trained further without it.")
+        return True
+    change = "" if source is None else f", or pass {source.partition('(')[0]} with other arguments or not at all"
+    trainer.print(
+        f"Nothing left to do: the run was stopped. {about['stop_reason']} To train it further, increase {length}"
+        f"{change}."
+    )
+    return False
+
+
+def smallest_share(trainer: TrainerLike, run: Run) -> int:
+    """Return the least number of samples a process may get in a step if it gets any: two if the model has batch norm.
+
+    Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
+    batch of a single sample.
+    """
+    norms = {name: module for name, module in trainer.model.named_modules() if isinstance(module, _BatchNorm)}
+    if not norms:
         return 1
-    return smallest_share(trainer, run)
+    ranks = trainer.ranks
+    alone = [
+        f"{type(norm).__name__} {name.removeprefix('module.')!r}"
+        for name, norm in norms.items()
+        if _uses_own_batch(norm, ranks.world_size)
+    ]
+    limit, progress = run.request.max_num_train_steps, run.progress
+    steps = math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
+    if alone and ranks.rank == 0 and run.data.train_loader.ends_in_one_sample(steps):
+        warnings.warn(
+            f"The last batch of an epoch has a single sample, and the model has batch norm in training mode "
+            f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "
+            "the statistics of one sample are poor. Leave that batch out with train_dataloader_kwargs="
+            "{'drop_last': True}, or choose another per_device_batch_size.",
+            stacklevel=9,  # the call of train()
+        )
+    return 2 if ranks.max([bool(alone)])[0] else 1
+
+
+def _uses_own_batch(norm: nn.Module, world_size: int) -> bool:
+    """Whether a batch norm normalises with the statistics of this process's batch."""
+    if isinstance(norm, nn.SyncBatchNorm) and world_size > 1:
+        return False
+    return norm.running_mean is None or (norm.training and not stays_in_eval(norm))

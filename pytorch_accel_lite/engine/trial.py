@@ -17,9 +17,9 @@ from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.engine.arguments import check_data, check_training
-from pytorch_accel_lite.engine.lifecycle import entering, prepare_model, release_model
+from pytorch_accel_lite.engine.lifecycle import begin_training, create_train_loader, entering
+from pytorch_accel_lite.engine.prepared_model import prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.setup import begin_training, create_train_loader
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers import attributes
 
@@ -58,7 +58,7 @@ def trial(
             f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
             "trainer without that method."
         )
-    check_training(trainer.optimizer, trainer.accelerator, request, None)
+    check_training(trainer.optimizer, trainer.accelerator, request)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
     run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)
     run.data.seed = trainer.seed or 0
@@ -110,7 +110,7 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     before.keep_generators()
 
 
-def report(trainer: TrainerLike, found: object) -> None:
+def report(trainer: TrainerLike, result: object) -> None:
     """Print what a tool has found, unless a console or a notebook shows the return value anyway."""
     if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
-        trainer.print(found)
+        trainer.print(result)

@@ -7,7 +7,7 @@ from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.engine.run import Run, Step
 from pytorch_accel_lite.engine.step import PlainStep
-from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
+from pytorch_accel_lite.optimizers.operations import needs_closure
 from pytorch_accel_lite.steps import combinations
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.guarded import GuardedStep
@@ -22,13 +22,6 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     :raises ValueError: if the run uses features that do not work together, see :mod:`.combinations`
     """
     combinations.check_combinations(trainer, run)
-    is_whole_step_overridden = is_overridden(trainer, "optimizer_step")
-    with_closure = needs_closure(trainer.optimizer)
-    if with_closure and parts_of(trainer.optimizer) and not is_whole_step_overridden:
-        raise ValueError(
-            f"{with_closure[0]} computes the gradients of an update several times, so it cannot step together with "
-            "others. Give it alone, or override optimizer_step and step each of trainer.optimizer's parts there."
-        )
     if trainer.compiled_forward is not None:
         trainer.compiled_forward.begin_run(combinations.find_conflict(combinations.COMPILED, trainer, run))
     kind: type[Step] = PlainStep
@@ -38,7 +31,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
         kind = ManualStep
     elif run.request.auto_microbatch or run.request.skips_failed_batches:
         kind = GuardedStep
-    elif with_closure or (
+    elif needs_closure(trainer.optimizer) or (
         combinations.RECOMPUTED.is_used(trainer, run)
         and combinations.find_conflict(combinations.RECOMPUTED, trainer, run) is None
     ):

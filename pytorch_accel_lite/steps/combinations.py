@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.inspection import is_ours, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers import attributes
-from pytorch_accel_lite.optimizers.operations import needs_closure
+from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,10 @@ MANUAL = Feature("an overridden train_step", lambda trainer, run: is_overridden(
 CLOSURE = Feature(
     "an optimizer that needs a closure (LBFGS)", lambda trainer, run: bool(needs_closure(trainer.optimizer))
 )
+SEVERAL = Feature(
+    "other optimizers, unless optimizer_step is overridden",
+    lambda trainer, run: bool(parts_of(trainer.optimizer)) and not is_overridden(trainer, "optimizer_step"),
+)
 RECOMPUTED = Feature("recompute_gradients()", _names_recompute_gradients)
 LOGICAL = Feature("logical_processes", lambda trainer, run: trainer.logical is not None)
 COMPILED = Feature("compile_step", lambda trainer, run: trainer.compiled_forward is not None)
@@ -108,6 +112,12 @@ CONFLICTS = (
             (MANUAL, _ONE_LOSS),
             (LOGICAL, "gradients are added over the logical processes once per update"),
         )
+    ),
+    Conflict(
+        CLOSURE,
+        SEVERAL,
+        "it computes the gradients of an update several times. Give it alone, or step each part of trainer.optimizer "
+        "in optimizer_step",
     ),
     Conflict(
         LOGICAL, SHARDED, "each process needs all weights. Replicate the model, or train without logical processes"

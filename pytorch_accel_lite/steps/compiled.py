@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.engine.run import Run
 
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
-_ARGUMENTS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 
 def compile_forward(
@@ -36,24 +35,10 @@ def compile_forward(
 
     :param options: ``True``, or arguments for ``torch.compile``; ``False`` to compile nothing
     :param adapters: what feeds batches to the trainer's model, by phase; that for training is replaced
-    :raises ValueError: if one of the arguments is invalid
     """
     if options is False:
         return None
-    options = {} if isinstance(options, bool) else dict(options)
-    _check(options)
-    return CompiledForward(trainer, options, adapters)
-
-
-def _check(options: dict[str, Any]) -> None:
-    unknown = [name for name in options if name not in _ARGUMENTS]
-    if unknown:
-        raise ValueError(f"compile_step has an unknown key {unknown[0]!r}; it takes {', '.join(_ARGUMENTS)}.")
-    backend = options.get("backend")
-    if isinstance(backend, str):
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"compile_step['backend']={backend!r} must be a function or one of {', '.join(known)}.")
+    return CompiledForward(trainer, {} if isinstance(options, bool) else dict(options), adapters)
 
 
 @cache
@@ -110,7 +95,7 @@ class CompiledForward:
         run = self._trainer.current_run
         read = run.batch
         self.num_samples = read.num_samples if read is not None and batch is read.data else None
-        if not (self._runs_compiled and torch.is_grad_enabled()) or _is_odd(run, batch):
+        if not (self._runs_compiled and torch.is_grad_enabled()) or _has_other_size(run, batch):
             return self._usual(batch)
         if run is not self._run:
             self._begin(run)
@@ -196,13 +181,13 @@ class CompiledForward:
             except _dynamo().Error as other:
                 error = other
         output = self._usual(batch)
-        self._give_up(_gist(error), _remedy(error))
+        self._give_up(_gist(error))
         return output
 
-    def _give_up(self, reason: str, remedy: str = "") -> None:
+    def _give_up(self, reason: str) -> None:
         self._runs_compiled = False
         self._compiled = None
-        _say(reason, remedy)
+        warnings.warn(f"compile_step: the step is not compiled, because {reason}.", stacklevel=2)
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:
@@ -271,7 +256,7 @@ class _Adapter:
         return output
 
 
-def _is_odd(run: Run, batch: Any) -> bool:
+def _has_other_size(run: Run, batch: Any) -> bool:
     """Whether a batch is the last of several in an epoch, and has a different number of samples."""
     read = run.batch
     if read is None or not read.is_last or run.progress.step == 0 or run.config is None:
@@ -292,16 +277,3 @@ def _gist(error: Exception) -> str:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     places = [line for line in lines if line.startswith("File ")]
     return " at ".join([f"{type(cause).__name__}: {lines[0] if lines else ''}".rstrip(".:"), *places[-1:]])
-
-
-def _remedy(error: Exception) -> str:
-    if "CxxCompiler" not in f"{type(error.__cause__).__name__} {error}":
-        return ""
-    return (
-        "Its backend, inductor, needs a C++ compiler, such as g++: install one (apt install g++, or conda install "
-        "cxx-compiler), or name it in the environment variable CXX."
-    )
-
-
-def _say(reason: str, remedy: str = "") -> None:
-    warnings.warn(f"compile_step: the step is not compiled, because {reason}. {remedy}".rstrip(), stacklevel=2)

@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.splitting import concatenate_if_possible, split_batch
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
-from pytorch_accel_lite.engine.evaluation import unwrapped_model
+from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
 from pytorch_accel_lite.engine.step import PlainStep
@@ -76,7 +76,8 @@ class GuardedStep(PlainStep):
             before.close()
             run.window.sizes, run.window.items_per_batch = counted
             if outcome == FAILED:
-                _skip(trainer, run, batch, error)
+                failures = [] if error is None else [failure_of(trainer.ranks.rank, run, error)]
+                skip_batch(trainer, run, batch, failures, error)
                 return None
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
@@ -134,14 +135,23 @@ def split_further(trainer: TrainerLike, run: Run, largest: int) -> None:
     )
 
 
-def _skip(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
-    mine = None
-    if error is not None:
-        mine = BatchFailure(trainer.ranks.rank, run.batch_indices, f"{type(error).__name__}: {error}")
-    failures = [failure for failure in trainer.ranks.all_gather_object(mine) if failure is not None]
+def failure_of(number: int, run: Run, error: Exception) -> BatchFailure:
+    """Return the report on the batch that has failed.
+
+    :param number: the rank of the process, or the number of the logical process
+    """
+    return BatchFailure(number, run.batch_indices, f"{type(error).__name__}: {error}")
+
+
+def skip_batch(
+    trainer: TrainerLike, run: Run, batch: Batch, failures: list[BatchFailure], error: Exception | None
+) -> None:
+    """Count the samples of a batch that is skipped, and report the failures of all processes."""
+    of_all = list(chain.from_iterable(trainer.ranks.all_gather_object(failures)))
     total = batch.total_samples
+    run.batch = batch
     run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
-    trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)
+    trainer.call_event("on_train_batch_skipped", failures=of_all, error=error, step=run.progress.step)
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -222,14 +221,16 @@ class SharedLossTrackers(LossTrackers):
         super().log(name, value, weight)
         self.by_number[self._current()].log(name, value, weight)
 
-    def capture_logged(self) -> list[dict[str, Any]]:
-        """Return copies of the sums of logged values, which a failing step may have changed."""
-        return copy.deepcopy([self.state_dict(), *(trackers.state_dict() for trackers in self.by_number.values())])
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of logged values, also those of each logical process."""
+        by_number = {number: trackers.state_dict() for number, trackers in self.by_number.items()}
+        return {**super().state_dict(), "by_number": by_number}
 
-    def restore_logged(self, captured: list[dict[str, Any]]) -> None:
-        """Restore what :meth:`capture_logged` returned, discarding values logged since."""
-        for trackers, sums in zip([self, *self.by_number.values()], captured, strict=True):
-            trackers.load_state_dict(sums)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
+        super().load_state_dict(state)
+        for number, trackers in self.by_number.items():
+            trackers.load_state_dict(state["by_number"][number])
 
     def own_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of each logical process of this rank."""

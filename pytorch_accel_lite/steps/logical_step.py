@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.randomness import seed_all
 from pytorch_accel_lite.base.splitting import concatenate_if_possible
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.plan import split
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.engine.snapshot import Snapshot
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
@@ -29,12 +29,13 @@ from pytorch_accel_lite.steps.guarded import (
     FAILED,
     BatchFailure,
     agree,
+    failure_of,
     is_out_of_memory,
     merge_outputs,
+    skip_batch,
     split_further,
     split_into_parts,
 )
-from pytorch_accel_lite.steps.logical import SharedLossTrackers
 from pytorch_accel_lite.steps.logical_gradients import GradientSum
 
 if TYPE_CHECKING:
@@ -88,48 +89,6 @@ class LogicalWindow(GradientWindow):
         return found.sum()
 
 
-class _Attempt:
-    """A step that may fail, to be skipped or repeated in smaller parts: what else would have changed."""
-
-    def __init__(self, run: Run, window: LogicalWindow) -> None:
-        self._run = run
-        self._window = window
-        self._failures: list[BatchFailure] = []
-        self._error: Exception | None = None
-        self._may_fail = run.request.skips_failed_batches or run.request.auto_microbatch
-        if self._may_fail:
-            self._logged = _trackers(run).capture_logged()
-            self._items = dict(window.items)
-
-    def note(self, run: Run, number: int, error: Exception) -> None:
-        """Note the failure of a share, or raise its error if the run neither skips nor splits batches."""
-        if not self._may_fail:
-            raise error
-        if self._error is None or is_out_of_memory(self._error):  # any other error counts more
-            self._error = error
-        self._failures.append(BatchFailure(number, run.batch_indices, f"{type(error).__name__}: {error}"))
-        if is_out_of_memory(error):
-            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the share
-
-    def outcome(self, trainer: TrainerLike, batch: Batch) -> tuple[int, int]:
-        """Return the outcome of the step, the same on every process, and the number of samples in the largest share."""
-        if not self._may_fail:
-            return DONE, 0
-        return agree(trainer, self._run, max(batch.data, key=lambda share: share.num_samples or 0), self._error)
-
-    def undo(self) -> None:
-        """Undo what the step has logged and counted."""
-        _trackers(self._run).restore_logged(self._logged)
-        self._window.items = self._items
-
-    def report(self, trainer: TrainerLike, batch: Batch) -> None:
-        """Report the failures of all processes."""
-        failures = list(chain.from_iterable(trainer.ranks.all_gather_object(self._failures)))
-        self._run.batch = batch
-        step = self._run.progress.step
-        trainer.call_event("on_train_batch_skipped", failures=failures, error=self._error, step=step)
-
-
 class LogicalStep(PlainStep):
     """The training steps of all logical processes of this process, one after another."""
 
@@ -157,41 +116,55 @@ class LogicalStep(PlainStep):
         """
         assert batch.share is not None
         assert batch.total_samples is not None
-        sums = self._window.sums
+        window, sums = self._window, self._window.sums
+        may_fail = run.request.skips_failed_batches or run.request.auto_microbatch
+        largest_share = max(batch.data, key=lambda share: share.num_samples or 0)
         self._logical.num_steps += 1
         self._find_buffers()
         before = _copies(self._buffers())
         while True:
-            attempt = _Attempt(run, self._window)
+            counted = self._keep_counts(run) if may_fail else Snapshot()
             sums.begin_step(self._trained(trainer))
-            first = self._compute_shares(trainer, run, batch, before, attempt)
-            outcome, largest = attempt.outcome(trainer, batch)
+            first, failures, error = self._compute_shares(trainer, run, batch, before, may_fail)
+            outcome, largest = agree(trainer, run, largest_share, error) if may_fail else (DONE, 0)
             if outcome == DONE:
                 break
-            attempt.undo()
+            counted.close()
             sums.forget_step()
             _restore(self._buffers(), before)
             if outcome == FAILED:
-                run.progress.add_samples(batch.total_samples)
                 seed_all(batch.share.place)
-                attempt.report(trainer, batch)
+                skip_batch(trainer, run, batch, failures, error)
                 return None
             split_further(trainer, run, largest)
         run.progress.add_samples(batch.total_samples)
         sums.end_step()
         _restore(self._buffers(), first)
-        _broadcast(self._buffers(), trainer.ranks)
-        nominal, true = self._window.sizes or (self._window.nominal, 0)
-        self._window.sizes = nominal, true + batch.total_samples
+        trainer.ranks.copy_from_first(self._buffers())
+        nominal, true = window.sizes or (window.nominal, 0)
+        window.sizes = nominal, true + batch.total_samples
         seed_all(batch.share.place)
         return self._put_together(trainer, run, batch)
 
+    def _keep_counts(self, run: Run) -> Snapshot:
+        """Keep what a step that fails has logged and counted."""
+        before = Snapshot()
+        before.keep_states([run.loss_trackers])
+        before.callback(setattr, self._window, "items", dict(self._window.items))
+        return before
+
     def _compute_shares(
-        self, trainer: TrainerLike, run: Run, batch: Batch, before: list[torch.Tensor], attempt: _Attempt
-    ) -> list[torch.Tensor]:
-        """Compute the shares of this process one after another, and return the buffers after the first."""
+        self, trainer: TrainerLike, run: Run, batch: Batch, before: list[torch.Tensor], may_fail: bool
+    ) -> tuple[list[torch.Tensor], list[BatchFailure], Exception | None]:
+        """Compute the shares of this process one after another.
+
+        :param before: the buffers before the step
+        :return: the buffers after the first share, what has failed, and the error that counts
+        """
         self._logical.outputs = {}
         first: list[torch.Tensor] = []
+        failures: list[BatchFailure] = []
+        counts: Exception | None = None
         for share in batch.data:
             if first:
                 _restore(self._buffers(), before)
@@ -202,11 +175,17 @@ class LogicalStep(PlainStep):
             except (StopTrainingError, NonFiniteLossError):
                 raise
             except Exception as error:
-                attempt.note(run, self._logical.current, error)
+                if not may_fail:
+                    raise
+                if counts is None or is_out_of_memory(counts):  # any other error counts more
+                    counts = error
+                failures.append(failure_of(self._logical.current, run, error))
+                if is_out_of_memory(error):
+                    traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the share
             else:
                 self._logical.outputs[self._logical.current] = share, output
             first = first or _copies(self._buffers())
-        return first
+        return first, failures, counts
 
     def _compute(self, trainer: TrainerLike, run: Run, share: Batch) -> BatchOutput:
         """Run the forward and backward pass of a share, and take its gradients; a filler has none."""
@@ -270,11 +249,6 @@ class LogicalStep(PlainStep):
         return list(dict.fromkeys(chain.from_iterable(own)))
 
 
-def _trackers(run: Run) -> SharedLossTrackers:
-    assert isinstance(run.loss_trackers, SharedLossTrackers)
-    return run.loss_trackers
-
-
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -288,15 +262,3 @@ def _restore(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 def _numbers_of(output: BatchOutput) -> BatchOutput:
     """Return the loss of an output, and what it is a mean over."""
     return {key: output[key] for key in ("loss", "batch_size", "num_items_in_batch") if key in output}
-
-
-def _broadcast(tensors: Sequence[torch.Tensor], ranks: Ranks) -> None:
-    """Copy the first process's buffers to all others, in one message."""
-    if ranks.world_size == 1 or not tensors:
-        return
-    tensors = sorted(tensors, key=torch.Tensor.element_size, reverse=True)  # each begins at a multiple of its size
-    pieces = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
-    flat = torch.cat(pieces)
-    dist.broadcast(flat, src=0)
-    parts = flat.split([piece.numel() for piece in pieces])  # type: ignore[no-untyped-call]
-    _restore(tensors, [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)])

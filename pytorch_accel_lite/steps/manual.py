@@ -272,8 +272,8 @@ def update(
         raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, step.optimizers))}.")
     name = next(iter(step.optimizers)) if optimizer is None else optimizer
     if name not in step.optimizers:
-        known = ", ".join(map(repr, step.optimizers)) if parts_of(self.optimizer) else "one without a name"
-        raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {known}.")
+        existing = ", ".join(map(repr, step.optimizers)) if parts_of(self.optimizer) else "one without a name"
+        raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {existing}.")
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.requires_grad:
         raise ValueError(
             "update(loss): the loss does not require gradients. Was it detached, or computed under torch.no_grad() or "

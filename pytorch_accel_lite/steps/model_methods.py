@@ -67,8 +67,8 @@ class MethodAdapter:
         method = getattr(model, name, None)
         where = f"model_methods[{phase!r}]={name!r}"
         if not callable(method) or isinstance(method, nn.Module):
-            own = [known for known, value in inspect.getmembers(type(model), callable) if not hasattr(nn.Module, known)]
-            raise ValueError(f"{where}: {type(model).__name__} has no such method.{did_you_mean(name, own)}")
+            methods = [other for other, _ in inspect.getmembers(type(model), callable) if not hasattr(nn.Module, other)]
+            raise ValueError(f"{where}: {type(model).__name__} has no such method.{did_you_mean(name, methods)}")
         _refuse_wrapper(model, name)
         self._name = name
         self._signature = inspect.signature(method)
@@ -87,12 +87,12 @@ class MethodAdapter:
         """
         returned = self._call(model, *self._match(batch))
         if not isinstance(returned, Mapping) or "loss" not in returned:
-            found = f"the keys {list(returned)}" if isinstance(returned, Mapping) else type(returned).__name__
+            kind = f"the keys {list(returned)}" if isinstance(returned, Mapping) else type(returned).__name__
             raise TypeError(
-                f"{self._title} must return a dict with 'loss', not {found}. In evaluations, 'loss': None is allowed."
+                f"{self._title} must return a dict with 'loss', not {kind}. In evaluations, 'loss': None is allowed."
             )
-        known = read.num_samples if read is not None and batch is read.data else None
-        return {"batch_size": find_batch_size(batch, known or None), **returned}
+        size = read.num_samples if read is not None and batch is read.data else None
+        return {"batch_size": find_batch_size(batch, size or None), **returned}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return what the method returns for a batch without what it does not take, such as targets."""
@@ -103,31 +103,10 @@ class MethodAdapter:
         return self._call(model, *self._match(batch))
 
     def _match(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the method for a batch.
-
-        :raises ValueError: if they do not fit; says what the batch has and what the method takes
-        """
+        """Return the arguments of the method for a batch."""
         if self._takes_whole or not isinstance(batch, (Mapping, tuple, list)):
             return (batch,), {}
-        if not isinstance(batch, Mapping):
-            try:
-                self._signature.bind(*batch)
-            except TypeError as error:
-                raise ValueError(
-                    f"{self._title} is called with the elements of the batch, of which there are {len(batch)}: "
-                    f"{error}. To get the batch as it is, name the only parameter batch."
-                ) from None
-            return tuple(batch), {}
-        missing = [name for name in self._required if name not in batch]
-        unknown = [] if self._takes_all else [str(key) for key in batch if key not in self._known]
-        if missing or unknown:
-            faults = [f"{_listed(missing)} is missing"] if missing else []
-            faults += [f"it does not take {_listed(unknown)}"] if unknown else []
-            raise ValueError(
-                f"{self._title} is called with the keys of the batch, {_listed(batch)}: {', and '.join(faults)}. "
-                "Rename the keys or the parameters; **kwargs takes all other keys."
-            )
-        return (), dict(batch)
+        return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
 
     def _call(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the method such that the wrappers of the model take part as they do in its forward pass."""
@@ -177,7 +156,3 @@ def _refuse_wrapper(model: nn.Module, name: str) -> None:
             f"model_methods: {name} would be called without the wrapper of the model, {type(model).__name__}. Pass the "
             "model itself; to compile its forward pass, use compile_model=True."
         )
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(repr, names)) or "none"

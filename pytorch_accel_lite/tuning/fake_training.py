@@ -30,9 +30,9 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.splitting import check_is_shared, is_dataclass, is_list_of_samples, with_fields
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.engine.lifecycle import begin_training
 from pytorch_accel_lite.engine.losses import LossTrackers
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.setup import begin_training
 from pytorch_accel_lite.engine.sharded_models import shard_model
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.optimizers import attributes

@@ -17,13 +17,12 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedDatasets
 from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
-from pytorch_accel_lite.engine.batch_norm_shares import smallest_share
-from pytorch_accel_lite.engine.evaluation import unwrapped_model
+from pytorch_accel_lite.engine.inference import unwrapped_model
+from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.setup import create_train_loader
 from pytorch_accel_lite.engine.step import loss_of
-from pytorch_accel_lite.engine.training import train_step
+from pytorch_accel_lite.engine.training import smallest_share, train_step
 from pytorch_accel_lite.engine.trial import report, trial
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.plotting import plot_range_test

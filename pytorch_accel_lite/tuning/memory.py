@@ -23,8 +23,8 @@ from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.engine.arguments import check_data, check_training
+from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.setup import create_train_loader
 from pytorch_accel_lite.engine.trial import check_can_try, report
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
@@ -249,7 +249,7 @@ def _check(trainer: TrainerLike, request: RunRequest) -> None:
             f"{type(trainer.get_model()).__name__} is sharded already. Shard it in an overridden "
             "parallelize_model(mesh) of the trainer, which estimate_memory() calls for a copy of the model."
         )
-    check_training(trainer.optimizer, trainer.accelerator, request, None)
+    check_training(trainer.optimizer, trainer.accelerator, request)
 
 
 def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["custom", "blocks", "none"]:

@@ -1,0 +1,131 @@
+"""Computing batches without training: what evaluation and prediction share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from pytorch_accel_lite.base.batches import complete_output
+from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.base.modules import reshard, unwrap
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.engine.explanations import explain
+from pytorch_accel_lite.engine.lifecycle import create_config, create_eval_loaders, entering
+from pytorch_accel_lite.engine.prepared_model import prepare_model
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
+
+SKIPPED: Any = object()  # in place of the output of a batch that has failed
+
+
+@contextmanager
+def inference_run(
+    trainer: TrainerLike, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
+) -> Iterator[Run]:
+    """Enter an evaluation or prediction run, with its loaders and the model prepared.
+
+    An outer run is left unchanged. Without one, an evaluation becomes the latest run.
+    """
+    batch_size = int(batch_size)
+    run = trainer.current_run.derive()
+    run.data.eval_dataset = dataset
+    run.data.collate_fn = collate_fn
+    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
+        if run.outer is None:
+            run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
+            run.control = StopCoordinator(trainer.ranks)
+        trainer.callback_handler.configure_run(trainer, request)
+        own = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
+        requested = replace(run.request, **own)
+        run.request = request if run.outer is None else requested
+        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
+        prepare_model(trainer, training=False)
+        if run.outer is None:
+            run.config = create_config(trainer, run, batch_size)
+            run.before = None if request.kind == "evaluation" else run.before
+        yield run
+
+
+def compute_batches(
+    trainer: TrainerLike,
+    run: Run,
+    batches: Iterable[Batch],
+    compute: Callable[[Any], Any],
+    phase: Literal["evaluation", "prediction"],
+) -> Iterator[tuple[Batch, Any]]:
+    """Yield each batch with what a step method returns for it: ``SKIPPED`` if it has failed and the run skips such."""
+    listeners = trainer.callback_handler.listeners
+    is_evaluation = phase == "evaluation"
+    for batch in batches:
+        run.batch = batch
+        if trainer.logical is not None:
+            trainer.logical.begin_share(batch)
+        if is_evaluation and listeners["on_eval_step_start"]:
+            trainer.call_event("on_eval_step_start")
+        try:
+            if isinstance(batch.data, FailedRead):
+                raise batch.data.error
+            with mixed_precision(trainer.accelerator):
+                output = compute(batch.data)
+            if is_evaluation:
+                complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        except Exception as error:
+            if not _is_skipped(error, run):
+                explain(error, trainer, run, phase)
+                raise
+            output = SKIPPED
+        yield batch, output
+        del output
+
+
+def _is_skipped(error: Exception, run: Run) -> bool:
+    """Report a failed batch, if the evaluation or prediction skips such."""
+    report = run.request.on_failed_batch
+    indices = run.batch_indices
+    if report is None or indices is None or isinstance(error, (StopTrainingError, NonFiniteLossError)):
+        return False
+    text = f"{type(error).__name__}: {error}"
+    of_worker = "Original Traceback" in text  # its last line has the error itself
+    report([*indices], text.rstrip().rpartition("\n")[2] if of_worker else text)
+    return True
+
+
+@contextmanager
+def inference(trainer: TrainerLike) -> Iterator[None]:
+    """Compute without gradients in a block, by the bare model, with optimizers in evaluation mode."""
+    with evaluating_optimizers(trainer), unwrapped_model(trainer), torch.no_grad():
+        yield
+
+
+@contextmanager
+def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
+    """Bypass ``DistributedDataParallel``, whose forward pass communicates.
+
+    Ranks may then have different numbers of batches. Synchronise their buffers beforehand.
+    """
+    wrapped = trainer.model
+    is_sharded = trainer.is_sharded
+    if not is_sharded:
+        trainer.model = unwrap(wrapped)
+    try:
+        yield
+    finally:
+        trainer.model = wrapped
+        if is_sharded:
+            reshard(wrapped)
+
+
+def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
+    """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
+    if run.outer is not None or trainer.logical is not None:
+        return preserving_generators()
+    return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")
