@@ -74,8 +74,10 @@ def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
 
 
 def command_to_repeat() -> list[str]:
-    """The command that a record of the run shows."""
-    with shared_folder() as folder:
+    """The command that a record of the run shows, which was launched for CPUs."""
+    with pytest.MonkeyPatch.context() as patch, shared_folder() as folder:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
         quiet_trainer(small_model(), callbacks=[RunLogCallback(folder)]).train(regression_data(8), 1)
         command: list[str] = json.loads((folder / "run.json").read_text())["command"]
     return command
@@ -83,8 +85,8 @@ def command_to_repeat() -> list[str]:
 
 def test_the_command_of_several_processes_on_the_cpu_starts_as_many(two_ranks):
     for command in two_ranks(command_to_repeat):
-        how, program = command[command.index("torchrun") :][:4], command[command.index("torchrun") + 4 :]
-        assert how == ["torchrun", "--standalone", "--nproc_per_node", "2"]
+        how, program = command[:5], command[5:]
+        assert how == ["ACCELERATE_USE_CPU=true", "torchrun", "--standalone", "--nproc_per_node", "2"]
         assert program == [argument for argument in sys.orig_argv[1:] if argument != "-u"]
 
 

@@ -36,8 +36,8 @@ from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallb
 from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions as iterate_predictions
 from pytorch_accel_lite.callbacks.prediction_writer import read_failures as read_failures
 from pytorch_accel_lite.callbacks.prediction_writer import read_predictions as read_predictions
-from pytorch_accel_lite.callbacks.progress_bar import LogMetricsCallback as LogMetricsCallback
-from pytorch_accel_lite.callbacks.progress_bar import PrintProgressCallback as PrintProgressCallback
+from pytorch_accel_lite.callbacks.printing import LogMetricsCallback as LogMetricsCallback
+from pytorch_accel_lite.callbacks.printing import PrintProgressCallback as PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback as ProgressBarCallback
 from pytorch_accel_lite.callbacks.replica_check import ReplicaCheckCallback as ReplicaCheckCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback as RunLogCallback

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.templates import render
-from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.callbacks.epochs import format_duration
+from pytorch_accel_lite.base.text import format_duration, format_metric
 from pytorch_accel_lite.plotting.panels import best_of, direction_of, place_of_each
 
 

@@ -17,8 +17,8 @@ from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
-from pytorch_accel_lite.callbacks.new_metrics import NewMetrics
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
+from pytorch_accel_lite.engine.history import NewMetrics
 
 
 class TrackerCallback(StepLogger):
