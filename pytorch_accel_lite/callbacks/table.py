@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.events import RunInterruptedError
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.text import format_duration, format_value, wrapped
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
 
 _GAP = "  "
-_MIN_WIDTH = 10  # of a column, in which nearly all numbers fit
-_TIME_WIDTH = len("2:04:05")
+_MIN_WIDTH = 9  # of a column, in which nearly all numbers fit
+_TIME_WIDTH = len("59.9s")
 _NOTEBOOK_WIDTH = 120
 _NOTEBOOK_ROWS = 100  # as a notebook gets the whole table again after every epoch
 
@@ -152,6 +153,7 @@ class _RunTable:
         self._rates = shown_rates(trainer)
         self._columns = self._ranked(self._expected.directions)
         self._layout: dict[str, int] = {}
+        self._epoch_width = len(f"step {max(find_length(trainer.train_dataloader) or 0, 100)}")
         self._start = self.epoch_start = time.monotonic()
         self._first_update = trainer.progress.update
         self._first_epoch = trainer.progress.epochs_completed + 1
@@ -246,14 +248,14 @@ class _RunTable:
     def _fit(self, width: int) -> dict[str, int]:
         """Return the widths of as many columns as fit, learning rates last."""
         chosen: dict[str, int] = {}
-        room = width - _MIN_WIDTH - len(_GAP) - _TIME_WIDTH
+        room = width - self._epoch_width - len(_GAP) - _TIME_WIDTH
         for column in self._columns:
             needed = max(len(self._heading(column)), _MIN_WIDTH) + len(_GAP)
             if not chosen or needed <= room:
                 chosen[column] = needed - len(_GAP)
                 room -= needed
         rates_last = {column: chosen[column] for column in sorted(chosen, key=lambda name: name in self._rates)}
-        return {"epoch": _MIN_WIDTH, **rates_last, "time": _TIME_WIDTH}
+        return {"epoch": self._epoch_width, **rates_last, "time": _TIME_WIDTH}
 
     def _heading(self, column: str) -> str:
         return f"{column} " if column == self._marked else column
