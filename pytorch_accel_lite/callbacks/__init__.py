@@ -17,6 +17,7 @@ from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback as S
 from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback as HangWatchCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback as LimitBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitEvalStepsCallback as LimitEvalStepsCallback
+from pytorch_accel_lite.callbacks.metrics import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback as MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback as MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaCallback
@@ -29,7 +30,6 @@ from pytorch_accel_lite.callbacks.monitoring import ThroughputCallback as Throug
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback as NaNReportCallback
 from pytorch_accel_lite.callbacks.nan_report import replay as replay
-from pytorch_accel_lite.callbacks.outputs import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import SnapshotCallback as SnapshotCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback as PredictionWriterCallback

@@ -259,16 +259,15 @@ class InMemoryRunHistory(RunHistory):
 
     def _repr_html_(self) -> str:
         """Show the last value of every metric in each epoch."""
-        by_metric = {name: dict(zip(self._epochs[name], values, strict=True)) for name, values in self._metrics.items()}
-        epochs = sorted({epoch for values in by_metric.values() for epoch in values})
+        recorded = self.rows()
         rows = [
-            (epoch, *(_cell(values[epoch]) if epoch in values else "" for values in by_metric.values()))
-            for epoch in epochs[-_MOST_EPOCHS:]
+            [row["epoch"], *(_cell(row[name]) if name in row else "" for name in self._metrics)]
+            for row in recorded[-_MOST_EPOCHS:]
         ]
-        left_out = len(epochs) - len(rows)
-        notes = [f"The last {len(rows)} epochs of {len(epochs)}; to_dict() has all."] if left_out else []
+        left_out = len(recorded) - len(rows)
+        notes = [f"The last {len(rows)} epochs of {len(recorded)}; to_dict() has all."] if left_out else []
         title = type(self).__name__ + ("" if rows else ": nothing has been recorded yet")
-        return table(title, rows, ["epoch", *by_metric] if rows else [], notes)
+        return table(title, rows, ["epoch", *self._metrics] if rows else [], notes)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
