@@ -44,7 +44,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerWithTimmScheduler
-from pytorch_accel_lite.callbacks import ProgressBarCallback, TrackerCallback
+from pytorch_accel_lite.callbacks import TrackerCallback
 
 x = torch.randn(32, 3)
 data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -83,7 +83,6 @@ def first_code(page: str) -> str:
 TRIALS = {
     "plot": first_code("README.md") + '\nassert __import__("os").path.getsize("curves.png") > 10_000',
     "dataframe": TRAIN + "assert len(train().run_history.to_dataframe()) == 2",
-    "rich": TRAIN + 'train(ProgressBarCallback(style="rich"))',
     "tensorboard": TRAIN + 'train(TrackerCallback("tensorboard"))\nassert list(Path("runs").rglob("*tfevents*"))',
     "mlflow": f"{TRAIN}{MLFLOW}",
     "timm": f"{TRAIN}{TIMM}",
@@ -95,7 +94,7 @@ TRIALS = {
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.
-WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow", "cli", "optuna", "s3", "ray"]
+WITH_ERROR = ["plot", "dataframe", "tensorboard", "mlflow", "cli", "optuna", "s3", "ray"]
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -299,10 +299,9 @@ def last_bar(err: str, word: str) -> str:
     return [part for part in re.split(r"[\r\n]", err) if word in part][-1]
 
 
-@pytest.mark.parametrize("style", ["tqdm", "rich"])
-def test_the_progress_bar_is_silent_when_the_output_is_no_terminal(style, capfd):
+def test_the_progress_bar_is_silent_when_the_output_is_no_terminal(capfd):
     assert not sys.stderr.isatty()
-    train(make_trainer([ProgressBarCallback(style=style)]), epochs=2, eval_dataset=True).predict(make_data())
+    train(make_trainer([ProgressBarCallback()]), epochs=2, eval_dataset=True).predict(make_data())
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""
 
@@ -382,52 +381,13 @@ def test_no_bar_stays_open_when_a_run_ends_early(event, error, capfd):
     assert not [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable]
 
 
-def test_the_bars_of_rich_show_the_same(capfd):
-    bars = ProgressBarCallback(show_always=True, refresh_seconds=0, style="rich")
-    trainer = train(make_trainer([bars, StepBasedEvaluationCallback(2)]), epochs=2, eval_dataset=True)
-    trainer.predict(Stream(4))
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", captured.err)
-    bar = last_bar(plain, "Epoch 2/2")
-    loss = float(re.search(r"loss=([\d.e+-]+)", bar)[1])
-    assert "3/3" in bar
-    assert loss == pytest.approx(trainer.run_history.get_latest_metric("train_loss_epoch"), rel=1e-3)
-    for word, count in (("Evaluating", "3/3"), ("Predicting", "1 batches")):
-        assert count in last_bar(plain, word)
-
-
-@pytest.mark.parametrize("error", [ValueError("broken"), StopTrainingError("enough"), KeyboardInterrupt()])
-@pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end"])
-def test_the_display_of_rich_ends_with_the_run(event, error, capfd):
-    def fail(trainer: Trainer, **kwargs: Any) -> None:
-        raise error
-
-    trainer = make_trainer([ProgressBarCallback(show_always=True, style="rich"), listener(**{event: fail})])
-    try:
-        train(trainer, eval_dataset=True)
-    except type(error):
-        pass
-    err = capfd.readouterr().err
-    assert err.count("\x1b[?25l") == err.count("\x1b[?25h") > 0  # the cursor that was hidden is shown again
-
-
-@pytest.mark.parametrize("style", ["tqdm", "rich"])
-def test_numbers_of_ones_own_can_be_put_after_the_bar(style, capfd):
+def test_numbers_of_ones_own_can_be_put_after_the_bar(capfd):
     def show(trainer: Trainer, step: int, **kwargs: Any) -> None:
         bars.pbar.set_postfix({"mine": f"{step + 1} of {bars.pbar.total}"})
 
-    bars = ProgressBarCallback(show_always=True, refresh_seconds=0, style=style)
+    bars = ProgressBarCallback(show_always=True, refresh_seconds=0)
     train(make_trainer([bars, listener(on_train_step_end=show)]), epochs=1)
     assert "mine=2 of 3" in capfd.readouterr().err
-
-
-def test_rich_is_an_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ImportError, match=r"style='rich' needs rich. .*pip install 'rich"):
-        ProgressBarCallback(style="rich")
-    with pytest.raises(ValueError, match="style='fancy' must be 'tqdm' or 'rich'"):
-        ProgressBarCallback(style="fancy")
 
 
 @pytest.mark.parametrize("value", [-1, math.nan])

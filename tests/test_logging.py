@@ -150,34 +150,6 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
     assert attempts[-1]["outcome"] == "finished"
 
 
-def resume_after_a_file_of(seconds: int, folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Resume a run whose TensorBoard file has a time so far ahead in its name; return what TensorBoard then shows."""
-
-    def run(**kwargs: Any) -> None:
-        saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
-        tracker = TrackerCallback("tensorboard", "run", folder, every_n_updates=1)
-        train(make_trainer([saving, tracker], seed=0), epochs=2, **kwargs)
-
-    run()
-    (file,) = (folder / "run").glob("events.*")
-    file.rename(file.with_name(f"events.out.tfevents.{int(time.time()) + seconds}.~host.99999.0"))
-    run(resume_from=folder / "states" / "update-000000004")
-    return scalars(folder / "run")
-
-
-@pytest.mark.slow
-def test_tensorboard_reads_attempts_of_the_same_second_in_their_order(tmp_path):
-    shown = resume_after_a_file_of(3, tmp_path)
-    assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4, 5, 6]
-    last = sorted((tmp_path / "run").glob("events.*"))[-1]
-    assert "~host" not in last.name  # the attempt that was made last
-
-
-def test_a_clock_that_is_behind_is_reported(tmp_path):
-    with pytest.warns(UserWarning, match="set the clocks of your machines"):
-        resume_after_a_file_of(1000, tmp_path)
-
-
 @pytest.mark.processes
 def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
     assert job(2).run(run_with_mlflow, tmp_path) == [2, 2]
@@ -528,7 +500,7 @@ def test_pictures_after_the_run_hide_nothing_of_it(tmp_path):
     ("make", "error", "message"),
     [
         (lambda: TrackerCallback("tensorbord"), ValueError, "tensorbord' is not known. Did you mean 'tensorboard'"),
-        (lambda: TrackerCallback("wandb"), ImportError, "needs the package wandb. Install it with: pip install wandb"),
+        (lambda: TrackerCallback("wandb"), ImportError, "needs wandb. Install it with: pip install wandb"),
         (lambda: TrackerCallback(3), TypeError, "tracker=3 must be the name"),
         (lambda: TrackerCallback(every_n_updates=0), ValueError, "every_n_updates=0"),
         (lambda: MetricsFileCallback("metrics.txt"), ValueError, r"path='metrics.txt' must end in .jsonl"),

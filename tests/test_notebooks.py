@@ -37,7 +37,7 @@ trainer.train(data, 3, data)
 """,
     "print(sorted(trainer.evaluate(data)))\nprint(trainer.predict(data).shape)",
     "try:\n    trainer.train(data, 9, data)\nexcept AssertionError:\n    print('failed')",
-    "callbacks = [ProgressBarCallback(style='rich'), LogMetricsCallback()]\n"
+    "callbacks = [ProgressBarCallback(), LogMetricsCallback()]\n"
     "Trainer(model, nn.MSELoss(), optimizer, callbacks).train(data, 5)",
 ]
 CURVES = [f"{SETUP}Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback()]).train(data, 20)"]
@@ -71,7 +71,7 @@ def test_a_notebook_shows_what_it_is_kept_with(ran, path):
 
 
 def test_a_run_is_one_table_in_a_notebook(ran):
-    whole, alone, failed, rich = ran[0]["tables"]
+    whole, alone, failed, bars = ran[0]["tables"]
     for cell, epochs, end in ((whole, 3, "Trained 3 epochs, 15 updates"), (failed, 3, "Failed (AssertionError)")):
         (shown,) = [output for output in cell.outputs if output.output_type == "display_data"]
         html = shown.data["text/html"]
@@ -84,7 +84,7 @@ def test_a_run_is_one_table_in_a_notebook(ran):
         assert "mine 3\n" in printed
         assert "train_loss_epoch" not in printed
     assert {output.output_type for output in alone.outputs} == {"stream"}  # no table, and a bar only for long runs
-    assert len([output for output in rich.outputs if output.output_type != "stream"]) <= 1
+    assert len([output for output in bars.outputs if output.output_type != "stream"]) <= 1
 
 
 def test_curves_are_drawn_in_one_place_of_a_notebook(ran):

@@ -74,8 +74,10 @@ def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
 
 
 def command_to_repeat() -> list[str]:
-    """The command that a record of the run shows."""
-    with shared_folder() as folder:
+    """The command that a record of the run shows, which was launched for CPUs."""
+    with pytest.MonkeyPatch.context() as patch, shared_folder() as folder:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
         quiet_trainer(small_model(), callbacks=[RunLogCallback(folder)]).train(regression_data(8), 1)
         command: list[str] = json.loads((folder / "run.json").read_text())["command"]
     return command
@@ -83,8 +85,8 @@ def command_to_repeat() -> list[str]:
 
 def test_the_command_of_several_processes_on_the_cpu_starts_as_many(two_ranks):
     for command in two_ranks(command_to_repeat):
-        how, program = command[command.index("torchrun") :][:4], command[command.index("torchrun") + 4 :]
-        assert how == ["torchrun", "--standalone", "--nproc_per_node", "2"]
+        how, program = command[:5], command[5:]
+        assert how == ["ACCELERATE_USE_CPU=true", "torchrun", "--standalone", "--nproc_per_node", "2"]
         assert program == [argument for argument in sys.orig_argv[1:] if argument != "-u"]
 
 
@@ -94,7 +96,7 @@ def test_a_bar_in_the_name_of_a_metric_does_not_divide_its_column(tmp_path):
     assert re.search(r"^\| epoch \| .*a\\\|b \|.*\n\|[- :|]+\n\| ", (tmp_path / "log" / "summary.md").read_text(), re.M)
 
 
-def test_the_numbers_of_a_column_have_equally_many_decimals(tmp_path):
+def test_numbers_are_written_as_in_the_table_of_a_terminal(tmp_path):
     values = iter([(2.5, 1e-9, 31234.5, 7), (0.1234567, 0.002, 4.0, 1200), (math.nan, 0.0, 5.5, 3)])
     names = ("falling", "small", "large", "whole")
     record = listener(
@@ -109,8 +111,8 @@ def test_the_numbers_of_a_column_have_equally_many_decimals(tmp_path):
     )
     assert {name: [cell.strip() for cell in columns[name]] for name in names} == {
         "falling": ["2.5000", "0.1235", "NaN"],
-        "small": ["1.0e-09", "0.002000", "0.000000"],
-        "large": ["31,234", "4", "6"],
+        "small": ["1.00e-09", "0.0020", "0.0000"],
+        "large": ["31234.5000", "4.0000", "5.5000"],
         "whole": ["7", "1,200", "3"],
     }
 

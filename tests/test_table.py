@@ -14,6 +14,7 @@ import torch
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import StopTrainingError, Trainer
+from pytorch_accel_lite.base.text import format_duration
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -29,7 +30,6 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TimingCallback,
 )
-from pytorch_accel_lite.callbacks.epochs import format_duration
 from tests.tasks import Stream, listener, make_data, make_model, make_trainer, train
 from tests.terminals import Terminal
 
@@ -65,7 +65,7 @@ def fails_at(update: int, error: BaseException) -> Any:
 
 def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypatch):
     monkeypatch.setattr("pytorch_accel_lite.callbacks.table.in_notebook", lambda: True)
-    monkeypatch.setattr("pytorch_accel_lite.callbacks.epochs._MOST_ROWS", 3)
+    monkeypatch.setattr("pytorch_accel_lite.callbacks.table._NOTEBOOK_ROWS", 3)
     worse = listener(on_train_epoch_end=lambda t: t.model[2].bias.data.fill_(10.0 * t.progress.epoch))
     model = make_model()
     frozen = torch.optim.SGD(model.parameters(), lr=0.0)

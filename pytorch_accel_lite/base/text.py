@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tqdm import tqdm
+
 from pytorch_accel_lite.base.environment import is_terminal
 
 
@@ -17,6 +19,26 @@ def format_metric(value: Any) -> str:
     if not isinstance(value, str) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def format_value(value: Any) -> str:
+    """Return a number with four decimals, or three significant digits if small or large; empty if not a number."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return ""
+    is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
+    return f"{value:.2e}" if is_extreme else f"{value:.4f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a readable duration such as ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
+    if seconds < 59.95:
+        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
+    interval: str = tqdm.format_interval(round(seconds))
+    return interval.removeprefix("0")
 
 
 def wrapped(text: str, indent: str = "") -> str:

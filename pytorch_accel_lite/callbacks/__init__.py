@@ -17,6 +17,7 @@ from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback as S
 from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback as HangWatchCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback as LimitBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitEvalStepsCallback as LimitEvalStepsCallback
+from pytorch_accel_lite.callbacks.metrics import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback as MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback as MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaCallback
@@ -29,15 +30,14 @@ from pytorch_accel_lite.callbacks.monitoring import ThroughputCallback as Throug
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback as NaNReportCallback
 from pytorch_accel_lite.callbacks.nan_report import replay as replay
-from pytorch_accel_lite.callbacks.outputs import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import SnapshotCallback as SnapshotCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback as PredictionWriterCallback
 from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions as iterate_predictions
 from pytorch_accel_lite.callbacks.prediction_writer import read_failures as read_failures
 from pytorch_accel_lite.callbacks.prediction_writer import read_predictions as read_predictions
-from pytorch_accel_lite.callbacks.progress_bar import LogMetricsCallback as LogMetricsCallback
-from pytorch_accel_lite.callbacks.progress_bar import PrintProgressCallback as PrintProgressCallback
+from pytorch_accel_lite.callbacks.printing import LogMetricsCallback as LogMetricsCallback
+from pytorch_accel_lite.callbacks.printing import PrintProgressCallback as PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback as ProgressBarCallback
 from pytorch_accel_lite.callbacks.replica_check import ReplicaCheckCallback as ReplicaCheckCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback as RunLogCallback

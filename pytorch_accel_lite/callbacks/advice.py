@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import is_asynchronous, record_event, to_float
+from pytorch_accel_lite.base.devices import is_asynchronous, mark_time, seconds_between, to_float
 from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
+from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.optimizers.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
 
@@ -62,7 +63,9 @@ class AdviceCallback(TrainerCallback):
         self._watches = False
         self._trained = True
         self._advice: list[str] = []
-        self._times: _ForwardTimes | None = None  # with several processes
+        #: Times at the start and the end of forward passes, with several processes.
+        self._forwards: list[tuple[Any, Any]] = []
+        self._forward_start: Any = None
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.measures_waiting = True
@@ -77,33 +80,29 @@ class AdviceCallback(TrainerCallback):
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
         self._skipped = -trainer.current_run.step.skipped_updates
-        self._clipped: Any = 0
-        self._norms: Any = 0.0
-        self._clippings = 0  # several in an update, where train_step updates several optimizers
+        self._norms = GradientNorms()
+        self._forwards = []
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         listening = trainer.callback_handler.set_listening
         listening(self, self._limit is not None or trainer.scheduler is not None, "on_optimizer_step_start")
         listening(self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
         listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
-        if trainer.ranks.world_size > 1:
-            self._times = _ForwardTimes(trainer.device)
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._times is not None:
-            self._times.start()
+        self._forward_start = mark_time(trainer.device)
 
     def on_backward_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._times is not None and self._times.stop():
+        if self._forward_start is not None:  # the first of the step
+            self._forwards.append((self._forward_start, mark_time(trainer.device)))
+            self._forward_start = None
+        if len(self._forwards) == _WARM_UP_STEPS + _STEPS:
             trainer.callback_handler.set_listening(self, False, *_TIMED_EVENTS)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._limit is not None:
-            norm: Any = total_norm(trainer).detach()
-            norm = to_float(norm) if norm.is_cpu else norm
-            self._clipped = (norm > self._limit) + self._clipped
-            self._norms = norm + self._norms
-            self._clippings += 1
+            norm = total_norm(trainer).detach()
+            self._norms.add(to_float(norm) if norm.is_cpu else norm, self._limit)
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
@@ -138,13 +137,14 @@ class AdviceCallback(TrainerCallback):
                 f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
                 f"{faster_data(trainer)}"
             )
-        if self._times is not None:
-            yield from self._times.advise(trainer, epoch, self.min_seconds)
-        clipped = float(self._clipped) / max(self._clippings, 1)
+        if trainer.ranks.world_size > 1:
+            yield from self._compare_processes(trainer, epoch)
+        count = max(self._norms.count, 1)  # several in an update, where train_step updates several optimizers
+        clipped = float(self._norms.clipped or 0.0) / count
         if clipped >= 0.5:
             yield (
                 f"{clipped:.0%} of the updates were clipped: gradient_clip_norm={self._limit} is below the average "
-                f"gradient norm of {float(self._norms) / self._clippings:.3g}. Raise it, or lower the learning rate, "
+                f"gradient norm of {float(self._norms.sum) / count:.3g}. Raise it, or lower the learning rate, "
                 "unless you intend to clip nearly every update."
             )
         if self._skipped > 0.05 * self._updates:
@@ -161,6 +161,32 @@ class AdviceCallback(TrainerCallback):
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._look_at_schedule(trainer)
+
+    def _compare_processes(self, trainer: TrainerLike, epoch: float) -> Iterator[str]:
+        """Yield advice on the slowest process. In forward passes, unlike backward ones, no process waits for another.
+
+        :param epoch: seconds that the epoch took
+        """
+        timed = self._forwards[_WARM_UP_STEPS:]
+        if timed and is_asynchronous(trainer.device):
+            timed[-1][1].synchronize()
+        forward = median(seconds_between(*times) for times in timed) if timed else 0.0
+        local = trainer.train_dataloader.seconds_waited, forward, trainer.progress.step
+        waits, forwards, steps = zip(*trainer.all_gather_object(local), strict=True)
+        lost = max(_SHARE * max(epoch, 1e-9), self.min_seconds)
+        rank, longest, others = _slowest(waits)
+        if longest - others >= lost:
+            yield (
+                f"Rank {rank} waited for data for {longest:.1f} seconds, the other processes for {others:.1f}, and "
+                "every step waits for all of them. Look at the disk, the network and the cores of its machine."
+            )
+        rank, longest, others = _slowest(forwards)
+        if longest >= _FACTOR * others > 0 and (longest - others) * steps[rank] >= lost:
+            yield (
+                f"Forward passes take {longest * 1e3:.3g} ms on rank {rank}, {longest / others:.1f} times as long as "
+                f"on the other processes ({others * 1e3:.3g} ms), and every step waits for it. Look whether its device "
+                "is shared, throttled or a slower one, and whether its samples are longer."
+            )
 
     def _look_at_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
@@ -230,65 +256,6 @@ def faster_data(trainer: TrainerLike) -> str:
         f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
         "read a batch at a time."
     )
-
-
-class _ForwardTimes:
-    """Times the forward passes of some steps; on a GPU by device events, which are read at the end of the epoch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_gpu = is_asynchronous(device)
-        self._marks: list[tuple[Any, Any]] = []
-        self._start: Any = None
-
-    def _now(self) -> Any:
-        return record_event(self._device, enable_timing=True) if self._on_gpu else time.perf_counter()
-
-    def start(self) -> None:
-        """Note the start of a forward pass."""
-        self._start = self._now()
-
-    def stop(self) -> bool:
-        """Note its end; return whether enough have been timed. Only the first of a step counts."""
-        if self._start is not None:
-            self._marks.append((self._start, self._now()))
-        self._start = None
-        return len(self._marks) >= _WARM_UP_STEPS + _STEPS
-
-    def seconds(self) -> float:
-        """Return the median time; 0 if too few were timed."""
-        marks = self._marks[_WARM_UP_STEPS:]
-        if not marks:
-            return 0.0
-        if not self._on_gpu:
-            return float(median(end - start for start, end in marks))
-        marks[-1][1].synchronize()
-        return float(median(start.elapsed_time(end) for start, end in marks)) / 1e3
-
-    def advise(self, trainer: TrainerLike, epoch: float, min_seconds: float) -> Iterator[str]:
-        """Yield advice on the slowest process. Call it on every process.
-
-        In forward passes, processes do not wait for each other, unlike in backward passes.
-
-        :param epoch: seconds that the epoch took
-        :param min_seconds: shortest time lost in the epoch that is worth reporting
-        """
-        mine = trainer.train_dataloader.seconds_waited, self.seconds(), trainer.progress.step
-        waits, forwards, steps = zip(*trainer.all_gather_object(mine), strict=True)
-        lost = max(_SHARE * max(epoch, 1e-9), min_seconds)
-        rank, longest, others = _slowest(waits)
-        if longest - others >= lost:
-            yield (
-                f"Rank {rank} waited for data for {longest:.1f} seconds, the other processes for {others:.1f}, and "
-                "every step waits for all of them. Look at the disk, the network and the cores of its machine."
-            )
-        rank, longest, others = _slowest(forwards)
-        if longest >= _FACTOR * others > 0 and (longest - others) * steps[rank] >= lost:
-            yield (
-                f"Forward passes take {longest * 1e3:.3g} ms on rank {rank}, {longest / others:.1f} times as long as "
-                f"on the other processes ({others * 1e3:.3g} ms), and every step waits for it. Look whether its device "
-                "is shared, throttled or a slower one, and whether its samples are longer."
-            )
 
 
 def _slowest(seconds: Sequence[float]) -> tuple[int, float, float]:

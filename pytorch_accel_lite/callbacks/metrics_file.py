@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.engine.history import InMemoryRunHistory
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
@@ -90,7 +89,7 @@ class MetricsFileCallback(StepLogger):
         if not trainer.accelerator.is_main_process:
             return
         written = self._epochs.last_row
-        rows = _rows_from(trainer.run_history, written.get("epoch", 0))
+        rows = trainer.run_history.rows(written.get("epoch", 0))
         if rows and written and _is_same(rows[0], written):
             self._epochs.append(rows[1:])
         else:
@@ -149,13 +148,6 @@ class _RowFile:
 def _is_same(row: Row, other: Row) -> bool:
     """Whether two rows hold the same objects, of which some may not be comparable."""
     return row.keys() == other.keys() and all(value is other[name] for name, value in row.items() if name != "epoch")
-
-
-def _rows_from(history: Any, epoch: int) -> list[Row]:
-    """Return the rows of a history from an epoch on."""
-    if type(history).rows is InMemoryRunHistory.rows:
-        return history.rows(epoch)  # type: ignore[no-any-return]
-    return [row for row in history.rows() if row["epoch"] >= epoch]
 
 
 def plain(value: Any) -> Any:

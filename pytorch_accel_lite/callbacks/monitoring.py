@@ -82,7 +82,9 @@ class GradientNormCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._norms: dict[str, _Norms] = {}  # by optimizer; "" for a single one, or for several that step together
+        self._norms: dict[
+            str, GradientNorms
+        ] = {}  # by optimizer; "" for a single one, or for several that step together
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "training":
@@ -103,7 +105,7 @@ class GradientNormCallback(TrainerCallback):
         name = trainer.current_run.step.updating if parts_of(trainer.optimizer) else ""
         value = to_float(norm) if norm.is_cpu else norm
         trainer.step_metrics[_of("gradient_norm", name)] = value
-        self._norms.setdefault(name, _Norms()).add(value, limit)
+        self._norms.setdefault(name, GradientNorms()).add(value, limit)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for name, norms in self._norms.items():
@@ -120,11 +122,11 @@ class GradientNormCallback(TrainerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`."""
         by_name = state if all(isinstance(sums, dict) for sums in state.values()) else {"": state}  # of version 0.1
-        self._norms = {name: _Norms(**sums) for name, sums in by_name.items()}
+        self._norms = {name: GradientNorms(**sums) for name, sums in by_name.items()}
 
 
 @dataclass
-class _Norms:
+class GradientNorms:
     """The norms of an epoch.
 
     :param clipped: how many were above the limit; ``None`` if there is none

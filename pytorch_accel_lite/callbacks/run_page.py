@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.templates import render
-from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.callbacks.epochs import format_duration
+from pytorch_accel_lite.base.text import format_duration, format_metric, format_value
 from pytorch_accel_lite.plotting.panels import best_of, direction_of, place_of_each
 
 
@@ -91,10 +90,9 @@ def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if is_monitor or direction is None:
             continue
         rows = [row for row in record["metrics"] if name in row]
-        texts = format_column([row[name] for row in rows])
         best = None if label.endswith("train") else best_of([_number(row[name]) for row in rows], direction)
-        notes = ["final"] if best is None else [f"best, epoch {rows[best]['epoch']}", f"final {texts[-1]}"]
-        value = texts[-1 if best is None else best]
+        value, final = (_text(rows[index][name]) for index in (-1 if best is None else best, -1))
+        notes = ["final"] if best is None else [f"best, epoch {rows[best]['epoch']}", f"final {final}"]
         results.append({"name": name.removesuffix("_epoch").replace("_", " "), "value": value, "notes": notes})
     return sorted(results, key=lambda result: len(result["notes"]), reverse=True)[:12]
 
@@ -131,15 +129,16 @@ def _how_to_resume(record: Mapping[str, Any]) -> str:
 
 
 def _details(record: Mapping[str, Any], monitors: Table) -> dict[str, Table]:
-    details = {"Monitors": monitors} if len(monitors.columns) > 1 else {}
     attempts = [
         (_moment(it["started"]), format_duration(it.get("seconds", 0)), f"{it['from_update']:,}", it["outcome"])
         for it in record["attempts"]
     ]
     settings = [(name, format_metric(value)) for name, value in record["config"].items()]
-    details["Attempts"] = _plain_table(["started", "duration", "from update", "outcome"], attempts, {1, 2})
-    details["Configuration"] = _plain_table(["name", "value"], settings)
-    return details
+    details = {"Monitors": monitors} if len(monitors.columns) > 1 else {}
+    return details | {
+        "Attempts": _plain_table(["started", "duration", "from update", "outcome"], attempts, {1, 2}),
+        "Configuration": _plain_table(["name", "value"], settings),
+    }
 
 
 def _plain_table(columns: list[str], rows: Iterable[Iterable[str]], numbers: Iterable[int] = ()) -> Table:
@@ -152,10 +151,9 @@ def _names(record: Mapping[str, Any]) -> list[str]:
 
 def _metrics(record: Mapping[str, Any]) -> tuple[Table, Table]:
     """Return a table of the metrics and the learning rate, and a table of the other monitors."""
-    places = place_of_each(_names(record))
-    main = [name for name, (title, _, is_monitor, _) in places.items() if not is_monitor or title == "learning rate"]
-    others = [name for name in places if name not in main]
-    return _table(record, main), _table(record, others)
+    names = _names(record)
+    others = [name for name, panel in place_of_each(names).items() if panel[2] and panel[0] != "learning rate"]
+    return _table(record, [name for name in names if name not in others]), _table(record, others)
 
 
 def _table(record: Mapping[str, Any], names: Iterable[str]) -> Table:
@@ -167,28 +165,13 @@ def _table(record: Mapping[str, Any], names: Iterable[str]) -> Table:
     for name in columns:
         values = [row.get(name) for row in record["metrics"]]
         best = None if name in unmarked else best_of([_number(v) for v in values], direction_of(name, directions))
-        filled.append([Cell(text, index == best) for index, text in enumerate(format_column(values))])
+        filled.append([Cell(_text(value), index == best) for index, value in enumerate(values)])
     return Table(columns, [list(row) for row in zip(*filled, strict=True)], set(range(len(columns))))
 
 
 def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
+    return value if isinstance(value, (int, float)) else math.nan
 
 
-def format_column(values: Sequence[Any]) -> list[str]:
-    """Return the values of a column as text, numbers with the same number of decimals, at least four digits."""
-    sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value)]
-    power = math.floor(math.log10(max(sizes))) if any(sizes) else 0
-    decimals = 3 - power if power < -1 else max(4 - max(power, 0), 0)
-    form = f",.{decimals}f" if -4 <= power < 9 else ".4g"
-    return ["" if value is None else _text(value, form) for value in values]
-
-
-def _text(value: Any, form: str) -> str:
-    if isinstance(value, float):
-        text = format(value, form)
-        return f"{value:.1e}" if value and not text.strip("-0.") else text
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+def _text(value: Any) -> str:
+    return "" if value is None else format_value(value) or str(value)

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
 from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.distributed import Ranks
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.steps.logical import LogicalProcesses
@@ -80,9 +78,8 @@ class BackgroundWorker:
             self._jobs.put_nowait(None)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure = self._failure
-            self._failure = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
 
 
@@ -118,8 +115,6 @@ class StepLogger(TrainerCallback, ABC):
         #: negative if the last row was in an epoch before: the part of that epoch after the row is then still to add.
         self._sums = (0, 0.0, 0.0)
         self._last_row: dict[str, Any] = {}
-        #: Names of step metrics that all processes know, in the order in which they are summed.
-        self._known_names: list[str] = []
 
     @abstractmethod
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
@@ -143,7 +138,6 @@ class StepLogger(TrainerCallback, ABC):
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
         self._last_row = {}
-        self._known_names = []
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
@@ -162,11 +156,11 @@ class StepLogger(TrainerCallback, ABC):
             values = logical.row_values(trainer)
         names = list(dict.fromkeys(name for name, _ in values if name))
         numbers = [_number(name, value) for name, value in values]
-        there = [value for (_, value), number in zip(values, numbers, strict=True) if number is None]
+        on_device = [value for (_, value), number in zip(values, numbers, strict=True) if number is None]
         copied = None
-        if there:
+        if on_device:
             dtype = accumulation_dtype(trainer.device)
-            copied = AsyncCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in there]))
+            copied = AsyncCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in on_device]))
         return _Row(trainer.progress.update, trainer.progress.epoch, names, numbers, copied, logical)
 
     def _average(self, keep: int) -> None:
@@ -176,29 +170,25 @@ class StepLogger(TrainerCallback, ABC):
             self._finish_row(row, *self._averaged(row))
 
     def _averaged(self, row: _Row) -> tuple[float, float, dict[str, float]]:
-        """Return the sums of losses and weights over all processes, and the means of the step metrics."""
+        """Return the sums of losses and weights over all processes, and the means of the step metrics.
+
+        Each is a mean over the processes that have logged it, as their steps decide.
+        """
         assert self._trainer is not None
         ranks = self._trainer.ranks
         # Unless all rows are flushed, the copy has long since arrived.
         copied = iter([] if row.copied is None else row.copied.read().tolist())
-        mine = [next(copied) if number is None else number for number in row.numbers]
+        local = [next(copied) if number is None else number for number in row.numbers]
         if row.logical is not None:
-            return row.logical.mean_row(ranks, row.names, mine)
-        return self._sum_by_name(ranks, row.names, mine)
-
-    def _sum_by_name(self, ranks: Ranks, names: list[str], mine: list[float]) -> tuple[float, float, dict[str, float]]:
-        """Do this for numbers that processes may have logged under different names, as their steps decide."""
-        total, count, *values = mine
-        own = dict(zip(names, values, strict=True))
-        while True:
-            is_new = float(not own.keys() <= {*self._known_names})
-            found = [number for name in self._known_names for number in (own.get(name, 0.0), float(name in own))]
-            anything_new, *sums = ranks.sum([is_new, total, count, *found])
-            if not anything_new:
-                break
-            self._known_names = sorted({*self._known_names, *chain.from_iterable(ranks.all_gather_object(names))})
-        pairs = zip(self._known_names, sums[2::2], sums[3::2], strict=True)
-        return sums[0], sums[1], {name: value / having for name, value, having in pairs if having}
+            return row.logical.mean_row(ranks, row.names, local)
+        total = count = 0.0
+        by_name: dict[str, list[float]] = {}
+        for names, (rank_total, rank_count, *values) in ranks.all_gather_object((row.names, local)):
+            total += rank_total
+            count += rank_count
+            for name, value in zip(names, values, strict=True):
+                by_name.setdefault(name, []).append(value)
+        return total, count, {name: sum(values) / len(values) for name, values in sorted(by_name.items())}
 
     def _sums_before(self, epoch: int) -> tuple[float, float]:
         """Return the sums from which the mean of the next row in an epoch starts."""
@@ -234,8 +224,7 @@ class StepLogger(TrainerCallback, ABC):
             self._end_background(_PATIENCE)
 
     def _end_background(self, seconds: float | None = None) -> None:
-        background = self._background
-        self._background = None
+        background, self._background = self._background, None
         if background is not None:
             background.close()
             background.wait(seconds)
@@ -260,8 +249,8 @@ class StepLogger(TrainerCallback, ABC):
             return self._loaded_latest
         if self.every_n_updates is None or trainer.logical is not None:
             return []
-        own = {name: float(value) for name, value in trainer.step_metrics.items() if is_number(value)}
-        gathered: list[dict[str, float]] = trainer.ranks.all_gather_object(own)
+        local = {name: float(value) for name, value in trainer.step_metrics.items() if is_number(value)}
+        gathered: list[dict[str, float]] = trainer.ranks.all_gather_object(local)
         return gathered
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.events import RunInterruptedError
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.callbacks.epochs import EpochTable, format_duration, format_value
-from pytorch_accel_lite.callbacks.notebook import open_page
-from pytorch_accel_lite.callbacks.progress_bar import LogMetricsCallback, PrintProgressCallback, epoch_of, shown_rates
+from pytorch_accel_lite.base.reprs import table
+from pytorch_accel_lite.base.text import format_duration, format_value, wrapped
+from pytorch_accel_lite.callbacks.bars import NotebookOutput
+from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback, epoch_of, shown_rates
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
-    from pytorch_accel_lite.callbacks.notebook import Page
 
-_NOTEBOOK_COLUMNS = 120
+_GAP = "  "
+_MIN_WIDTH = 9  # of a column, in which nearly all numbers fit
+_TIME_WIDTH = len("59.9s")
+_NOTEBOOK_WIDTH = 120
+_NOTEBOOK_ROWS = 100  # as a notebook gets the whole table again after every epoch
+
+Row = dict[str, str]  # cells by column, among them "epoch" and "time"
 
 
 class ProgressTableCallback(LogMetricsCallback):
@@ -46,9 +52,9 @@ class ProgressTableCallback(LogMetricsCallback):
             raise TypeError(f"metrics={metrics!r} must be a list of names. Write: metrics=[{metrics!r}].")
         self.metrics = None if metrics is None else list(metrics)
         self.show_always = show_always
-        self._messages = PrintProgressCallback()
+        self._lines = PrintProgressCallback()
         self._shows_table = False
-        self._view: _View | None = None  # while a training run is shown
+        self._table: _RunTable | None = None  # while a training run is shown
         self._evaluation_start = 0.0
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
@@ -64,78 +70,74 @@ class ProgressTableCallback(LogMetricsCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
         self._look_for_terminal()
-        self._view = None
+        self._table = None
         if self._shows_table:
-            self._view = _View(trainer, self.metrics)
+            self._table = _RunTable(trainer, self.metrics)
             trainer.current_run.end.messages.append(lambda: self._end(trainer))
         else:
-            self._messages.on_training_run_start(trainer)
+            self._lines.on_training_run_start(trainer)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)
-        if self._view is None:
-            self._messages.on_train_epoch_start(trainer)
+        if self._table is None:
+            self._lines.on_train_epoch_start(trainer)
         else:
-            self._view.start_epoch()
+            self._table.epoch_start = time.monotonic()
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._view is None:
+        if self._table is None:
             super().on_train_epoch_end(trainer)
         else:
-            self._view.finish_training(trainer)
+            self._table.finish_training(trainer)
 
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
         """Show metrics as a row of the table, or as a line for an evaluation outside training."""
         if not self._shows_table:
             super().log_metrics(trainer, metrics)
-        elif self._view is not None:
-            self._view.add_row(trainer, metrics)
+        elif self._table is not None:
+            self._table.add_row(trainer, metrics)
         else:
             taken = format_duration(time.monotonic() - self._evaluation_start)
             values = ", ".join(f"{name} {format_value(value) or value}" for name, value in metrics.items())
             trainer.print(wrapped(f"Evaluated in {taken}: {values}"))
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._messages.on_exception(trainer)
+        self._lines.on_exception(trainer)
         name = type(kwargs["exception"]).__name__
         self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._shows_table:
-            self._messages.on_training_run_end(trainer)
+            self._lines.on_training_run_end(trainer)
         super().on_training_run_end(trainer)
 
-    def _end(self, trainer: TrainerLike, how: str | None = None) -> None:
-        """Show the summary.
-
-        :param how: how the run ended, if with an error
-        """
-        view, self._view = self._view, None
-        if view is not None:
-            view.end(trainer, how)
+    def _end(self, trainer: TrainerLike, failure: str = "") -> None:
+        ended, self._table = self._table, None
+        if ended is not None:
+            ended.end(trainer, failure)
 
     # ---------------------------------------------------------------------------------------- evaluation
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._view is not None:  # within a training run, metrics belong to the next row
+        if self._table is not None:  # within a training run, metrics belong to the next row
             return
         super().on_evaluation_run_start(trainer)
         self._evaluation_start = time.monotonic()
         if trainer.current_run.outer is None:
             self._look_for_terminal()
         if not self._shows_table:
-            self._messages.on_evaluation_run_start(trainer)
+            self._lines.on_evaluation_run_start(trainer)
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._view is not None:
+        if self._table is not None:
             return
         if not self._shows_table:
-            self._messages.on_evaluation_run_end(trainer)
+            self._lines.on_evaluation_run_end(trainer)
         super().on_evaluation_run_end(trainer)
 
 
-class _View:
-    """The display of one training run.
+class _RunTable:
+    """The table of one training run. Adding a row takes the same time however many there are.
 
     :param chosen: names of the metrics that the user wants to see; ``None`` for any
     """
@@ -144,21 +146,27 @@ class _View:
         self._chosen = chosen
         self._expected = trainer.current_run.request.metrics
         self._key, self._greater = self._choose_key()
+        self._marked = _title(self._key) if self._key else ""
         self._best: tuple[float, str] | None = None
+        self._best_row: Row | None = None
+        self._rows: list[Row] = []
         self._rates = shown_rates(trainer)
-        self._table = EpochTable(_label(self._key) if self._key else None)
-        self._table.columns = self._ranked(self._expected.directions)
-        self._layout: object = None
-        self._start = self._epoch_start = time.monotonic()
+        self._columns = self._ranked(self._expected.directions)
+        self._layout: dict[str, int] = {}
+        self._epoch_width = len(f"step {max(find_length(trainer.train_dataloader) or 0, 100)}")
+        self._start = self.epoch_start = time.monotonic()
         self._first_update = trainer.progress.update
         self._first_epoch = trainer.progress.epochs_completed + 1
-        self._trained: int | None = None
+        self._trained_epoch = 0
         self._before = {path: _changed(path) for path in trainer.current_run.request.paths}
-        self._page: Page | None = None
+        self._output: NotebookOutput | None = None
         if in_notebook() and trainer.accelerator.is_local_main_process:
-            self._page = open_page(trainer)
+            NotebookOutput.leave(trainer)
+            self._output = NotebookOutput.of(trainer)
         if trainer.progress.epochs_completed:
-            self._remember_best(trainer)
+            self._find_earlier_best(trainer)
+
+    # ----------------------------------------------------------------------------------- what is shown
 
     def _choose_key(self) -> tuple[str | None, bool]:
         """Return the metric whose best value is marked, and whether larger values are better."""
@@ -167,16 +175,16 @@ class _View:
         losses = [name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name)]
         return min(losses, key=lambda name: name.startswith("ema_"), default=None), False
 
-    def _remember_best(self, trainer: TrainerLike) -> None:
+    def _find_earlier_best(self, trainer: TrainerLike) -> None:
         """Find the best value of the epochs before a resumed run."""
         history: Any = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
         for row in history.rows() if hasattr(history, "rows") else ():
             if row["epoch"] > offset:
-                self._note(row, f"epoch {row['epoch'] - offset}")
+                self._is_best(row, f"epoch {row['epoch'] - offset}")
 
-    def _note(self, metrics: dict[str, Any], where: str) -> bool:
-        """Record the value to be marked, and return whether it is the best so far."""
+    def _is_best(self, metrics: dict[str, Any], where: str) -> bool:
+        """Return whether the value to be marked is the best so far, and remember it if so."""
         if self._key not in metrics:
             return False
         value = float(metrics[self._key])
@@ -191,65 +199,111 @@ class _View:
     def _ranked(self, names: Iterable[str]) -> list[str]:
         """Return the columns of metrics in order of importance."""
         if self._chosen is not None:
-            return list(dict.fromkeys([*map(_label, self._chosen), *self._rates]))
-        evaluated = {_label(name) for name in self._expected.evaluated}
-        declared = {_label(name) for name in self._expected.directions}
+            return list(dict.fromkeys([*map(_title, self._chosen), *self._rates]))
+        evaluated = {_title(name) for name in self._expected.evaluated}
+        declared = {_title(name) for name in self._expected.directions}
 
-        def rank(label: str) -> int:
-            if label.endswith("train loss"):
-                return 0
-            if label.endswith("eval loss"):
-                return 1
-            if label in self._rates:
+        def rank(title: str) -> int:
+            if title.endswith(("train loss", "eval loss")):
+                return 0 if title.endswith("train loss") else 1
+            if title in self._rates:
                 return 2
-            return 3 if label in evaluated else 4 if label not in declared else 5
+            return 3 if title in evaluated else 4 if title not in declared else 5
 
-        labels = dict.fromkeys([*self._rates, *map(_label, names)])
-        labels.pop("time", None)  # of an epoch, which the table has
-        return sorted(labels, key=rank)
-
-    def start_epoch(self) -> None:
-        self._epoch_start = time.monotonic()
+        titles = dict.fromkeys([*self._rates, *map(_title, names)])
+        titles.pop("time", None)  # of an epoch, which the table has
+        return sorted(titles, key=rank)
 
     def finish_training(self, trainer: TrainerLike) -> None:
-        self._trained = trainer.progress.epoch
+        """Remember the learning rates at the end of the training part of an epoch."""
+        self._trained_epoch = trainer.progress.epoch
         self._rates = shown_rates(trainer)
 
     def add_row(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
         """Show new metrics of an epoch or of an evaluation within one."""
         progress = trainer.progress
-        is_whole = self._trained == progress.epoch
-        where = f"epoch {progress.epoch}" + ("" if is_whole else f", step {progress.step}")
-        cells = {_label(name): format_value(value) for name, value in metrics.items()}
+        is_whole = self._trained_epoch == progress.epoch
+        row = {"epoch": epoch_of(trainer) if is_whole else f"step {progress.step}"}
+        row |= {_title(name): text for name, value in metrics.items() if (text := format_value(value))}
         for name, rate in (self._rates if is_whole else shown_rates(trainer)).items():
-            cells[name] = f"{metrics.get(name, rate):.2e}"  # a callback may have recorded the last update's rate
-        cells["epoch"] = epoch_of(trainer) if is_whole else f"step {progress.step}"
-        cells["time"] = format_duration(time.monotonic() - self._epoch_start)
-        self._table.add(cells, self._note(metrics, where), self._ranked([*self._expected.directions, *metrics]))
-        if self._page is not None:
-            self._update(self._page)
+            row[name] = f"{metrics.get(name, rate):.2e}"  # a callback may have recorded the last update's rate
+        row["time"] = format_duration(time.monotonic() - self.epoch_start)
+        is_best = self._is_best(metrics, f"epoch {progress.epoch}" + ("" if is_whole else f", step {progress.step}"))
+        if self._marked in row:
+            row[self._marked] += "*" if is_best else " "
+        self._best_row = row if is_best else self._best_row
+        self._rows.append(row)
+        shown = {*self._columns, *row}
+        self._columns = [name for name in self._ranked([*self._expected.directions, *metrics]) if name in shown]
+        if self._output is not None:
+            self._update(self._output)
             return
-        layout = self._table.layout(shutil.get_terminal_size().columns)
-        head = [] if layout == self._layout else self._table.head(layout)
+        layout = self._fit(shutil.get_terminal_size().columns)
+        head = [] if layout == self._layout else self._head(layout)
         self._layout = layout
-        trainer.print("\n".join([*head, self._table.last_line(layout)]))
+        trainer.print("\n".join([*head, _line(row, layout)]))
 
-    def _update(self, page: Page, below: Sequence[str] = ()) -> None:
-        page.html = self._table.html(_NOTEBOOK_COLUMNS, below)
-        page.text = "\n".join([self._table.text(_NOTEBOOK_COLUMNS), *below])
-        page.refresh()
+    # ------------------------------------------------------------------------------------ how it is shown
 
-    def end(self, trainer: TrainerLike, how: str | None) -> None:
-        """Show the summary, unless nothing was trained."""
-        if trainer.progress.update == self._first_update and how is None:
+    def _fit(self, width: int) -> dict[str, int]:
+        """Return the widths of as many columns as fit, learning rates last."""
+        chosen: dict[str, int] = {}
+        room = width - self._epoch_width - len(_GAP) - _TIME_WIDTH
+        for column in self._columns:
+            needed = max(len(self._heading(column)), _MIN_WIDTH) + len(_GAP)
+            if not chosen or needed <= room:
+                chosen[column] = needed - len(_GAP)
+                room -= needed
+        rates_last = {column: chosen[column] for column in sorted(chosen, key=lambda name: name in self._rates)}
+        return {"epoch": self._epoch_width, **rates_last, "time": _TIME_WIDTH}
+
+    def _heading(self, column: str) -> str:
+        return f"{column} " if column == self._marked else column
+
+    def _note(self, layout: dict[str, int]) -> list[str]:
+        count = len(set(self._columns) - layout.keys())
+        return [f"({count} more metric{'s are' if count > 1 else ' is'} in trainer.run_history)"] if count else []
+
+    def _head(self, layout: dict[str, int]) -> list[str]:
+        line = _line({column: self._heading(column) for column in layout}, layout)
+        return [*self._note(layout), line, "-" * len(line)]
+
+    def _update(self, output: NotebookOutput, summary: Sequence[str] = ()) -> None:
+        """Show the latest rows and the best in a notebook."""
+        layout = self._fit(_NOTEBOOK_WIDTH)
+        columns = list(layout)
+        rows = self._rows[-_NOTEBOOK_ROWS:]
+        notes = self._note(layout)
+        if len(rows) < len(self._rows):
+            notes.insert(
+                0, f"(the last {len(rows)} of {len(self._rows):,} rows; all metrics are in trainer.run_history)"
+            )
+            if self._best_row is not None and all(row is not self._best_row for row in rows):
+                rows.insert(0, self._best_row)
+        bold = None
+        if self._best_row in rows and self._marked in columns:
+            bold = rows.index(self._best_row), columns.index(self._marked)
+        cells = [[row.get(column, "").rstrip(" *") for column in columns] for row in rows]
+        output.html = table("", cells, columns, [*notes, *summary], bold)
+        output.text = "\n".join([*notes, *self._head(layout)[-2:], *(_line(row, layout) for row in rows), *summary])
+        output.refresh()
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def end(self, trainer: TrainerLike, failure: str) -> None:
+        """Show the summary, unless nothing was trained.
+
+        :param failure: how the run ended, if with an error
+        """
+        if trainer.progress.update == self._first_update and not failure:
             return
-        summary = self._summary(trainer, how or _how_it_ended(trainer))
-        files = self._written_files(trainer)
-        if self._page is None:
+        summary = self._summary(trainer, failure or _how_it_ended(trainer))
+        files = list(self._written_files(trainer))
+        if self._output is None:
             trainer.print("\n".join(["", wrapped(summary), *files]))
         else:
-            self._page.bars.clear()
-            self._update(self._page, [summary, *files])
+            self._output.bars.clear()
+            self._update(self._output, [summary, *files])
 
     def _summary(self, trainer: TrainerLike, how: str) -> str:
         progress = trainer.progress
@@ -260,8 +314,8 @@ class _View:
             summary = f"Trained {epochs}, {progress.update:,} updates, in {taken}."
         else:
             summary = f"{how} in epoch {progress.epoch}, after update {progress.update:,}, in {taken}."
-        if self._best is not None and self._key is not None:
-            summary += f" Best: {self._best[1]}, {_label(self._key)} {format_value(self._best[0])}."
+        if self._best is not None:
+            summary += f" Best: {self._best[1]}, {self._marked} {format_value(self._best[0])}."
         return summary
 
     def _written_files(self, trainer: TrainerLike) -> Iterator[str]:
@@ -278,21 +332,24 @@ class _View:
 
 
 def _how_it_ended(trainer: TrainerLike) -> str:
-    run = trainer.current_run
-    if run.end.pause is not None:
-        return "Interrupted" if isinstance(run.end.pause, RunInterruptedError) else "Paused"
-    return "Trained" if run.end.reason is None else "Stopped"
+    end = trainer.current_run.end
+    if end.pause is not None:
+        return "Interrupted" if isinstance(end.pause, RunInterruptedError) else "Paused"
+    return "Trained" if end.reason is None else "Stopped"
 
 
 def _changed(path: str) -> int | None:
     """Return the modification time of a file or directory in ns, or ``None`` if it does not exist."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return None
+    return os.stat(path).st_mtime_ns if os.path.exists(path) else None
 
 
-def _label(name: str) -> str:
+def _line(row: Row, layout: dict[str, int]) -> str:
+    """Return a row as a line of text, the first cell aligned to the left."""
+    cells = [f"{row.get(column, ''):>{width}}" for column, width in layout.items()]
+    return _GAP.join([row["epoch"].ljust(layout["epoch"]), *cells[1:]])
+
+
+def _title(name: str) -> str:
     """Return a metric's column title, which omits common suffixes; evaluations within epochs share the columns."""
     name = name.replace("intermediate_", "")
     loss = re.fullmatch(r"(.*_)?(train|eval)_(\w+?)(_epoch)?", name)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
-from pytorch_accel_lite.callbacks.new_metrics import NewMetrics
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
+from pytorch_accel_lite.engine.history import NewMetrics
 
 
 class TrackerCallback(StepLogger):
@@ -70,13 +67,13 @@ class TrackerCallback(StepLogger):
         #: The metrics of the run history that were logged last, and at which update.
         self._latest: dict[str, Any] = {}
         self._evaluated = False
-        self._known: dict[str, set[int]] = {}
+        self._logged_steps: dict[str, set[int]] = {}  # by metric
         self._first_update = 0
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
         self._started = None
-        self._known = {}
+        self._logged_steps = {}
         self._first_update = trainer.progress.update
         self._is_over = False
         self.run_id = None
@@ -84,11 +81,8 @@ class TrackerCallback(StepLogger):
         self._latest = {}
         self._evaluated = False
         if self.tracker == "tensorboard":
-            trainer.ranks.run_together(lambda: os.makedirs(self._folder, exist_ok=True), only_first=True)
-
-    @property
-    def _folder(self) -> str:
-        return os.path.join(self.project_dir, self.project_name)
+            folder = os.path.join(self.project_dir, self.project_name)
+            trainer.ranks.run_together(lambda: os.makedirs(folder, exist_ok=True), only_first=True)
 
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a job in the background, or immediately for a user's own tracker, which may be bound to this thread."""
@@ -105,8 +99,8 @@ class TrackerCallback(StepLogger):
         if self._started is not None or not trainer.accelerator.is_main_process:
             return
         tracker = self._create(trainer)
-        if self.tracker == "tensorboard":
-            _wait_for_a_later_second(self._folder)
+        if self.tracker == "tensorboard" and self._first_update:
+            time.sleep(1)  # it reads the files of attempts in the order of the seconds in which they were created
         tracker.start()
         self._started = tracker
         trainer.accelerator.trackers.append(tracker)
@@ -115,7 +109,7 @@ class TrackerCallback(StepLogger):
             self._started.store_init_configuration(
                 {name: as_number_or_text(value) for name, value in {**configuration, **self.config}.items()}
             )
-        self._note_run()
+        self._remember_run()
 
     def _create(self, trainer: TrainerLike) -> Any:
         if not isinstance(self.tracker, str):
@@ -124,15 +118,14 @@ class TrackerCallback(StepLogger):
         arguments = dict(self.init_kwargs)
         if self.tracker == "tensorboard":
             arguments.setdefault("purge_step", self._first_update)  # readers ignore older records from there on
-        elif self.run_id is not None:
-            arguments |= {"wandb": {"id": self.run_id, "resume": "allow"}, "mlflow": {"run_id": self.run_id}}.get(
-                self.tracker, {}
-            )
-        if tracker_class.requires_logging_directory:
-            return tracker_class(self.project_name, self.project_dir, **arguments)
-        return tracker_class(self.project_name, **arguments)
+        elif self.tracker == "wandb" and self.run_id is not None:
+            arguments |= {"id": self.run_id, "resume": "allow"}
+        elif self.tracker == "mlflow" and self.run_id is not None:
+            arguments["run_id"] = self.run_id
+        directory = [self.project_dir] if tracker_class.requires_logging_directory else []
+        return tracker_class(self.project_name, *directory, **arguments)
 
-    def _note_run(self) -> None:
+    def _remember_run(self) -> None:
         """Remember the run's id, and the steps it already has."""
         if self.tracker == "wandb":
             self.run_id = self._started.run.id
@@ -143,7 +136,7 @@ class TrackerCallback(StepLogger):
             self._client = MlflowClient()
             for name in self._client.get_run(self.run_id).data.metrics:
                 history = self._client.get_metric_history(self.run_id, name)
-                self._known[name] = {metric.step for metric in history}
+                self._logged_steps[name] = {metric.step for metric in history}
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         self._log({"epoch": epoch, **values}, update)
@@ -175,20 +168,18 @@ class TrackerCallback(StepLogger):
                 self.in_background(lambda: self._log(values, update))
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log values, unless the tracker has them from an earlier attempt. Runs in the background."""
-        new = {name: value for name, value in values.items() if step not in self._known.setdefault(name, set())}
-        if not new:
-            return
+        """Log values, unless the tracker has them already, also from an earlier attempt. Runs in the background."""
+        new = {name: value for name, value in values.items() if step not in self._logged_steps.setdefault(name, set())}
         for name in new:
-            self._known[name].add(step)
+            self._logged_steps[name].add(step)
         if self.tracker != "mlflow":
-            self._started.log(new, step=step)
+            if new:
+                self._started.log(new, step=step)
             return
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        numbers = {name: value for name, value in new.items() if not isinstance(value, str)}
-        metrics = [Metric(name, float(value), now, step) for name, value in numbers.items()]
+        metrics = [Metric(name, float(value), now, step) for name, value in new.items() if not isinstance(value, str)]
         self._client.log_batch(self.run_id, metrics=metrics)
 
     def log_images(self, trainer: TrainerLike, images: Mapping[str, Any], step: int | None = None) -> None:
@@ -203,14 +194,13 @@ class TrackerCallback(StepLogger):
         pictures = {name: np.array(image) for name, image in images.items()}  # copies, as they are logged later
         self.in_background(lambda: self._log_images(pictures, at))
 
-    def _log_images(self, pictures: dict[str, Any], step: int) -> None:
-        for name, picture in pictures.items():
-            if self.tracker == "tensorboard":
-                self._started.writer.add_image(name, picture, global_step=step, dataformats="HWC")
-            elif self.tracker == "mlflow":
-                self._client.log_image(self.run_id, picture, artifact_file=f"{name}/{step}.png")
-            elif hasattr(self._started, "log_images"):
-                self._started.log_images({name: [picture]}, step=step)
+    def _log_images(self, images: dict[str, Any], step: int) -> None:
+        if self.tracker == "mlflow":
+            for name, image in images.items():
+                self._client.log_image(self.run_id, image, artifact_file=f"{name}/{step}.png")
+        elif hasattr(self._started, "log_images"):
+            form = {"dataformats": "NHWC"} if self.tracker == "tensorboard" else {}
+            self._started.log_images({name: image[None] for name, image in images.items()}, step=step, **form)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._is_over:
@@ -274,28 +264,8 @@ class TrackerCallback(StepLogger):
             self.in_background(lambda: self._log(latest["values"], update))
 
 
-def _wait_for_a_later_second(directory: str) -> None:
-    """Wait until a new TensorBoard file will be read after those in the directory, for at most a few seconds.
-
-    Files are read in the order of their names, which begin with the second in which they were made. Were two attempts
-    made in the same second, the rest of the name would decide which one discards the other's rows: host and process.
-    """
-    names = [re.match(r"events\.out\.tfevents\.(\d+)\.", name) for name in os.listdir(directory)]
-    ahead = max((int(match[1]) for match in names if match), default=0) + 1 - time.time()
-    if ahead > 5:
-        warnings.warn(
-            f"The latest file in {directory!r} was made {ahead:.0f} s in the future, by the clock of this machine. "
-            "TensorBoard may hide rows of this run: set the clocks of your machines, or use another project_dir.",
-            stacklevel=2,
-        )
-    elif ahead > 0:
-        time.sleep(ahead)
-
-
 def _check_tracker(name: str) -> None:
     if name not in LOGGER_TYPE_TO_CLASS:
         known = list(LOGGER_TYPE_TO_CLASS)
         raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, known)} Choose from: {', '.join(known)}.")
-    if importlib.util.find_spec(name) is None:
-        install = install_command(name, name.replace("_", "-"))  # some trackers are extras
-        raise ImportError(f"tracker={name!r} needs the package {name}. Install it with: {install}")
+    import_extra(name, name.replace("_", "-"), f"tracker={name!r}")  # some trackers are extras

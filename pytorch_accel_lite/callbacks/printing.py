@@ -1,0 +1,107 @@
+"""Printing the progress of a run in lines: when it and its epochs start and end, and what they record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.engine.history import NewMetrics
+from pytorch_accel_lite.optimizers.operations import parts_of
+
+
+class PrintProgressCallback(TrainerCallback):
+    """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
+
+    _failed = False
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._failed = False
+        trainer.print("Starting training run")
+
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._failed = True
+
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        trainer.print(f"Starting epoch {epoch_of(trainer)}")
+
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if not self._failed and trainer.current_run.end.pause is None:
+            trainer.print("Finishing training run")
+
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        trainer.print("Starting evaluation run")
+
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        trainer.print("Finishing evaluation run")
+
+
+class LogMetricsCallback(TrainerCallback):
+    """Print newly recorded metrics, once per machine.
+
+    Metrics are printed after the training part of an epoch, and after every callback has seen the end of the epoch or
+    the evaluation. Override :meth:`log_metrics` to send them elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._new = NewMetrics()
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._new.skip(trainer.run_history)
+
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._new.skip(trainer.run_history)
+
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._new.follow(trainer.run_history)  # a subclass may have overridden the start event
+        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
+
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._log_new(trainer)
+
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        trainer.callback_handler.set_listening(self, True, "on_train_step_checkpoint")
+
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._log_new(trainer)  # from an evaluation in the middle of the epoch
+
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._log_new(trainer)
+
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._log_new(trainer)
+
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._log_new(trainer)
+
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._log_new(trainer)
+
+    def _log_new(self, trainer: TrainerLike) -> None:
+        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
+        metrics = self._new.take(trainer.run_history)
+        if metrics:
+            self.log_metrics(trainer, metrics)
+
+    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
+        """Print metrics on one line.
+
+        :param metrics: new values by name
+        """
+        trainer.print("  " + ", ".join(f"{name}: {format_metric(value)}" for name, value in metrics.items()))
+
+
+def epoch_of(trainer: TrainerLike) -> str:
+    """Return the number of the current epoch and, if known, the number of epochs, such as ``3/10``."""
+    config = trainer.run_config
+    epoch = trainer.progress.epoch
+    planned = None if config is None else config.num_epochs
+    return f"{epoch}" if planned is None or epoch > planned else f"{epoch}/{planned}"
+
+
+def shown_rates(trainer: TrainerLike) -> dict[str, float]:
+    """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
+    parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
+    first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
+    return {name: float(group["lr"]) for name, group in first.items() if group.get("lr") is not None}
