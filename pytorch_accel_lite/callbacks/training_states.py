@@ -22,8 +22,8 @@ from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import StrPath, place
 from pytorch_accel_lite.checkpoint.frozen import model_fingerprints
 from pytorch_accel_lite.checkpoint.locations import open_store
-from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import state_name
+from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from pytorch_accel_lite.checkpoint.files import (
 )
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable, describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.locations import read_state, write_state
-from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
+from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
     full_state_dict,

@@ -26,8 +26,8 @@ from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.engine.lifecycle import add_note, create_config, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.restoring import preserving_attributes, replaced
 from pytorch_accel_lite.engine.run import EVALUATED, Run
+from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
 
 

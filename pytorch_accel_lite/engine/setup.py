@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.checkpoint.snapshot import check_history, find_state, warn_of_project_configuration
+from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state, warn_of_project_configuration
 from pytorch_accel_lite.engine import resuming
 from pytorch_accel_lite.engine.arguments import (
     check_all_are_optimized,

@@ -11,8 +11,8 @@ from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.averaging import average_gradients
 from pytorch_accel_lite.engine.first_batch import examine_first_batch
-from pytorch_accel_lite.engine.restoring import StepSnapshot
 from pytorch_accel_lite.engine.run import Run, Step
+from pytorch_accel_lite.engine.snapshot import StepSnapshot
 from pytorch_accel_lite.optimizers.gradients import parameters_not_in_model
 
 
@@ -113,6 +113,5 @@ def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
     run.step.must_warm_up_ddp = False
-    before = StepSnapshot(trainer)
-    trainer.backward_step(loss_of(trainer, batch))
-    before.restore()
+    with StepSnapshot(trainer):
+        trainer.backward_step(loss_of(trainer, batch))

@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
-from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
+from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.batch_norm_shares import smallest_share

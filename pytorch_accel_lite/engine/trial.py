@@ -18,34 +18,10 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.engine.arguments import check_data, check_training
 from pytorch_accel_lite.engine.lifecycle import entering, prepare_model, release_model
-from pytorch_accel_lite.engine.restoring import Snapshot, replaced
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.setup import begin_training, create_train_loader
+from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers import attributes
-
-
-@contextmanager
-def restoring_state(trainer: TrainerLike) -> Iterator[None]:
-    """Restore weights, buffers, gradients, modes, the optimizer, the scaler and the generators after a block.
-
-    This includes those of the loss function, of registered objects, and of other modules of the trainer, such as
-    averaged copies, which its steps may change. Weights are kept in host memory, to leave the device's to the trial.
-    """
-    owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
-    owners += [*attributes.modules(trainer).values(), *attributes.trained(trainer).values()]
-    roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
-    stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
-    stateful += attributes.registered(trainer).values()
-    of_modules = chain.from_iterable(root.parameters() for root in roots)
-    parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
-    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
-    before = Snapshot(parameters, parameters, stateful, roots, on_host=True)
-    try:
-        with preserving_modes(chain.from_iterable(root.modules() for root in roots)):
-            yield
-    finally:
-        before.restore()
 
 
 @contextmanager
@@ -95,11 +71,35 @@ def prepared_for_trial(trainer: TrainerLike) -> Iterator[None]:
     """Prepare a trainer for training outside a run, without its callbacks, and restore everything afterwards."""
     prepare_model(trainer, training=True)
     try:
-        with replaced(trainer, callback_handler=CallbackHandler(), scheduler=None), restoring_state(trainer):
+        with Snapshot(on_host=True) as before:  # to leave the memory of the device to the trial
+            before.enter_context(replaced(trainer, callback_handler=CallbackHandler(), scheduler=None))
+            _keep_training(trainer, before)
             yield
     finally:
         if not trainer.is_running:
             release_model(trainer)
+
+
+def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
+    """Keep weights, buffers, gradients, modes, the optimizer, the scaler and the generators.
+
+    This includes those of the loss function, of registered objects, and of other modules of the trainer, such as
+    averaged copies, which its steps may change.
+    """
+    owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
+    owners += [*attributes.modules(trainer).values(), *attributes.trained(trainer).values()]
+    roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
+    stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
+    of_modules = chain.from_iterable(root.parameters() for root in roots)
+    parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
+    before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
+    before.set_gradients_aside(parameters)
+    before.keep_states([*stateful, *attributes.registered(trainer).values()])
+    before.keep_buffers(roots)
+    before.keep_tensors(parameters)
+    before.keep_generators()
 
 
 def report(trainer: TrainerLike, found: object) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.randomness import capture_generators, preserving_generators, restore_generators
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.averaging import average_gradients
 from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.engine.restoring import Buffers, replaced
 from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import NOTHING, gradient_sync
@@ -46,7 +43,12 @@ class ReplayingStep(PlainStep):
             raise _refusal("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=trainer.device)
-        with _restoring_afterwards(trainer, run), torch.enable_grad():
+        with Snapshot() as before, torch.enable_grad():  # each batch has been counted already
+            before.keep_buffers([trainer.get_model(), *attributes.modules(trainer).values()])
+            before.keep_generators()
+            counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
+            before.enter_context(replaced(run, **counts))
+            before.enter_context(replaced(run.step, gradient_norm=run.step.gradient_norm))
             for number, (batch, generators) in enumerate(self._steps, 1):
                 restore_generators(generators)
                 run.batch = batch
@@ -67,18 +69,6 @@ class ReplayingStep(PlainStep):
         weighted = run.window.scale(output["loss"], *batch.samples(output), output.get("num_items_in_batch"))
         trainer.backward_step(weighted)
         return weighted.detach()
-
-
-@contextmanager
-def _restoring_afterwards(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """Restore what going forward and backward changes besides gradients: each batch has been counted already."""
-    before = Buffers([trainer.get_model(), *attributes.modules(trainer).values()])
-    counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
-    try:
-        with preserving_generators(), replaced(run, **counts), replaced(run.step, gradient_norm=run.step.gradient_norm):
-            yield
-    finally:
-        before.restore()
 
 
 def recompute_gradients(self: TrainerLike) -> torch.Tensor:

@@ -19,8 +19,8 @@ from pytorch_accel_lite.base.splitting import concatenate_if_possible, split_bat
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.evaluation import unwrapped_model
-from pytorch_accel_lite.engine.restoring import StepSnapshot
 from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.snapshot import StepSnapshot
 from pytorch_accel_lite.engine.step import PlainStep
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
@@ -73,7 +73,7 @@ class GuardedStep(PlainStep):
                 run.loss_trackers.measure(batch, output["batch_size"])
                 run.track_step(output, batch)
                 return output
-            before.restore()
+            before.close()
             run.window.sizes, run.window.items_per_batch = counted
             if outcome == FAILED:
                 _skip(trainer, run, batch, error)

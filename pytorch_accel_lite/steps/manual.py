@@ -13,8 +13,8 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.distributed.averaging import average_gradients
-from pytorch_accel_lite.engine.restoring import replaced
 from pytorch_accel_lite.engine.run import Run, Step
+from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in

@@ -25,8 +25,8 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.advice import faster_data, not_fused
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.restoring import preserving_attributes, replaced
 from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import report, trial
