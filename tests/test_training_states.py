@@ -678,8 +678,8 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
 def test_a_run_whose_directory_is_removed_locks_it_again_before_its_next_state(tmp_path, is_other_first):
     """Otherwise a second run gets in, and both save in one directory."""
     code = (
-        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import StateStore\n"
-        "store = StateStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
+        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import DirectoryStore\n"
+        "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
     )
     command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
     starts = 5 if is_other_first else 6
@@ -905,7 +905,7 @@ def test_objects_of_the_users_are_kept(tmp_path):
     other.register_for_checkpointing("other", again)
     with (
         pytest.warns(UserWarning, match="holds nothing for the registered object 'other'"),
-        pytest.warns(UserWarning, match="state of registered object 'counter', which no longer exists"),
+        pytest.warns(UserWarning, match="state of the registered object 'counter', which no longer exists"),
     ):
         other.load_training_state(tmp_path / "state")
     with pytest.raises(ValueError, match="already registered as 'counter'"):
@@ -1047,7 +1047,7 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
     with (
         pytest.warns(UserWarning, match="no longer exists"),
         pytest.warns(UserWarning, match="nothing for the callback 'Other'"),
-        pytest.warns(UserWarning, match="state of callback 'EarlyStoppingCallback', which no longer exists"),
+        pytest.warns(UserWarning, match="state of the callback 'EarlyStoppingCallback', which no longer exists"),
     ):
         trainer.load_training_state(state)
 

@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.checkpoint.files import load_plain
-from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
+from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest

@@ -10,20 +10,20 @@ import argparse
 import datetime
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.checkpoint.comparison import compare
-from pytorch_accel_lite.checkpoint.files import FROZEN, place
-from pytorch_accel_lite.checkpoint.locations import local_copy
+from pytorch_accel_lite.checkpoint.files import FROZEN, parse_location
+from pytorch_accel_lite.checkpoint.remote import local_copy
 from pytorch_accel_lite.checkpoint.training_state import (
+    MANIFEST,
     MODEL,
-    TENSORS,
     DamagedStateError,
     open_state,
-    read_weights,
     stored_checksum,
     verify_state,
 )
@@ -53,13 +53,12 @@ def _describe(name: str, directory: Path) -> None:
     print("machine: " + ", ".join(f"{name} {value}" for name, value in manifest.get("machine", {}).items()))
     state = open_state(directory, manifest)
     shared = state.shared
-    weights = read_weights(state)
+    weights = state.read_weights()
     count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
     checksum = stored_checksum(manifest["files"][MODEL])[:16]
     print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
-    in_shards = [name for name, pieces in state.pieces.items() if pieces[0].path.name != TENSORS]
-    if in_shards:
-        print(f"in shards: {len(in_shards)} tensors of the weights, the optimizer and the callbacks")
+    if in_shards := [name for name in manifest["files"] if name.startswith("shards")]:
+        print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
     if left_out := shared.get(FROZEN):
         print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
     held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]
@@ -74,26 +73,87 @@ def _describe(name: str, directory: Path) -> None:
 
 
 def diff(first: Path, second: Path) -> int:
-    """Print where two states, or the states of two runs, first differ. Return 1 if they do."""
-    same: list[str] = []
-    for name, found in compare(first, second):
-        if found:
-            earlier = f", after {same[-1]}, which is the same" if same else ""
+    """Print where two states, or the states of two runs, first differ to the last bit. Return 1 if they do.
+
+    :param first: the directory of a state, or one that holds the states of a run
+    :param second: the same of another run
+    :raises FileNotFoundError: if they have no state in common
+    :raises DamagedStateError: if a state is damaged
+    """
+    folders = (first, second)
+    pairs = {second.name: folders}
+    if not all((folder / MANIFEST).exists() for folder in folders):
+        names = [{path.parent.name for path in folder.glob(f"[!.]*/{MANIFEST}")} for folder in folders]
+        pairs = {name: (first / name, second / name) for name in sorted(set.intersection(*names))}
+    if not pairs:
+        raise FileNotFoundError(f"{str(first)!r} and {str(second)!r} have no training state of the same name.")
+    identical: list[str] = []
+    for name, (one, other) in pairs.items():
+        differences = list(_differences(_content(one), _content(other), ""))
+        if differences:
+            earlier = f", after {identical[-1]}, which is the same" if identical else ""
             print(f"{name} differs{earlier}:")
-            print("\n".join(f"  {difference}" for difference in found[:_SHOWN]))
-            if len(found) > _SHOWN:
-                print(f"  and {len(found) - _SHOWN} more")
+            print("\n".join(f"  {difference}" for difference in differences[:_SHOWN]))
+            if len(differences) > _SHOWN:
+                print(f"  and {len(differences) - _SHOWN} more")
             return 1
-        same.append(name)
-    print(f"the same to the last bit: {', '.join(same)}")
+        identical.append(name)
+    print(f"the same to the last bit: {', '.join(identical)}")
     return 0
+
+
+def _content(directory: Path) -> dict[str, Any]:
+    manifest = verify_state(directory)
+    state = open_state(directory, manifest)
+    state.read_tensors()
+    # Counts differ after another number of updates anyway, and so come last.
+    weights = sorted(state.read_weights().items(), key=lambda item: (not item[1].is_floating_point(), item[0]))
+    shared = {name: value for name, value in state.shared.items() if name not in ("model_extra", "extra")}
+    return {"weights": dict(weights), "progress": manifest["progress"], **shared}
+
+
+def _differences(first: Any, second: Any, path: str) -> Iterator[str]:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if description := _difference(first, second):
+            yield f"{path}: {description}"
+    elif isinstance(first, Mapping) and isinstance(second, Mapping):
+        for name in [*first, *(name for name in second if name not in first)]:
+            where = f"{path}/{name}" if path else str(name)
+            if name in first and name in second:
+                yield from _differences(first[name], second[name], where)
+            else:
+                yield f"{where}: only in the {'first' if name in first else 'second'}"
+    elif isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
+        for index, pair in enumerate(zip(first, second, strict=True)):
+            yield from _differences(*pair, f"{path}/{index}")
+    elif repr(first) != repr(second):  # in which NaN equals NaN
+        yield f"{path}: {_shortened(first)} and {_shortened(second)}"
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> str:
+    """Describe how two tensors differ; empty if they have the same bits."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return f"{first.dtype} {tuple(first.shape)} and {second.dtype} {tuple(second.shape)}"
+    bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (first, second)]
+    count = int((bits[0] != bits[1]).any(1).sum())
+    if not count:
+        return ""
+    largest = (first.double() - second.double()).abs().max().item()
+    return f"{count} of {first.numel()} elements differ, by at most {largest:.3g}"
+
+
+def _shortened(value: Any, most: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def main() -> int:
     """Run the command line; the exit code is 1 if the state is not intact, or if states differ."""
     parser = argparse.ArgumentParser(prog="python -m pytorch_accel_lite.checkpoint", description=__doc__)
     parser.add_argument("command", choices=["inspect", "verify", "diff"])
-    parser.add_argument("directory", type=place, help="directory or URL of the state; diff takes directories only")
+    parser.add_argument(
+        "directory", type=parse_location, help="directory or URL of the state; diff takes directories only"
+    )
     parser.add_argument("other", type=Path, nargs="?", help="the state or states to compare with, for diff")
     arguments = parser.parse_args()
     if (arguments.command == "diff") != (arguments.other is not None):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.engine.run import Run
 
 
 def smallest_share(trainer: TrainerLike, run: Run) -> int:
@@ -22,15 +19,16 @@ def smallest_share(trainer: TrainerLike, run: Run) -> int:
     Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
     batch of a single sample.
     """
+    if not any(isinstance(module, _BatchNorm) for module in trainer.model.modules()):
+        return 1
     ranks = trainer.ranks
     norm = _find_norm(trainer.model, ranks.world_size)
     if norm and ranks.rank == 0 and run.data.train_loader.ends_in_one_sample(_steps_of_epoch(run)):
-        warnings.warn(
+        warn_outside(
             f"The last batch of an epoch has a single sample, and the model has batch norm in training mode ({norm}): "
             "torch raises an error where that leaves it a single value for each channel, and elsewhere the statistics "
             "of one sample are poor. Leave that batch out with train_dataloader_kwargs={'drop_last': True}, or choose "
-            "another per_device_batch_size.",
-            stacklevel=10,  # the call of train()
+            "another per_device_batch_size."
         )
     return 2 if ranks.max([norm is not None])[0] else 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -42,36 +41,15 @@ def _likely_cause(trainer: TrainerLike) -> str:
     on_purpose = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
     if prepared is not None and not prepared.has_run:
         return f"trainer.model was never called in this run: a step that calls the bare module {bypasses} {on_purpose}"
-    unused = _without_gradient(trainer.model)
-    if unused:
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        return (
-            f"The loss does not depend on {', '.join(unused[:3])}{more}, and torch averages no gradients until it has "
-            "those of every parameter. Call requires_grad_(False) on unused parameters; if they are used in some steps "
-            "only, pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-            "find_unused_parameters=True)]) to the Trainer."
-        )
     return (
         "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
         f"the run without rewrap_model(), or a module that is trained besides the model: each of these {bypasses} "
-        "To average the gradients of an additional module, call self.accelerator.prepare(module). Other causes: "
-        "optimizers created with different settings, or modules with different weights, on each process. "
-        f"{on_purpose}"
+        "To average the gradients of an additional module, call self.accelerator.prepare(module). Or the loss does not "
+        "depend on all parameters: torch averages no gradients until it has those of every one. Freeze the unused ones "
+        "with requires_grad_(False), or pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+        "find_unused_parameters=True)]). Other causes: optimizers created with different settings, or modules with "
+        f"different weights, on each process. {on_purpose}"
     )
-
-
-def _without_gradient(model: nn.Module) -> list[str]:
-    """Return the parameters whose gradients ``DistributedDataParallel`` is still waiting for after a backward pass."""
-    check = getattr(getattr(model, "reducer", None), "_check_reducer_finalized", None)
-    try:
-        if check is not None:
-            check()
-    except RuntimeError as error:  # the error that the next forward pass would raise
-        waiting = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        names = [name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad]
-        places = map(int, waiting[1].split()) if waiting else []
-        return [repr(names[place]) for place in places if place < len(names)]
-    return []
 
 
 def _trained_parameters(trainer: TrainerLike) -> dict[str, nn.Parameter]:
@@ -82,7 +60,7 @@ def _trained_parameters(trainer: TrainerLike) -> dict[str, nn.Parameter]:
             names.setdefault(id(parameter), name)
     trained = [*updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
-    return {names.get(key, f"parameter {place}"): value for place, (key, value) in enumerate(by_id.items())}
+    return {names.get(key, f"parameter {number}"): value for number, (key, value) in enumerate(by_id.items())}
 
 
 def _first_difference(ranks: Ranks, names: list[str], sums: list[int]) -> str | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -90,7 +88,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     run.data.train_loader = loader
     done = progress.samples_in_epoch, progress.step
     set_optimizer_modes(trainer, training=True)
-    batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, _smallest_share(trainer, run))
+    batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, smallest_share(trainer, run))
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.step.must_warm_up_ddp:
             warm_up_ddp(trainer, run, batch)
@@ -167,10 +165,3 @@ def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
     if run.resumed is not None:
         finish_restoring(trainer, run.resumed)
         run.resumed = None
-
-
-def _smallest_share(trainer: TrainerLike, run: Run) -> int:
-    """Return the least number of samples a process may get in a step if it gets any: batch norm needs two."""
-    if not any(isinstance(module, _BatchNorm) for module in trainer.model.modules()):
-        return 1
-    return smallest_share(trainer, run)

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.checkpoint.__main__ import inspect
-from pytorch_accel_lite.checkpoint.files import place, replacing
+from pytorch_accel_lite.checkpoint.files import parse_location, replacing
 from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         text = f"a metric of which {which} values are better, if the runs do not tell"
         compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
     state = add("inspect", _inspect, "show what a training state contains", file=False)
-    state.add_argument("state", type=place, help="the directory or the URL of the state")
+    state.add_argument("state", type=parse_location, help="the directory or the URL of the state")
     return parser
 
 

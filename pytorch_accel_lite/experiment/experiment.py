@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.inspection import is_ours as is_of_package
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks.hang_watch import is_library
-from pytorch_accel_lite.checkpoint.files import place, replacing
+from pytorch_accel_lite.checkpoint.files import parse_location, replacing
 from pytorch_accel_lite.experiment.expressions import replace_expressions
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.overriding import nested, spelt_out, without_given
@@ -294,7 +294,7 @@ def _place_files(kind: Any, item: Any, folder: Path) -> None:
     for parameter in inspect.signature(kind).parameters.values():
         value = arguments.get(parameter.name)
         is_path = re.search(r"\bPath(Like)?\b", str(parameter.annotation))
-        path = place(value) if isinstance(value, (str, os.PathLike)) else None
+        path = parse_location(value) if isinstance(value, (str, os.PathLike)) else None
         if is_path and isinstance(path, Path) and not parameter.name.startswith(_READ):  # no URL
             arguments[parameter.name] = os.fspath(folder / path)
 

@@ -18,14 +18,8 @@ from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModel
 from pytorch_accel_lite.callbacks.best_model import find_kept_models
 from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state, loss_state
 from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, write_checkpoint, write_tensors
-from pytorch_accel_lite.checkpoint.store import StateStore, saved_at
-from pytorch_accel_lite.checkpoint.training_state import (
-    open_state,
-    read_state,
-    read_weights,
-    restore_whole_tensors,
-    verify_state,
-)
+from pytorch_accel_lite.checkpoint.store import DirectoryStore
+from pytorch_accel_lite.checkpoint.training_state import open_state, read_directory, verify_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state
 from pytorch_accel_lite.optimizers import attributes
 
@@ -72,7 +66,7 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
                 raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
             of_each.append(_last(trainer, callback.save_dir, count) if callback.save_dir.is_dir() else [])
     if enough := [found[:count] for found in of_each if len(found) >= count]:
-        return enough[0] if kind == "best" else max(enough, key=lambda found: saved_at(found[0]))
+        return enough[0] if kind == "best" else max(enough, key=lambda paths: _saved_at(paths[0]))
     found = max(of_each, key=len, default=[])
     saver = "SaveBestModelCallback" if kind == "best" else "SaveTrainingStateCallback"
     keeping = f" with {'keep' if kind == 'best' else 'max_checkpoints'}={count} or more" if count > 1 else ""
@@ -81,6 +75,10 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
         f"There are {there_are}: they are saved by a {saver}{keeping} while the experiment trains. Train it first, or "
         "pass the path of a checkpoint or a training state."
     )
+
+
+def _saved_at(state: Path) -> float:
+    return DirectoryStore(state.parent).saved_at(state.name)
 
 
 def _best(callback: SaveBestModelCallback, count: int) -> list[Path]:
@@ -93,9 +91,10 @@ def _best(callback: SaveBestModelCallback, count: int) -> list[Path]:
 
 
 def _last(trainer: Trainer, folder: Path, count: int) -> list[Path]:
-    newest = trainer.ranks.broadcast_object(lambda: StateStore(folder).find_latest(trainer.print))
-    if newest is None:
+    state = DirectoryStore(folder).read_latest(trainer.ranks, trainer.print)
+    if state is None:
         return []
+    newest = Path(state.directory)
     others = sorted((path for path in folder.glob("update-*") if path.is_dir() and path < newest), reverse=True)
     return [newest, *others][:count]
 
@@ -130,8 +129,8 @@ def _read_learned(path: Path, modules: Collection[str]) -> dict[tuple[str, ...],
     """Return the tensors of the model, of the loss function and of attributes, by their places in a checkpoint."""
     if path.is_dir():
         state = open_state(path, verify_state(path))
-        parts = {_MODEL: read_weights(state)}
-        restore_whole_tensors(state)
+        parts = {_MODEL: state.read_weights()}
+        state.read_tensors()
         parts |= {_LOSS: state.shared.get("loss_func", {}), _ATTRIBUTES: state.shared.get("attributes", {})}
     else:
         parts = read_checkpoint(path)
@@ -164,11 +163,11 @@ def load_weights(trainer: Trainer, path: Path) -> None:
     """
     model = trainer.get_model(keep_torch_compile=False)
     if path.is_dir():
-        state = read_state(path, trainer.ranks)
-        model.load_state_dict(fit_model_state(model, read_weights(state), path))
-        restore_whole_tensors(state)
+        state = read_directory(path, trainer.ranks)
+        model.load_state_dict(fit_model_state(model, state.read_weights(), path))
+        state.read_tensors()
         load_loss_state(trainer, state.shared.get("loss_func", {}), path)
-        load_attribute_states(trainer, state.shared.get("attributes", {}), path, is_final=False)
+        load_attribute_states(trainer, state.shared.get("attributes", {}), path)
     elif path.suffix == ".safetensors":
         model.load_state_dict(fit_model_state(model, load_file(path), path))
         _warn_of_others(trainer, path)
