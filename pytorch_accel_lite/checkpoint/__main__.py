@@ -37,23 +37,17 @@ def inspect(state: Path | str) -> None:
     :param state: its directory, or its URL in a remote store
     """
     with local_copy(state) as directory:
-        _describe(os.fspath(state), directory)
-
-
-def _describe(name: str, directory: Path) -> None:
-    manifest = verify_state(directory)
-    progress = manifest["progress"]
+        manifest = verify_state(directory)
+        opened = open_state(directory, manifest)
+        weights = opened.read_weights()
+    shared = opened.shared
     saved = datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
-    print(f"training state {name}, format {manifest['format_version']}, saved {saved}")
-    print("versions: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))
-    print("progress: " + ", ".join(f"{name} {count}" for name, count in progress.items()))
+    print(f"training state {os.fspath(state)}, format {manifest['format_version']}, saved {saved}")
+    for title in ("versions", "progress", "machine"):
+        print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in manifest.get(title, {}).items()))
     print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
     if manifest.get("logical_processes"):
         print(f"logical processes: {manifest['logical_processes']}")
-    print("machine: " + ", ".join(f"{name} {value}" for name, value in manifest.get("machine", {}).items()))
-    state = open_state(directory, manifest)
-    shared = state.shared
-    weights = state.read_weights()
     count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
     checksum = stored_checksum(manifest["files"][MODEL])[:16]
     print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
@@ -61,8 +55,7 @@ def _describe(name: str, directory: Path) -> None:
         print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
     if left_out := shared.get(FROZEN):
         print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
-    held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]
-    print(f"also: {', '.join(held)}")
+    print("also: " + ", ".join(name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None))
     for title in ("attributes", "callbacks", "objects", "extra"):
         if shared.get(title):
             print(f"{title}: {', '.join(shared[title])}")
@@ -106,10 +99,14 @@ def _content(directory: Path) -> dict[str, Any]:
     manifest = verify_state(directory)
     state = open_state(directory, manifest)
     state.read_tensors()
-    # Counts differ after another number of updates anyway, and so come last.
-    weights = sorted(state.read_weights().items(), key=lambda item: (not item[1].is_floating_point(), item[0]))
+    weights = sorted(state.read_weights().items(), key=lambda item: (_is_count(item[1]), item[0]))
     shared = {name: value for name, value in state.shared.items() if name not in ("model_extra", "extra")}
     return {"weights": dict(weights), "progress": manifest["progress"], **shared}
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is a tensor of counts, which differ after another number of updates anyway, and so come last."""
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def _differences(first: Any, second: Any, path: str) -> Iterator[str]:

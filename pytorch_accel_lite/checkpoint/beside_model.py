@@ -129,9 +129,8 @@ def load_state(name: str, owner: Any, state: Any, source: StrPath, strict: bool 
             owner.load_state_dict(state)
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"The {name} in the training state {os.fspath(source)!r} does not fit the trainer's "
-            f"{type(owner).__name__}: {error}. Create it as it was when it was saved; attributes of a trainer may also "
-            "be left out with saves_attributes = False in its class."
+            f"The {name} in {os.fspath(source)!r} does not fit the trainer's {type(owner).__name__}: {error}. Create "
+            "it as it was when it was saved; saves_attributes = False in the trainer's class leaves out attributes."
         ) from error
 
 

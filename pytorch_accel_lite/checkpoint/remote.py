@@ -32,6 +32,7 @@ from pytorch_accel_lite.checkpoint.training_state import (
     or_damage,
     read_directory,
     read_manifest,
+    read_model,
     read_verified,
     verify_state,
     write_directory,
@@ -205,7 +206,7 @@ def _fetch(url: str, ranks: Ranks) -> TrainingState:
 
         def read() -> None:
             state = read_verified(fetched, manifest, ranks)  # type: ignore[arg-type]
-            state.read_weights()  # in a mapped file, which outlives its name
+            state.weights = read_model(fetched)
             state.directory = url
             states.append(state)
 

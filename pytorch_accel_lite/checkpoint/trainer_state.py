@@ -77,11 +77,13 @@ def capture(
     history: Any = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
-    own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
+    local = storable(
+        {"losses": losses, "generators": capture_generators(), **_position(trainer, is_local=True)}, "state"
+    )
     parts = local_parts(shards) if sharded else None
     if not is_first:
-        return CapturedState(own, parts)
-    return CapturedState(own, parts, *untie(tensors), large, shared, _collect_metadata(trainer))
+        return CapturedState(local, parts)
+    return CapturedState(local, parts, *untie(tensors), large, shared, _collect_metadata(trainer))
 
 
 def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict[str, Any]:
@@ -103,14 +105,14 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         "schedule_shift": trainer.current_run.schedule.shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
         "set_apart": {name: sorted(numbers) for name, numbers in trainer.current_run.set_apart.items()},
-        **_position(trainer, is_own=False),
+        **_position(trainer, is_local=False),
     }
 
 
-def _position(trainer: TrainerLike, is_own: bool) -> dict[str, Any]:
+def _position(trainer: TrainerLike, is_local: bool) -> dict[str, Any]:
     """Return what the loader needs to resume in the middle of an epoch; its position may differ between processes."""
     loader = trainer.current_run.data.train_loader
-    if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_own:
+    if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_local:
         return {}
     size = getattr(loader, "batch_size", None)
     return {"position": loader.position(), "source_batch_size": size if isinstance(size, int) else None}
@@ -166,8 +168,8 @@ def check_history(history: object) -> None:
 
 def warn_of_project_configuration(accelerator: Accelerator) -> None:
     """Warn that what a given ``Accelerator`` says of the names and the number of its states has no effect on ours."""
-    given = accelerator.project_configuration
-    settings = {name: getattr(given, name) for name in ("automatic_checkpoint_naming", "total_limit")}
+    configuration = accelerator.project_configuration
+    settings = {name: getattr(configuration, name) for name in ("automatic_checkpoint_naming", "total_limit")}
     named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
     if named and accelerator.is_main_process:
         warn_outside(
@@ -220,12 +222,12 @@ def find_state(trainer: TrainerLike, sources: list[Any], resume_from: StrPath) -
             "trainer's callbacks, or pass the directory of a state."
         )
     else:
-        found = [state for source in sources if (state := source.find_latest(trainer)) is not None]
-        if not found:
+        latest = [state for source in sources if (state := source.find_latest(trainer)) is not None]
+        if not latest:
             folders = " or ".join(repr(os.fspath(source.save_dir)) for source in sources)
             trainer.print(f"No training state in {folders}: starting afresh")
             return None
-        state = max(found, key=lambda state: state.metadata["saved_at"])
+        state = max(latest, key=lambda state: state.metadata["saved_at"])
     progress = state.metadata["progress"]
     trainer.print(f"Resuming from {str(state.directory)!r}: epoch {progress['epoch']}, update {progress['update']}")
     if changes := describe_changes(trainer, state.metadata):
@@ -293,9 +295,9 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     load_each("registered object", attributes.registered(trainer), state.shared["objects"])
     load_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
-    if state.own is not None and trainer.logical is None:
-        losses = send_to_device(state.own["losses"], trainer.device)
-        restore_generators(state.own["generators"])
+    if state.local is not None and trainer.logical is None:
+        losses = send_to_device(state.local["losses"], trainer.device)
+        restore_generators(state.local["generators"])
     else:
         sums = state.shared["losses"] if trainer.data_ranks.rank == 0 else {}
         losses = {
@@ -306,11 +308,10 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     loader = trainer.current_run.data.train_loader
     has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
     if has_epoch_left and hasattr(loader, "has_own_position"):
-        holds = state.own or {} if loader.has_own_position else state.shared
-        loader.batch_size_before = holds.get("source_batch_size")
-        said = loader.move_to(holds.get("position"))
-        if said:
-            trainer.print(said)
+        saved = state.local or {} if loader.has_own_position else state.shared
+        loader.batch_size_before = saved.get("source_batch_size")
+        if message := loader.move_to(saved.get("position")):
+            trainer.print(message)
     for name, loss in losses.items():
         trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
     if trainer.logical is not None:

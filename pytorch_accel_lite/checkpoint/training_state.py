@@ -62,7 +62,7 @@ class TrainingState:
 
     :param metadata: facts about the run from the manifest: progress, processes, versions ...
     :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
-    :param own: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
+    :param local: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
         by a different number of processes
     :param weights: the weights, if they have been read already: nothing is left of the copy of a remote state
     :param tensors: large tensors, and sharded ones, in open files, by name; their places in ``shared`` are marked
@@ -71,7 +71,7 @@ class TrainingState:
     directory: Path | str
     metadata: dict[str, Any]
     shared: dict[str, Any]
-    own: dict[str, Any] | None = None
+    local: dict[str, Any] | None = None
     weights: dict[str, torch.Tensor] | None = None
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
 
@@ -80,14 +80,13 @@ class TrainingState:
 
         :param like: the weights of a model, like which those saved in shards are sharded; by default they are whole
         """
-        if self.weights is None:
-            self.weights = _read_model(Path(self.directory))
+        weights = read_model(Path(self.directory)) if self.weights is None else self.weights
         sharded = {
             name.removeprefix(SHARD_OF_MODEL): tensor.read((like or {}).get(name.removeprefix(SHARD_OF_MODEL)))
             for name, tensor in self.tensors.items()
             if name.startswith(SHARD_OF_MODEL)
         }
-        return {**self.weights, **sharded, **self.shared["model_extra"]}
+        return {**weights, **sharded, **self.shared["model_extra"]}
 
     def read_tensors(self, find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None) -> None:
         """Read the large and the sharded tensors in ``shared``.
@@ -99,7 +98,7 @@ class TrainingState:
 
 @dataclass
 class CapturedState:
-    """The contents that this rank writes to a training state; only ``own`` on ranks other than the first.
+    """The contents that this rank writes to a training state; only ``local`` on ranks other than the first.
 
     :param parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
     :param weights: tensors of the model by name, tied ones once
@@ -107,7 +106,7 @@ class CapturedState:
     :param tensors: large tensors by name, whose places in ``shared`` are marked
     """
 
-    own: dict[str, Any]
+    local: dict[str, Any]
     parts: Parts | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -145,7 +144,7 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
 
 def write_files(directory: Path, rank: int, captured: CapturedState) -> dict[str, dict[str, Any]]:
     """Write this rank's files and return their entries in the manifest."""
-    writes: dict[str, Callable[[Path], None]] = {RANK.format(rank): partial(write_plain, captured.own)}
+    writes: dict[str, Callable[[Path], None]] = {RANK.format(rank): partial(write_plain, captured.local)}
     if captured.parts is not None:
         writes[SHARDS.format(rank)] = partial(write_parts, captured.parts)
     if rank == 0:
@@ -305,7 +304,7 @@ def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> Tr
     """Read everything except the weights of a state whose files are intact."""
     state = open_state(directory, metadata)
     if metadata["world_size"] == ranks.world_size:
-        state.own = load_plain(directory / RANK.format(ranks.rank))
+        state.local = load_plain(directory / RANK.format(ranks.rank))
     return state
 
 
@@ -317,7 +316,7 @@ def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
     return TrainingState(directory, metadata, shared, tensors=find_tensors(directory / name for name in names))
 
 
-def _read_model(directory: Path) -> dict[str, torch.Tensor]:
+def read_model(directory: Path) -> dict[str, torch.Tensor]:
     """Return the weights in a training state, by all their names."""
     weights = safetensors.torch.load_file(directory / MODEL)
     _, metadata = open_tensors(directory / MODEL)

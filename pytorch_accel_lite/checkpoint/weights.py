@@ -186,8 +186,8 @@ def leave_out_frozen(
     if created is not None:
         now = fingerprints({name: state[name] for name in frozen})
         frozen = {name for name, number in now.items() if created.get(name) == number}
-    # Quantised weights have further entries, such as "weight.absmax".
-    names = [name for name in state if name in frozen or not frozen.isdisjoint(_owners(name))]
+    prefixes = tuple(f"{name}." for name in frozen)  # quantised weights have further entries, such as "weight.absmax"
+    names = [name for name in state if name in frozen or name.startswith(prefixes)]
     return fingerprints({name: state.pop(name) for name in names})
 
 
@@ -197,8 +197,8 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int], source
     A collective operation if they are sharded.
     """
     own = {name: value for name, value in _parameters(model).items() if name in left_out}
-    found = fingerprints(own)
-    others = [name for name, number in left_out.items() if found.get(name, number) != number]
+    current = fingerprints(own)
+    others = [name for name, number in left_out.items() if current.get(name, number) != number]
     if not others:
         return ""
     return (
@@ -209,9 +209,3 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int], source
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return without_compile(dict(model.named_parameters(remove_duplicate=False)))
-
-
-def _owners(name: str) -> set[str]:
-    """Return all proper prefixes of a name: ``a`` and ``a.b`` of ``a.b.c``."""
-    parts = name.split(".")
-    return {".".join(parts[:end]) for end in range(1, len(parts))}

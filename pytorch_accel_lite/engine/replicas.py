@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import chain
 
 from torch import nn
 
@@ -11,9 +11,6 @@ from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import updated_parameters
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.distributed.ranks import Ranks
 
 
 def compare_replicas(self: TrainerLike) -> None:
@@ -28,11 +25,17 @@ def compare_replicas(self: TrainerLike) -> None:
     if self.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return
     parameters = _trained_parameters(self)
-    sums = sums_of_bits(parameters.values())
-    differing = _first_difference(self.ranks, list(parameters), sums)
-    if differing is None:
+    sums = dict(zip(parameters, sums_of_bits(parameters.values()), strict=True))
+    if len(set(self.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
-    raise RuntimeError(f"{differing} {_likely_cause(self)}")
+    by_rank = self.ranks.all_gather_object(sums)
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
+        others = [str(rank) for rank, of_rank in enumerate(by_rank) if of_rank.get(name) != by_rank[0].get(name)]
+        if others:
+            raise RuntimeError(
+                f"The processes no longer train the same weights: {name!r} differs on rank {', '.join(others)} from "
+                f"rank 0. {_likely_cause(self)}"
+            )
 
 
 def _likely_cause(trainer: TrainerLike) -> str:
@@ -61,18 +64,3 @@ def _trained_parameters(trainer: TrainerLike) -> dict[str, nn.Parameter]:
     trained = [*updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
     return {names.get(key, f"parameter {number}"): value for number, (key, value) in enumerate(by_id.items())}
-
-
-def _first_difference(ranks: Ranks, names: list[str], sums: list[int]) -> str | None:
-    """Describe which ranks differ in which parameter; ``None`` if they all agree."""
-    digests = ranks.all_gather_object(hash(tuple(sums)))
-    if len(set(digests)) == 1:
-        return None
-    by_rank = ranks.all_gather_object(dict(zip(names, sums, strict=True)))
-    first = by_rank[0]
-    for name in dict.fromkeys(name for found in by_rank for name in found):
-        others = [rank for rank, found in enumerate(by_rank) if found.get(name) != first.get(name)]
-        if others:
-            listed = ", ".join(map(str, others))
-            return f"The processes no longer train the same weights: {name!r} differs on rank {listed} from rank 0."
-    return None

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.scheduling import create_from
 from pytorch_accel_lite.optimizers.rates import initial_options, learning_rates
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.checkpoint.training_state import TrainingState
 
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
 
 
 def has_nothing_left(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     """Whether a resumed run has nothing left to do; prints the reason."""
-    about = state.metadata
-    if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
-        run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
+    saved = state.metadata
+    if saved["stop_reason"] is not None and not saved["interrupted"] and not _is_trained_further(trainer, run, saved):
+        run.end.reason, run.end.stopped_by = saved["stop_reason"], saved.get("stopped_by")
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
     if run.is_finished and not ends_its_epoch:
@@ -32,11 +31,11 @@ def has_nothing_left(trainer: TrainerLike, run: Run, state: TrainingState) -> bo
     return False
 
 
-def _is_trained_further(trainer: TrainerLike, run: Run, about: Mapping[str, Any]) -> bool:
+def _is_trained_further(trainer: TrainerLike, run: Run, saved: Mapping[str, Any]) -> bool:
     """Whether a run that was stopped is longer now, or without the callback that stopped it; prints how it could be."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
-    before, now = about["run_config"].get(length), getattr(run.required_config, length)
-    source = about.get("stopped_by")
+    before, now = saved["run_config"].get(length), getattr(run.required_config, length)
+    source = saved.get("stopped_by")
     if None not in (before, now) and now > before:
         trainer.print(f"The run was stopped, but is trained further: {length} was {before} and is {now} now.")
         return True
@@ -46,7 +45,7 @@ def _is_trained_further(trainer: TrainerLike, run: Run, about: Mapping[str, Any]
         return True
     change = "" if source is None else f", or pass {source.partition('(')[0]} with other arguments or not at all"
     trainer.print(
-        f"Nothing left to do: the run was stopped. {about['stop_reason']} To train it further, increase {length}"
+        f"Nothing left to do: the run was stopped. {saved['stop_reason']} To train it further, increase {length}"
         f"{change}."
     )
     return False
@@ -67,17 +66,17 @@ def schedule_was_for_others(trainer: TrainerLike, run: Run, state: TrainingState
 
 def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
     """Warn if either the saved run or the resumed one has no schedule."""
-    had, has = state.shared["scheduler"] is not None, trainer.scheduler is not None
-    if had and not has:
-        said = "it holds a schedule, but train() was called without create_scheduler_fn, so learning rates stay as set"
-    elif has and not had:
-        said = "it holds no schedule, so that of create_scheduler_fn starts from the beginning"
-    else:
+    is_saved = state.shared["scheduler"] is not None
+    if is_saved == (trainer.scheduler is not None):
         return
-    warnings.warn(
-        f"resume_from: the state {str(state.directory)!r} is of another run: {said}. Pass the "
-        "create_scheduler_fn of the run that saved it, unless you mean this.",
-        stacklevel=4,  # the call of train()
+    difference = (
+        "it holds a schedule, but train() was called without create_scheduler_fn, so learning rates stay as set"
+        if is_saved
+        else "it holds no schedule, so that of create_scheduler_fn starts from the beginning"
+    )
+    warn_outside(
+        f"resume_from: the state {str(state.directory)!r} is of another run: {difference}. Pass the "
+        "create_scheduler_fn of the run that saved it, unless you mean this."
     )
 
 
