@@ -10,16 +10,28 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.__main__ import inspect
-from tests import cases
-from tests.cases import sharded
-from tests.cases.adapters import bert, rows, run, with_lora
+from tests.cases.adapters import bert, rows, with_lora
+from tests.cases.sharded import gathered, large_model
 from tests.launching import CAN_SHARD
-from tests.tasks import equal, listener, make_trainer, train, weights
+from tests.tasks import equal, listener, make_trainer, regression_data, train, weights
+
+
+def run(folder: Path | None, model: nn.Module, resume_from: Path | None = None, **kwargs: Any) -> Trainer:
+    """Two epochs of two updates on one process, with a state after each update."""
+    saving = [] if folder is None else [SaveTrainingStateCallback(folder, save_every_n_steps=1, **kwargs)]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    trainer = Trainer(model, None, optimizer, callbacks=saving, seed=3)
+    per_process = 4 // trainer.ranks.world_size
+    trainer.train(rows(), 2, per_device_batch_size=per_process, resume_from=resume_from, gradient_clip_norm=1.0)
+    return trainer
 
 
 class Net(nn.Module):
@@ -237,18 +249,56 @@ def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):
     assert len(kept) == (10 if trainable_only else len(weights(whole.model)))
 
 
+def resumed_and_saved(folder: Path) -> Any:
+    """Weights of an uninterrupted run and of one that was resumed, and what the adapters in its folder give."""
+    from peft import PeftModel
+
+    whole = run(folder / "states", with_lora(bert()), trainable_only=True)
+    state = folder / "states" / "update-000000002"
+    resumed = run(folder / "again", with_lora(bert(), seed=9), resume_from=state)
+    resumed.save_model(folder / "adapters", trainable_only=True)
+    loaded = PeftModel.from_pretrained(bert(), folder / "adapters")
+    return weights(whole.get_model()), weights(resumed.get_model()), weights(loaded)
+
+
 def test_several_processes_resume_and_save_adapters(two_ranks, tmp_path):
     pytest.importorskip("peft")
-    results = two_ranks.run(cases.adapters.resumed_and_saved, tmp_path)
+    results = two_ranks.run(resumed_and_saved, tmp_path)
     for whole, resumed, loaded in results:
         assert equal(whole, results[0][0])
         assert equal(resumed, whole)
         assert equal(loaded, whole)
 
 
+def without_what_is_frozen(folder: Path) -> Any:
+    """The weights of a run, of one resumed from a state without frozen weights, and of a model that loads its files."""
+
+    def train(name: str, head_seed: int = 0, resume_from: Path | None = None) -> Trainer:
+        model = large_model()
+        torch.manual_seed(head_seed)
+        model[3].reset_parameters()
+        model[0].requires_grad_(False)
+        for layer in (model[0], model[3], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model[3].parameters(), lr=0.01)
+        saving = SaveTrainingStateCallback(folder / name, save_every_n_steps=1, trainable_only=True)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [saving], accelerator=Accelerator(cpu=True), seed=3)
+        trainer.train(regression_data(12), 1, per_device_batch_size=3, resume_from=resume_from)
+        return trainer
+
+    found = [trainer := train("whole")]
+    trainer.save_model(folder / "model.safetensors", trainable_only=True)
+    trainer.save_checkpoint(folder / "model.pt", trainable_only=True)
+    found.append(train("again", 5, folder / "whole" / "update-000000001"))
+    for file in ("model.safetensors", "model.pt"):
+        found.append(train(file.replace(".", "-"), 5))
+        found[-1].load_checkpoint(folder / file)
+    return [gathered(trainer.get_model().state_dict()) for trainer in found]
+
+
 @CAN_SHARD
 def test_frozen_weights_that_are_sharded_are_left_out_too(two_ranks, tmp_path):
-    for found in two_ranks.run(sharded.without_what_is_frozen, tmp_path):
+    for found in two_ranks.run(without_what_is_frozen, tmp_path):
         assert all(equal(weights, found[0]) for weights in found)
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     in_state = safetensors.torch.load_file(tmp_path / "whole" / "update-000000001" / "model.safetensors")

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,28 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
-from tests import cases
+from tests.cases.common import rank, world_size
 from tests.launching import two_are_enough
-from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
+from tests.tasks import Rows, Stream, equal, own_clock, quiet_trainer, regression_data, small_model, weights
+
+
+class SlowOnTheLast(nn.Module):
+    """Takes long on the last rank alone, by a clock that stands still otherwise."""
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        super().__init__()
+        self.inner, self.spend = small_model(), spend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.spend(0.02 if rank() == world_size() - 1 else 1e-5)
+        return self.inner(x)
+
+
+class Speaks(TrainerCallback):
+    """Communicates, which a process whose callback fails no longer does."""
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.barrier()
 
 
 class Slow(nn.Module):
@@ -203,10 +223,19 @@ def test_nothing_is_changed(trained):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def diagnosis() -> Any:
+    with own_clock() as spend:
+        model = SlowOnTheLast(spend)
+        before = weights(model)
+        found = quiet_trainer(model, callbacks=[Speaks]).diagnose(regression_data(48), num_steps=4)
+    unchanged, said = equal(weights(model), before), " ".join(found.advice)
+    return {"unchanged": unchanged, "steps": found.steps, "step": found.step, "advice": said}
+
+
 @pytest.mark.processes
 @two_are_enough
 def test_it_works_on_several_processes(ranks):
-    for found in ranks(cases.tools.diagnosis):
+    for found in ranks(diagnosis):
         assert found["unchanged"]
         assert found["steps"] == 4
         assert found["step"] > 0

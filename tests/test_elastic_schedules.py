@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -17,11 +20,82 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, TrainerWithTimmScheduler
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, TrainerWithTimmScheduler
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase, WSDLrScheduler
-from tests import cases
-from tests.cases.states import EPOCHS, SAMPLES, trained_with
+from tests.cases.common import world_size
 from tests.launching import SOAK
+from tests.tasks import regression_data
+
+SAMPLES = 60
+
+
+EPOCHS = 4
+
+
+class Rates(TrainerCallback):
+    """Notes the rate that each update is made with, and the fraction of the run at which it is made."""
+
+    def __init__(self) -> None:
+        self.curve: list[tuple[float, float]] = []
+
+    def on_optimizer_step_start(self, trainer, **kwargs):
+        group = trainer.optimizer.param_groups[0]
+        done = trainer.progress.epochs_completed + (trainer.progress.samples_in_epoch - 1) / SAMPLES
+        self.curve.append((done, float(group["lr"])))
+
+
+@dataclass
+class Trained:
+    """A run with a schedule. Places in its curve are in epochs, of samples."""
+
+    trainer: Trainer
+    states: Path
+    curve: list[tuple[float, float]]
+
+    @property
+    def rates(self) -> list[float]:
+        return [rate for _, rate in self.curve]
+
+    @property
+    def last_rate(self) -> float:
+        return float(self.trainer.optimizer.param_groups[0]["lr"])
+
+    @property
+    def per_epoch(self) -> int:
+        return self.trainer.run_config.num_update_steps_per_epoch
+
+
+def trained_with(
+    create: Any,
+    batch: int,
+    accumulation: int,
+    folder: Path,
+    trainer_class: type[Trainer] = Trainer,
+    resume: Path | None = None,
+    *,
+    save_every: int = 1000,
+    save_epochs: int | None = None,
+    epochs: int | None = EPOCHS,
+    **kwargs: Any,
+) -> Trained:
+    """Train with a schedule, from a state if one is given, and save a state every few updates."""
+    torch.manual_seed(0)
+    model, rates = nn.Linear(5, 1).double(), Rates()
+    saving = SaveTrainingStateCallback(folder / "states", save_epochs, save_every, save_at_end=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving], seed=3)
+    trainer.train(
+        regression_data(SAMPLES),
+        epochs,
+        per_device_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        create_scheduler_fn=create,
+        resume_from=resume,
+        **kwargs,
+    )
+    return Trained(trainer, folder / "states", rates.curve)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 
@@ -227,18 +301,34 @@ def test_who_overrides_how_to_advance_may_keep_counting(tmp_path):
 # ------------------------------------------------------------------------------------ on several processes
 
 
+def save_with_schedule(folder: Path, name: str) -> None:
+    from tests.test_elastic_schedules import factory_of
+
+    create, trainer_class = factory_of(name)
+    trained_with(create, 4, 1, folder / "first", trainer_class, save_every=11)
+
+
+def resume_with_schedule(folder: Path, name: str, state: Path) -> Any:
+    """Its rates, and the last."""
+    from tests.test_elastic_schedules import factory_of
+
+    create, trainer_class = factory_of(name)
+    trained = trained_with(create, 4, 1, folder / f"on-{world_size()}", trainer_class, state)
+    return {"rates": trained.rates, "last": trained.last_rate}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["one cycle", "our cosine", "timm's cosine"])
 def test_a_schedule_continues_on_other_numbers_of_processes(tmp_path, job, name):
     """Saved by 2 processes, resumed by 3 and by 1."""
     create, trainer_class = factory_of(name)
-    job(2).run(cases.states.save_with_schedule, tmp_path, name)
+    job(2).run(save_with_schedule, tmp_path, name)
     state = tmp_path / "first" / "states" / "update-000000011"
-    alone = cases.states.resume_with_schedule(tmp_path, name, state)
+    alone = resume_with_schedule(tmp_path, name, state)
     assert len(alone["rates"]) == EPOCHS * 15 - (15 + 24 // 4)
     for found, processes in [
         (alone, 1),
-        *[(result, 3) for result in job(3).run(cases.states.resume_with_schedule, tmp_path, name, state)],
+        *[(result, 3) for result in job(3).run(resume_with_schedule, tmp_path, name, state)],
     ]:
         whole = trained_with(create, 4 * processes, 1, tmp_path / f"whole-{processes}", trainer_class)
         rest = EPOCHS * whole.per_epoch - 2 * whole.per_epoch

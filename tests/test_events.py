@@ -11,6 +11,7 @@ import traceback
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,9 +20,21 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
-from tests import cases
 from tests.launching import forget, run_forked, two_are_enough
-from tests.tasks import EVENTS, Broken, equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import (
+    EVENTS,
+    Broken,
+    equal,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
 
 BEFORE_RUNS = ("on_init", "on_dataloaders", "on_evaluation", "on_predict")
 NOT_IN_EVERY_RUN = "on_train_batch_skipped"  # see test_failures.py
@@ -490,10 +503,20 @@ def test_methods_of_a_library_and_events_that_its_trainer_fires_are_not_warned_o
     assert len(warnings_of(tmp_path, program, installed=True, **libraries)) == 1
 
 
+def warnings_of_unknown_events() -> list[str]:
+    """What this rank says of a misspelt event."""
+    misspelt = type("Misspelt", (TrainerCallback,), {"on_train_step" + "_ends": lambda self, trainer, **kwargs: None})
+    with patch.dict(sys.modules), warnings.catch_warnings(record=True) as caught:
+        forget("tests", "conftest")  # which fire events, too
+        warnings.simplefilter("always")
+        quiet_trainer(small_model(), callbacks=[misspelt]).train(regression_data(8), 1)
+    return [str(warning.message) for warning in caught]
+
+
 @pytest.mark.processes
 @two_are_enough
 def test_one_process_warns_of_unknown_events_on_behalf_of_all(ranks):
-    assert list(map(len, ranks(cases.callbacks.warnings_of_unknown_events))) == [1] + [0] * (ranks.world_size - 1)
+    assert list(map(len, ranks(warnings_of_unknown_events))) == [1] + [0] * (ranks.world_size - 1)
 
 
 @pytest.mark.parametrize(("cell", "number"), [("trainer.fire('on_train' '_batch_end')", 1), ("fire(%r)", 0)])

@@ -17,8 +17,18 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback, StepBasedEvaluationCallback
-from tests import cases
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, train, weights
+from tests.tasks import (
+    equal,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
 
 N = 6
 INPUTS = torch.randn(N, 4)
@@ -160,9 +170,19 @@ def test_where_less_is_known_less_is_said():
     ]
 
 
+def note_of_an_error() -> str:
+    """What is said of an error that all ranks have in their first step."""
+    trainer = quiet_trainer(small_model(features=4))
+    try:
+        trainer.train(regression_data(12), 1, per_device_batch_size=2)
+    except RuntimeError as error:
+        return "\n".join(error.__notes__)
+    return "no error"
+
+
 @pytest.mark.processes
 def test_the_note_names_the_process(two_ranks):
-    for rank, note in enumerate(two_ranks(cases.failures.note_of_an_error)):
+    for rank, note in enumerate(two_ranks(note_of_an_error)):
         assert note.startswith(
             f"In training, epoch 1, step 0, on process {rank} of 2:\n  batch: [float64 (2, 5) on cpu"
         )

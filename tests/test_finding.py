@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests import cases
+from tests.cases.common import IN_ORDER, global_batch, rank, world_size
 from tests.launching import two_are_enough
 from tests.tasks import (
     Expanded,
@@ -26,6 +26,19 @@ from tests.tasks import (
     train,
     weights,
 )
+
+
+class NotOnTheLast(nn.Module):
+    """Has room for three samples on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if rank() == world_size() - 1 and len(x) > 3:
+            raise MemoryError
+        return self.inner(x)
 
 
 def everything(trainer: Trainer) -> dict[str, Any]:
@@ -312,10 +325,35 @@ def test_bad_input_is_named(provoke, error, message):
         provoke(quiet_trainer(small_model()), regression_data(20))
 
 
+def finding() -> Any:
+    data = regression_data(24)
+    model, alone = NotOnTheLast(), small_model()
+    before = weights(model)
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = trainer.find_batch_size(data)
+    found = trainer.find_lr(data, global_batch(6), 1e-3, 0.1, 12, train_dataloader_kwargs=IN_ORDER)
+    optimizer, losses = torch.optim.SGD(alone.parameters(), lr=0.1), []
+    for step, lr in enumerate(found.lrs):  # the same by hand, with the batches of all ranks together
+        x, y = (tensor[6 * (step % 4) : 6 * (step % 4) + 6] for tensor in data.tensors)
+        optimizer.param_groups[0]["lr"] = lr
+        loss = nn.functional.mse_loss(alone(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {
+        "batch": batch,
+        "lr": found.suggestion,
+        "losses": found.losses,
+        "alone": losses,
+        "unchanged": equal(weights(model), before),
+    }
+
+
 @pytest.mark.processes
 @two_are_enough
 def test_on_several_processes_all_find_the_same(ranks):
-    results = ranks(cases.tools.finding)
+    results = ranks(finding)
     assert len(results) == ranks.world_size
     for result in results:
         assert result["lr"] == results[0]["lr"]

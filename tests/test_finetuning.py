@@ -20,9 +20,28 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
-from tests import cases
+from tests.cases.common import IN_ORDER, global_batch
 from tests.launching import some_of, two_are_enough
-from tests.tasks import equal, largest_difference, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import (
+    equal,
+    largest_difference,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    train,
+    weights,
+)
+
+
+def model_to_unfreeze() -> nn.Module:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    torch.set_rng_state(state)
+    return model.double()
 
 
 class Nested(nn.Module):
@@ -255,7 +274,7 @@ def test_an_optimizer_without_the_head_is_an_error():
 
 
 def unfreezing_run(folder, resume_from=None, extra=()) -> Trainer:
-    model = cases.training.model_to_unfreeze()
+    model = model_to_unfreeze()
     optimizer = torch.optim.AdamW(model[-1].parameters(), lr=0.01)
     saving = SaveTrainingStateCallback(folder, save_every_n_steps=1)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[GradualUnfreezingCallback(), saving, *extra], seed=3)
@@ -281,11 +300,41 @@ def test_from_every_state_a_run_goes_on_to_the_same_bits(tmp_path):
         shutil.rmtree(tmp_path / "again")
 
 
+def gradual_unfreezing() -> Any:
+    """Weights after each number of epochs, for an optimizer over the head; also by hand with rewrap_model()."""
+    results = {}
+
+    class UnfreezesByHand(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            if trainer.progress.epoch == 2:
+                ModelFreezer(trainer.get_model()).unfreeze()
+                trainer.rewrap_model()
+
+    for how in ("callback", "accumulation", "by hand"):
+        for epochs in (1, 2, 4):
+            model = model_to_unfreeze()
+            optimizer = torch.optim.AdamW((model if how == "by hand" else model[-1]).parameters(), lr=0.01)
+            if how == "by hand":
+                ModelFreezer(model).freeze()
+            callbacks = [UnfreezesByHand() if how == "by hand" else GradualUnfreezingCallback()]
+            quiet_trainer(model, None, optimizer, callbacks=callbacks).train(
+                regression_data(37),
+                epochs,
+                regression_data(11),
+                per_device_batch_size=global_batch(6),
+                gradient_accumulation_steps=2 if how == "accumulation" else 1,
+                train_dataloader_kwargs=IN_ORDER,
+                gradient_clip_norm=1.0,
+            )
+            results[how, epochs] = weights(model)
+    return results
+
+
 @two_are_enough
 def test_several_processes_unfreeze_as_one(ranks):
-    alone = cases.training.gradual_unfreezing()
-    for result in ranks(cases.training.gradual_unfreezing):
+    alone = gradual_unfreezing()
+    for result in ranks(gradual_unfreezing):
         assert result.keys() == alone.keys()
         for key, expected in alone.items():
-            assert equal(result[key], ranks(cases.training.gradual_unfreezing)[0][key]), key
+            assert equal(result[key], ranks(gradual_unfreezing)[0][key]), key
             assert largest_difference(result[key], expected) < 1e-10, key

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from tests import cases
+from tests.cases.training import _warnings_of
 from tests.tasks import listener, make_data, make_trainer, train
 
 SUM = "but the trainer takes a loss for a mean"
@@ -100,12 +100,17 @@ def test_what_a_step_returns_counts_rather_than_what_the_loss_function_is(divide
     assert len(warned(trainer, size=16, batch_size=8)) == (not divides)
 
 
+def warnings_of_a_sum() -> list[str]:
+    """What a process says of a loss that is a sum."""
+    return _warnings_of(make_trainer(loss_func=nn.MSELoss(reduction="sum")), make_data(8))
+
+
 def test_a_sum_over_classes_is_one_and_rank_0_says_so(two_ranks):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss = lambda o, t: functional.cross_entropy(o, t, reduction="sum")  # noqa: E731
     assert len(warned(make_trainer(model=model, loss_func=loss, optimizer=optimizer), train_dataset=classes())) == 1
-    first, second = two_ranks(cases.training.warnings_of_a_sum)
+    first, second = two_ranks(warnings_of_a_sum)
     assert len(first) == 1
     assert SUM in first[0]
     assert not second

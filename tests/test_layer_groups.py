@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import timm
 import torch
 from torch import nn
 
-from pytorch_accel_lite.callbacks import GradualUnfreezingCallback
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
-from tests import cases
-from tests.cases.adapters import SIZES, bert, rows, unfreezing, with_lora
-from tests.tasks import equal, largest_difference, listener, quiet_trainer
+from tests.cases.adapters import SIZES, bert, rows, with_lora
+from tests.tasks import equal, largest_difference, listener, quiet_trainer, weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -230,6 +231,24 @@ def test_a_transformer_is_unfrozen_block_by_block(capsys):
     assert "unfreezes 2 of 4 layer groups in 2 epochs, and the others stay frozen" in capsys.readouterr().out
 
 
+def unfreezing(folder: Path | None = None, resume_from: Path | None = None) -> Any:
+    """Weights and their average after unfreezing all groups, one more in each epoch, and the learning rates."""
+    model = bert(dropout=0)
+    ema = ModelEmaCallback(decay=0.5, evaluate_during_training=False, save_path=None)
+    saving = [] if folder is None else [SaveTrainingStateCallback(folder, save_every_n_epochs=1)]
+    optimizer = torch.optim.AdamW(model.classifier.parameters(), lr=0.01)
+    trainer = Trainer(model, None, optimizer, [GradualUnfreezingCallback(lr_decay=0.5), ema, *saving], seed=3)
+    trainer.train(
+        rows(),
+        4,
+        per_device_batch_size=4 // trainer.ranks.world_size,
+        train_dataloader_kwargs={"shuffle": False},
+        resume_from=resume_from,
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return weights(trainer.get_model()), weights(ema.ema.module), rates
+
+
 @pytest.mark.slow
 def test_unfreezing_by_depth_is_resumed_to_the_same_bits_with_an_average_of_the_weights(tmp_path):
     whole = unfreezing(tmp_path / "whole")
@@ -241,7 +260,7 @@ def test_unfreezing_by_depth_is_resumed_to_the_same_bits_with_an_average_of_the_
 
 def test_several_processes_unfreeze_by_depth_as_one(two_ranks):
     alone = unfreezing()
-    results = two_ranks(cases.adapters.unfreezing)
+    results = two_ranks(unfreezing)
     for result in results:
         for found, first, expected in zip(result[:2], results[0][:2], alone[:2], strict=False):
             assert equal(found, first)

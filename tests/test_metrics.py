@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests import cases
+from tests.cases.evaluation import ones
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import listener, make_trainer, quiet_trainer, regression_data, small_model, train
 
@@ -283,9 +285,18 @@ def test_a_metric_may_give_a_plain_number():
     assert type(found["mse"]) is float
 
 
+def training_metrics(folder: Path) -> Any:
+    """The samples of an epoch, whose last step has a sample for one process only."""
+    counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
+    saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False)
+    trainer = quiet_trainer(small_model(), callbacks=[counts, saver], seed=0)
+    trainer.train(regression_data(7), 1, per_device_batch_size=3)
+    return trainer.run_history.to_dict()
+
+
 @pytest.mark.processes
 def test_training_metrics_count_each_sample_once_and_begin_anew_with_fewer_processes(tmp_path, two_ranks):
-    for result in two_ranks.run(cases.evaluation.training_metrics, tmp_path):
+    for result in two_ranks.run(training_metrics, tmp_path):
         assert result["train_count"] == [7.0]
     counts = MetricsCallback({"count": SumMetric()}, cases.evaluation.ones, train=True)
     trainer = quiet_trainer(small_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)

@@ -5,20 +5,73 @@ from __future__ import annotations
 import copy
 import random
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import CallbackHandler, StopTrainingError, TrainerCallback
+from pytorch_accel_lite import CallbackHandler, StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsCallback, ProgressBarCallback, SaveTrainingStateCallback
-from tests.cases import evaluation, sharded
+from tests.cases.sharded import gathered, large_model, sharding_accelerator
 from tests.launching import CAN_SHARD
 from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
+
+
+class UsesIt(TrainerCallback):
+    """Calls a sharded model's trainer within its run."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_train_step_end(self, trainer, **kwargs):
+        self.calls += 1
+        assert trainer.is_running
+        assert trainer.is_sharded
+        with pytest.raises(RuntimeError, match="cannot be called within a run"):
+            trainer.train(regression_data(8), 1)
+        with pytest.raises(RuntimeError, match="cannot be called within a run"):
+            trainer.find_lr(regression_data(8))
+        indices = trainer.batch_indices
+        trainer.evaluate(regression_data(5), 2)
+        trainer.predict(regression_data(5), 2)
+        assert trainer.batch_indices == indices
+
+
+def _used_again(make_trainer: Callable[[list[Any]], Trainer]) -> dict[str, torch.Tensor]:
+    """The final weights, the same with and without use within the run and between two runs."""
+    found = []
+    for uses in (False, True):
+        callback = UsesIt()
+        trainer = make_trainer([callback] if uses else [])
+        assert not trainer.is_running
+        trainer.train(
+            regression_data(22), 1, regression_data(9), 3, gradient_accumulation_steps=2, gradient_clip_norm=1
+        )
+        assert callback.calls == (4 if uses else 0)
+        assert not trainer.is_running
+        if uses:
+            before = gathered(trainer.get_model().state_dict())
+            metrics = trainer.evaluate(regression_data(9), 3)
+            assert metrics["evaluation_loss"] == trainer.run_history.get_latest_metric("eval_loss_epoch")
+            assert trainer.predict(regression_data(9), 3).shape == (9, 1)
+            tried = trainer.find_lr(regression_data(22), 3, num_steps=12)
+            assert len(tried.lrs) > 3
+            assert not trainer.is_running
+            assert equal(gathered(trainer.get_model().state_dict()), before)
+        trainer.train(regression_data(22), 1, regression_data(9), 3, gradient_accumulation_steps=2)
+        found.append(gathered(trainer.get_model().state_dict()))
+    assert equal(*found)
+    return found[0]
+
 
 HERE = {"num_workers": 0}
 EVENTS = ("on_train_step_start", "on_train_step_end", "on_update_end", "on_train_epoch_end")
@@ -158,9 +211,31 @@ def test_the_run_config_holds_all_that_was_asked_for(name, value):
     assert trainer.run_config.to_dict()[name] == value
 
 
+def by_accelerate_is_used_again(folder: Path) -> Any:
+    accelerator = sharding_accelerator()
+
+    def make_trainer(callbacks: list[Any]) -> Trainer:
+        model = large_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=3)
+
+    return _used_again(make_trainer)
+
+
+def by_the_user_is_used_again(folder: Path) -> Any:
+    def make_trainer(callbacks: list[Any]) -> Trainer:
+        model = large_model()
+        for layer in (model[0], model[3], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=Accelerator(cpu=True), seed=3)
+
+    return _used_again(make_trainer)
+
+
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [sharded.by_accelerate_is_used_again, sharded.by_the_user_is_used_again])
+@pytest.mark.parametrize("case", [by_accelerate_is_used_again, by_the_user_is_used_again])
 def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case):
     expected = job(2).run(case, tmp_path)
     assert equal(expected[0], expected[1])
@@ -306,9 +381,24 @@ def test_a_callback_that_is_added_after_others_were_removed_is_heard():
         handler.clear_callbacks()
 
 
+def predict_one_sample_within_a_run() -> Any:
+    """Some processes have no share of it; the model has buffers."""
+    shapes: list[Any] = []
+
+    class Predicts(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            shapes.append(list(trainer.predict(regression_data(1)).shape))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    trainer = quiet_trainer(model, callbacks=[Predicts])
+    trainer.train(regression_data(12), 2, per_device_batch_size=2)
+    return shapes
+
+
 @pytest.mark.processes
 def test_predicting_within_a_run_with_unequal_shares_does_not_hang(ranks):
-    for shapes in ranks(evaluation.predict_one_sample_within_a_run):
+    for shapes in ranks(predict_one_sample_within_a_run):
         assert shapes == [[1, 1], [1, 1]]
 
 

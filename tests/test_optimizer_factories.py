@@ -26,7 +26,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.cases.common import shared_folder, world_size
 from tests.cases.optimizers import two_optimizers
-from tests.cases.sharded import make_model, sharding_accelerator, whole
+from tests.cases.sharded import gathered, large_model, sharding_accelerator
 from tests.launching import CAN_SHARD, some_of
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
 
@@ -66,7 +66,7 @@ def _trained(model: nn.Module, make: Any, accelerator: Accelerator) -> dict[str,
     parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert all(isinstance(parameter, DTensor) for parameter in parameters)
     assert set(parameters) == set(trainer.model.parameters())
-    return whole(trainer.get_model().state_dict())
+    return gathered(trainer.get_model().state_dict())
 
 
 HERE = {"per_device_batch_size": 4, "train_dataloader_kwargs": {"shuffle": False}}
@@ -115,16 +115,16 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
 def sharded_by_accelerate() -> Any:
     """Return what a model learns with each optimizer that is sharded when a run prepares it: first an evaluation."""
     accelerator = sharding_accelerator()
-    return [_trained(make_model(), optimizer, accelerator) for optimizer in (factory, made)]
+    return [_trained(large_model(), optimizer, accelerator) for optimizer in (factory, made)]
 
 
 def sharded_by_the_user() -> Any:
     """The same of one that is sharded on the meta device, where all parameters look alike, and initialised then."""
     found = []
     for optimizer in (factory, made):
-        values = [parameter.detach() for parameter in make_model().parameters()]
+        values = [parameter.detach() for parameter in large_model().parameters()]
         with torch.device("meta"):
-            model = make_model()
+            model = large_model()
         for layer in (model[0], model[3], model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
         model.to_empty(device="cpu")

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, Reduce
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
@@ -27,9 +28,34 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.callbacks.bars import _fitting
-from tests import cases
-from tests.cases.optimizers import DATA, train_with_two, two_optimizers
-from tests.tasks import equal, largest_difference, listener, quiet_trainer, small_model, weights
+from tests.cases.common import shared_folder, world_size
+from tests.cases.optimizers import two_optimizers
+from tests.launching import some_of
+from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+
+DATA = regression_data(26)
+
+
+SCHEDULES = {"rest": partial(LinearLR, end_factor=0.1, total_iters=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)}
+
+
+def train_with_two(folder: Path | None = None, epochs: int = 2, **kwargs: Any) -> Trainer:
+    """Train with clipping, accumulation and a schedule for one of them."""
+    model = small_model()
+    states = SaveTrainingStateCallback(folder or "unused", save_every_n_steps=1, max_checkpoints=None)
+    callbacks = [] if folder is None else [states]
+    trainer = Trainer(model, nn.MSELoss(), two_optimizers(model), callbacks=callbacks, seed=0)
+    trainer.train(
+        DATA,
+        epochs,
+        per_device_batch_size=4 // world_size(),
+        gradient_accumulation_steps=2,
+        gradient_clip_norm=0.5,
+        create_scheduler_fn=SCHEDULES,
+        **kwargs,
+    )
+    return trainer
+
 
 # ------------------------------------------------------------------------------------------- as by hand
 
@@ -200,10 +226,20 @@ def test_a_list_of_optimizers_is_numbered():
         trainer.optimizer["rest"]
 
 
+def trained_and_resumed() -> dict[str, Any]:
+    """Return weights after a run, and after those that resumed some of its states."""
+    with shared_folder() as folder:
+        whole = weights(train_with_two(folder / "whole").get_model())
+        states = some_of(state for state in sorted((folder / "whole").iterdir()) if state.is_dir())
+        again = [train_with_two(folder / "again", resume_from=state) for state in states]
+        resumed = [weights(trainer.get_model()) for trainer in again]
+    return {"whole": whole, "resumed": resumed}
+
+
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
-    alone = cases.optimizers.trained_and_resumed()
-    for found in (alone, *two_ranks(cases.optimizers.trained_and_resumed)):
+    alone = trained_and_resumed()
+    for found in (alone, *two_ranks(trained_and_resumed)):
         assert largest_difference(found["whole"], alone["whole"]) < 1e-12
         assert len(found["resumed"]) >= 3
         assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])

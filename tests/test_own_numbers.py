@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogOutputsCallback,
@@ -19,12 +20,66 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.data import OwnShard
-from tests import cases
-from tests.tasks import listener, make_data, make_trainer, train
+from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder
+from tests.tasks import listener, make_data, make_trainer, regression_data, small_model, train
+
+
+class LogsNumbers(Trainer):
+    """Logs in its steps."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        self.log("index", batch[0])
+        self.log("weighted", torch.tensor(2.0), weight=3)
+        return super().calculate_train_batch_loss(batch) | {"given": batch[0].mean(), "one": 1, "text": "is no number"}
+
+    def calculate_eval_batch_loss(self, batch: Any) -> Any:
+        self.log("index", batch[0])
+        return super().calculate_eval_batch_loss(batch) | {"given": batch[0].mean()}
+
+
+class LogsTheLoss(TrainerCallback):
+    """Logs in the events of a step."""
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        trainer.log("from_callback", batch_output["loss"])
+
+
+class LogsByRank(Trainer):
+    """Logs a number in every step, one only on the first rank, one under a name for each rank, one in some steps."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        update = self.progress.update
+        self.log("everywhere", 1.0 + rank())
+        self.log(f"of_{rank()}", 10.0 * (1 + rank()))
+        if rank() == 0:
+            self.log("first", float(update))
+        if update >= 3:
+            self.log("late" if rank() else "later", 7.0)
+        return super().calculate_train_batch_loss(batch)
+
+
+class EvaluatesByError(Trainer):
+    """Has no loss in evaluations."""
+
+    def calculate_eval_batch_loss(self, batch: Any) -> Any:
+        self.log("error", batch[0])
+        return {"loss": None}
+
+
+def logged_numbers() -> dict[str, Any]:
+    """What is recorded of 11 samples, in batches of 4."""
+    x = torch.arange(11.0, dtype=torch.float64)[:, None]
+    data = TensorDataset(x, x)
+    model = small_model(features=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss, LogOutputsCallback])
+    trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
+    trainer.evaluate(data)
+    return {name: list(values) for name, values in trainer.run_history.to_dict().items()}
 
 
 def test_logged_numbers_are_means_over_samples(two_ranks):
-    alone = cases.training.logged_numbers()
+    alone = logged_numbers()
     assert alone["train_index_epoch"] == [sum(range(11)) / 11] * 2
     assert alone["eval_index_epoch"] == [sum(range(11)) / 11] * 2
     assert alone["evaluation_index"] == [5.0]
@@ -34,14 +89,28 @@ def test_logged_numbers_are_means_over_samples(two_ranks):
     assert alone["evaluation_given"] == [5.0]
     assert not [name for name in alone if "text" in name or "batch_size" in name]
     assert alone["train_from_callback_epoch"] == pytest.approx(alone["train_loss_epoch"])
-    for found in two_ranks(cases.training.logged_numbers):
+    for found in two_ranks(logged_numbers):
         assert found.keys() == alone.keys()
         for name, values in found.items():
             assert values == pytest.approx(alone[name]), name
 
 
+def rows_of_ranks_that_log_differently() -> list[dict[str, float]]:
+    """The rows of seven samples, whose last batches are fillers on some ranks."""
+    with shared_folder() as folder:
+        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = LogsByRank(model, nn.MSELoss(), optimizer, callbacks=[log])
+        trainer.train(regression_data(7), 2, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER)
+        trainer.barrier()
+        rows = (folder / "m_updates.jsonl").read_text().splitlines()
+        trainer.barrier()
+    return [json.loads(row) for row in rows]
+
+
 def test_rows_have_the_numbers_of_all_ranks_under_whatever_names(two_ranks):
-    of_first, of_second = two_ranks(cases.training.rows_of_ranks_that_log_differently)
+    of_first, of_second = two_ranks(rows_of_ranks_that_log_differently)
     assert of_first == of_second
     assert [row["of_0"] for row in of_first] == [10.0] * 8
     assert [row["of_1"] for row in of_first[:3]] == [20.0] * 3
@@ -301,8 +370,21 @@ def test_names_of_no_numbers_are_refused(names, error, message):
 # --------------------------------------------------------------------------------------- evaluations without a loss
 
 
+def evaluations_without_loss() -> dict[str, Any]:
+    """What is recorded, and what ``evaluate`` returns, with and without numbers that are logged."""
+    x = torch.arange(11.0, dtype=torch.float64)[:, None]
+    data = TensorDataset(x, x)
+    model = small_model(features=1)
+    trainer = EvaluatesByError(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
+    trainer.train(data, 1, data, per_device_batch_size=global_batch(4))
+    history = {name: list(values) for name, values in trainer.run_history.to_dict().items()}
+    evaluated = trainer.evaluate(data)
+    trainer.log = lambda name, value: None
+    return {"history": history, "evaluated": evaluated, "nothing": trainer.evaluate(data)}
+
+
 def test_an_evaluation_without_a_loss_records_what_it_logs_on_any_number_of_processes(two_ranks):
-    for found in (cases.training.evaluations_without_loss(), *two_ranks(cases.training.evaluations_without_loss)):
+    for found in (evaluations_without_loss(), *two_ranks(evaluations_without_loss)):
         assert found["history"] == {
             "train_loss_epoch": [found["history"]["train_loss_epoch"][0]],
             "eval_error_epoch": [5.0],

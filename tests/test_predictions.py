@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from tests import cases
+from tests.cases.common import OrderedStream
 from tests.tasks import Stream, listener, make_model, quiet_trainer, regression_data, small_model
 
 
@@ -123,11 +127,19 @@ def test_other_weights_beside_the_model_count_if_the_trainer_uses_them(tmp_path,
         assert ("other weights" in capsys.readouterr().out) == counts
 
 
+def predicts_into(directory: Path, seed: int) -> Any:
+    output = io.StringIO()
+    with redirect_stdout(output):
+        trainer = quiet_trainer(small_model(seed), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        parts = list(trainer.predict_iter(regression_data(21), per_device_batch_size=2))
+    return {"samples": sum(map(len, parts)), "printed": output.getvalue()}
+
+
 @pytest.mark.processes
 def test_several_processes_replace_predictions_of_other_weights(tmp_path, two_ranks):
     data = regression_data(21)
     break_off(tmp_path, data)
-    first, second = two_ranks.run(cases.evaluation.predicts_into, tmp_path, 1)
+    first, second = two_ranks.run(predicts_into, tmp_path, 1)
     assert first["samples"] == second["samples"] == 21
     assert first["printed"].count("predictions of other weights, which are replaced") == 1
     assert not second["printed"]
@@ -188,9 +200,24 @@ def test_several_processes_write_what_one_would(ranks):
         assert result["ranks"] == list(range(ranks.world_size))
 
 
+def predicted_streams() -> Any:
+    """Predictions and losses of streams, of full and of incomplete last rounds of batches."""
+    results = {}
+    for size in range(1, 14):
+        trainer, data = quiet_trainer(small_model()), regression_data(size)
+        stream = OrderedStream(data)
+        results[size] = {
+            "predictions": trainer.predict(stream, per_device_batch_size=2),
+            "losses": trainer.evaluate(stream, per_device_batch_size=2),
+            "expected": small_model()(data.tensors[0]).detach(),
+            "expected_losses": trainer.evaluate(data, per_device_batch_size=2),
+        }
+    return results
+
+
 @pytest.mark.processes
 def test_streams_are_predicted_and_evaluated_in_order_by_several_processes(ranks):
-    for result in ranks(cases.evaluation.predicted_streams):
+    for result in ranks(predicted_streams):
         for run in result.values():
             torch.testing.assert_close(run["predictions"], run["expected"])
             assert run["losses"] == pytest.approx(run["expected_losses"])

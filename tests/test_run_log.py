@@ -24,8 +24,8 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.callbacks.run_page import format_duration
-from tests import cases
-from tests.tasks import listener, make_data, make_trainer, train
+from tests.cases.common import shared_folder
+from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
 
 
 def test_the_folder_of_a_run_says_how_it_went(tmp_path):
@@ -74,8 +74,16 @@ def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
     assert page.index("Curves") < page.index("<h2>Epochs") < page.index("<h2>What was run") < page.index("<h2>Command")
 
 
+def command_to_repeat() -> list[str]:
+    """The command that a record of the run shows."""
+    with shared_folder() as folder:
+        quiet_trainer(small_model(), callbacks=[RunLogCallback(folder)]).train(regression_data(8), 1)
+        command: list[str] = json.loads((folder / "run.json").read_text())["command"]
+    return command
+
+
 def test_the_command_of_several_processes_on_the_cpu_starts_as_many(two_ranks):
-    for command in two_ranks(cases.callbacks.command_to_repeat):
+    for command in two_ranks(command_to_repeat):
         how, program = command[:5], command[5:]
         assert how == ["ACCELERATE_USE_CPU=true", "torchrun", "--standalone", "--nproc_per_node", "2"]
         assert program == [argument for argument in sys.orig_argv[1:] if argument != "-u"]

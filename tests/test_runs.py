@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import io
+from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, TensorDataset
 
 from pytorch_accel_lite import (
@@ -28,7 +31,8 @@ from pytorch_accel_lite.callbacks import (
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
-from tests import cases
+from tests.cases.common import world_size
+from tests.cases.stopping import StopsAt
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
 
@@ -143,16 +147,39 @@ def check_trained_further(outcome: Any, change: str) -> None:
     assert equal(end, whole[1])
 
 
+def trained_further(folder: Path, event: str, change: str) -> Any:
+    """What a run is at its end that was stopped and trained further, and one that never was; what they print."""
+
+    def run(epochs: int, *callbacks: TrainerCallback) -> Any:
+        trainer = make_trainer([*callbacks, SaveTrainingStateCallback(folder)], seed=3)
+        how = {"create_scheduler_fn": partial(StepLR, step_size=1, gamma=0.5), "scheduler_interval": "epoch"}
+        output = io.StringIO()
+        with redirect_stdout(output):
+            train(trainer, epochs, 6 * world_size(), eval_dataset=make_data(9), resume_from="latest", **how)
+        result = trainer.progress, weights(trainer.model), trainer.run_history.to_dict(), trainer.scheduler.last_epoch
+        return result, " ".join(output.getvalue().split()), trainer.stop_reason
+
+    at = 5 if event == "on_train_step_end" else 6
+    _, _, reason = run(3, StopsAt(event, at))
+    assert reason == "enough"
+    _, again, reason = run(3, StopsAt(event, at))
+    assert reason == "enough"
+    further = run(4, StopsAt(event, at)) if change == "num_epochs" else run(3, StopsAt(event, 100))
+    folder = folder / "whole"
+    whole = run(4 if change == "num_epochs" else 3)
+    return again, further, whole
+
+
 @pytest.mark.parametrize("change", ["num_epochs", "callback"])
 @pytest.mark.parametrize("event", EVENTS_THAT_STOP)
 def test_a_stopped_run_is_trained_further_if_an_argument_has_changed(tmp_path, event, change):
-    check_trained_further(cases.stopping.trained_further(tmp_path, event, change), change)
+    check_trained_further(trained_further(tmp_path, event, change), change)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("event", EVENTS_THAT_STOP)
 def test_a_run_that_one_of_two_processes_stopped_is_trained_further(tmp_path, two_ranks, event):
-    first, second = two_ranks.run(cases.stopping.trained_further, tmp_path, event, "callback")
+    first, second = two_ranks.run(trained_further, tmp_path, event, "callback")
     check_trained_further(first, "callback")
     assert second[1][2] is None
     assert second[1][0][0] == first[1][0][0]

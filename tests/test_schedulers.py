@@ -18,7 +18,8 @@ from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, Trai
 from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback, WSDCheckpointCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
-from tests import ancestor, cases
+from tests import ancestor
+from tests.cases.common import IN_ORDER, global_batch, shared_folder
 from tests.launching import run_code, some_of
 from tests.scripts.resumable import CopyStates
 from tests.tasks import (
@@ -32,6 +33,27 @@ from tests.tasks import (
     small_model,
     weights,
 )
+
+
+def wsd() -> Any:
+    """A run with a decay, one resumed from before it, and the same without a break: 8, 4 + 8 and 12 updates."""
+    with shared_folder() as folder:
+
+        def run(name: str, epochs: int, ratio: float, initial: Path | None = None) -> Any:
+            model = small_model()
+            trainer = quiet_trainer(
+                model, callbacks=[WSDCheckpointCallback(folder / f"wsd {name}", initial_checkpoint=initial)]
+            )
+            create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=ratio)
+            batch = {"per_device_batch_size": global_batch(6), "train_dataloader_kwargs": IN_ORDER}
+            trainer.train(regression_data(24), epochs, create_scheduler_fn=create, **batch)
+            return weights(model)
+
+        run("first", 2, 0.5)
+        continued = run("second", 2, 0.5, folder / "wsd first" / "checkpoint_4_wsd_pre_decay.pt")
+        names = sorted(path.name for path in (folder / "wsd first").iterdir())
+        return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}
+
 
 P = TrainerPlaceholderValues
 
@@ -590,11 +612,11 @@ def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
 
 
 def test_checkpoints_are_saved_and_continued_on_several_processes(ranks):
-    for found in ranks(cases.callbacks.wsd):
+    for found in ranks(wsd):
         assert found["files"] == ["checkpoint_4_wsd_pre_decay.pt", "checkpoint_8_wsd_post_decay.pt"]
         # Not to the bit: the first step of a job sums gradients in another order than the later ones.
         assert largest_difference(found["continued"], found["in one go"]) < 1e-12
-        assert equal(found["continued"], ranks(cases.callbacks.wsd)[0]["continued"])
+        assert equal(found["continued"], ranks(wsd)[0]["continued"])
 
 
 # ----------------------------------------------------------------------------------------- bad input

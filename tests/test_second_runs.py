@@ -13,9 +13,19 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR,
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import AdviceCallback, MetricsFileCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
-from tests import cases
+from tests.cases.common import IN_ORDER, world_size
 from tests.launching import two_are_enough
-from tests.tasks import equal, listener, make_model, make_trainer, train, weights
+from tests.tasks import (
+    equal,
+    listener,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
 
 P = TrainerPlaceholderValues
 TOTAL = P.MAX_NUM_TRAIN_STEPS
@@ -335,8 +345,35 @@ def test_a_state_that_was_saved_at_an_interrupt_holds_no_half_epoch(tmp_path):
     assert equal(weights(resumed.model), weights(whole.model))
 
 
+def stopped_in_mid_epoch() -> Any:
+    """The rows of two runs that stop in their second epoch, and the mean losses of those epochs."""
+    means = []
+
+    class Stops(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            self.sums = [0.0, 0]
+
+        def on_train_step_end(self, trainer, batch_output, **kwargs):
+            self.sums[0] += batch_output["loss"].item() * batch_output["batch_size"]
+            self.sums[1] += batch_output["batch_size"]
+            if trainer.progress.update == 7:
+                raise StopTrainingError("enough")
+
+        def on_training_run_end(self, trainer, **kwargs):
+            totals, counts = zip(*trainer.all_gather_object(self.sums), strict=True)
+            means.append(sum(totals) / sum(counts))
+
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[Stops])
+    for _ in range(2):
+        data = regression_data(10 * world_size())
+        trainer.train(data, 3, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, reset_run_history=False)
+    return [(row["epoch"], row["train_loss_epoch"]) for row in trainer.run_history.rows()], means
+
+
 @two_are_enough
 def test_all_ranks_record_the_epoch_in_which_they_stopped(ranks):
-    for rows, means in ranks(cases.stopping.stopped_in_mid_epoch):
+    for rows, means in ranks(stopped_in_mid_epoch):
         assert [epoch for epoch, _ in rows] == [1, 2, 3, 4]
         assert [rows[1][1], rows[3][1]] == pytest.approx(means)

@@ -6,18 +6,34 @@ import functools
 import json
 import math
 import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.checkpoint.shards import find_tensors
 from tests.cases import parallel
+from tests.cases.common import world_size
+from tests.cases.parallel import DATA, Parallel, create_model, fit, make_trainer, result_of, shard
+from tests.cases.sharded import gathered
 from tests.launching import CAN_SHARD, SOAK
 from tests.tasks import equal, largest_difference, quiet_trainer, same
 from tests.test_training_states import die_at_file_operation, in_forks
+
+
+def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
+    """The result of a run that saves its states."""
+    callbacks = [SaveTrainingStateCallback(folder / how, 1, 2, **options), ModelEmaCallback(0.8, save_path=None)]
+    return result_of(fit(make_trainer(how, callbacks), how, update=12))
+
 
 pytestmark = [pytest.mark.processes, CAN_SHARD]
 
@@ -48,8 +64,8 @@ def alone():
 
 def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_path, job):
     expected = alone()
-    job(2).run(parallel.saved, "fsdp", tmp_path, sharded="auto")
-    parallel.saved("whole", tmp_path, sharded="auto")
+    job(2).run(saved, "fsdp", tmp_path, sharded="auto")
+    saved("whole", tmp_path, sharded="auto")
     of_shards, of_whole = (tmp_path / how / "update-000000002" for how in ("fsdp", "whole"))
     assert not list(of_whole.glob("shards*"))
     resumed = {
@@ -67,8 +83,14 @@ def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_p
             assert largest_difference(found["weights"], expected["weights"]) < 1e-6, name
 
 
+def resume_latest(folder: Path) -> None:
+    saving = SaveTrainingStateCallback(folder, sharded=True)
+    callbacks = [saving, ModelEmaCallback(0.8, save_path=None)]
+    fit(make_trainer("fsdp", callbacks), "fsdp", update=12, resume_from="latest")
+
+
 def test_shards_are_inspected_compared_and_damage_is_named(tmp_path, job, capsys):
-    job(2).run(parallel.saved, "fsdp", tmp_path, sharded=True)
+    job(2).run(saved, "fsdp", tmp_path, sharded=True)
     states = sorted((tmp_path / "fsdp").glob("update-*"))
     assert look_at_states_with("inspect", states[-1]) == 0
     assert "in shards: " in capsys.readouterr().out
@@ -83,7 +105,7 @@ def test_shards_are_inspected_compared_and_damage_is_named(tmp_path, job, capsys
             verify_state(states[-1])
         file.write_bytes(content)
     (states[-1] / "shards00001.safetensors").unlink()
-    found = job(2).run(parallel.resume_latest, tmp_path / "fsdp")
+    found = job(2).run(resume_latest, tmp_path / "fsdp")
     assert "Skipping a damaged training state." in found.output
     assert "shards00001.safetensors' is missing" in found.output
     assert f"Resuming from {str(states[-2])!r}" in found.output
@@ -95,6 +117,16 @@ def look_at_states_with(*arguments):
         return look_at_states()
 
 
+def resumed_by_itself(folder: Path | str, epochs: int = 2) -> dict[str, Any]:
+    """The result of a run on one process that saves states in shards, and resumes the last if there is one."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
+    saving = SaveTrainingStateCallback(folder, 1, 3, max_checkpoints=1, sharded=True, asynchronous=True)
+    trainer = Parallel(model, nn.MSELoss(), partial(torch.optim.AdamW, lr=0.02), [saving], seed=3)
+    trainer.train(DATA, epochs, per_device_batch_size=7, resume_from="latest")
+    return result_of(trainer)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
@@ -104,7 +136,7 @@ def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
         def fork(rank):
             if number:
                 die_at_file_operation(number)
-            result = parallel.resumed_by_itself(folder / "states")
+            result = resumed_by_itself(folder / "states")
             torch.save(result, folder / "result.pt")
 
         folder.mkdir(exist_ok=True)
@@ -131,9 +163,9 @@ def test_shards_in_a_remote_store_resume_to_the_same_bits(tmp_path):
     pytest.importorskip("fsspec")
 
     def fork(rank):
-        whole = parallel.resumed_by_itself("memory://bucket/whole")
-        parallel.resumed_by_itself("memory://bucket/run", epochs=1)
-        resumed = parallel.resumed_by_itself("memory://bucket/run")
+        whole = resumed_by_itself("memory://bucket/whole")
+        resumed_by_itself("memory://bucket/run", epochs=1)
+        resumed = resumed_by_itself("memory://bucket/run")
         assert equal(resumed["weights"], whole["weights"])
         assert resumed["history"] == whole["history"]
 
@@ -149,7 +181,7 @@ def test_torch_reads_the_shards(tmp_path, job):
     )
     from torch.distributed import checkpoint
 
-    job(2).run(parallel.saved, "fsdp", tmp_path, sharded=True)
+    job(2).run(saved, "fsdp", tmp_path, sharded=True)
     state = tmp_path / "fsdp" / "update-000000002"
     (state / "model.safetensors").unlink()  # holds nothing, as all is sharded
     stored = {name: tensor.read() for name, tensor in find_tensors(sorted(state.glob("shards*"))).items()}
@@ -169,9 +201,21 @@ def test_sharded_states_without_shards_are_an_error(tmp_path):
         parallel.SaveTrainingStateCallback(tmp_path, sharded="yes")
 
 
+def exported(how: str, folder: Path) -> dict[str, Any]:
+    """The weights that are saved in a directory, and those of another sharded model that loads them."""
+    trainer = make_trainer(how)
+    trainer.save_model(folder / how)
+    model = create_model()
+    nn.init.zeros_(model[0].weight)
+    model = shard(model, how)
+    other = Trainer(model, nn.MSELoss(), None, [], accelerator=Accelerator(cpu=True))
+    other.load_checkpoint(folder / how)
+    return {"saved": gathered(trainer.model.state_dict()), "loaded": gathered(other.model.state_dict())}
+
+
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp_fsdp", 4)])
 def test_a_sharded_model_is_saved_as_a_directory_that_anyone_reads(tmp_path, job, how, processes):
-    for found in job(processes).run(parallel.exported, how, tmp_path):
+    for found in job(processes).run(exported, how, tmp_path):
         assert equal(found["loaded"], found["saved"])
     index = json.loads((tmp_path / how / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
@@ -194,6 +238,17 @@ def test_a_sharded_model_is_saved_as_a_directory_that_anyone_reads(tmp_path, job
         trainer.load_checkpoint(tmp_path / how)
 
 
+def exported_of_transformers(folder: Path) -> dict[str, Any]:
+    import transformers
+
+    config = transformers.DistributedConfig(fsdp_size=world_size())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    trainer = Trainer(model, None, None, [], accelerator=Accelerator(cpu=True))
+    trainer.save_model(folder / "again")
+    trainer.load_checkpoint(folder / "again")
+    return gathered(trainer.model.state_dict())
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_reads_what_a_sharded_model_was_saved_as(tmp_path, two_ranks, tied):
     transformers = pytest.importorskip("transformers")
@@ -203,7 +258,7 @@ def test_transformers_reads_what_a_sharded_model_was_saved_as(tmp_path, two_rank
     config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
-    for found in two_ranks.run(parallel.exported_of_transformers, tmp_path):
+    for found in two_ranks.run(exported_of_transformers, tmp_path):
         assert equal(found, dict(model.state_dict()))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert equal(again.state_dict(), model.state_dict())

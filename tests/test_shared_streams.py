@@ -2,17 +2,107 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from contextlib import redirect_stdout
 from importlib.metadata import version
+from io import StringIO
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests import cases
-from tests.cases.streams import Mixed, random_steps, train_on
-from tests.tasks import equal
+from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite.data import OwnShard, ReadByAll, shard
+from pytorch_accel_lite.distributed import Ranks
+from tests.cases.common import rank as own_rank
+from tests.cases.data import Reading, SavesEachUpdate
+from tests.cases.streams import Keeps, Sums, source, train_on
+from tests.tasks import equal, listener, weights
+
+
+class Note:
+    """Something in a batch that is not a tensor, but holds one."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __eq__(self, other):
+        return torch.equal(self.tensor, other.tensor)
+
+
+class Mixed(IterableDataset):
+    """Batches of all kinds of values, of which no two have the same size."""
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        for number in range(7):
+            x = torch.rand(2 + number % 3, 5 * number + 1, generator=generator, dtype=torch.float64)
+            yield {
+                "x": x.mT.contiguous().mT[:, : number + 1],
+                "names": ["a" * number, "b"],
+                "note": Note(x.sum()),
+                "half": x.bfloat16(),
+                "mask": x > 0.5,
+                "none": torch.empty(2, 0),
+                "sparse": torch.eye(number + 1).to_sparse(),
+                "rows": x.numpy(),
+            }
+
+
+class Fails(IterableDataset):
+    """Numbers, after some of which reading fails."""
+
+    def __init__(self, numbers, good):
+        self.numbers, self.good = numbers, good
+
+    def __iter__(self):
+        for number in self.numbers:
+            if number == self.good:
+                raise OSError(f"no number {number}")
+            yield torch.tensor([float(number), 0.0])
+
+    def shard(self, rank, world_size):
+        return Fails(self.numbers[rank::world_size], self.good)
+
+
+class CannotBeOpened(IterableDataset):
+    """Data that fail on the second process before the first sample."""
+
+    def __iter__(self):
+        if own_rank() == 1:
+            raise OSError("no file")
+        return iter(torch.ones(6, 2))
+
+
+class Counted:
+    """Batches of two samples, without a length, of which some have been read."""
+
+    def __init__(self, count, beside):
+        self.count, self.beside, self.read = count, beside, 0
+
+    def __iter__(self):
+        for number in range(self.count):
+            self.read += 1
+            yield torch.full((2, 2), float(number)), self.beside
+
+
+class Draws(Sums):
+    """Its steps draw random numbers."""
+
+    def calculate_train_batch_loss(self, batch):
+        self.log("numpy", np.random.rand())
+        self.log("python", random.random())
+        return super().calculate_train_batch_loss(batch)
+
 
 pytestmark = pytest.mark.processes
 
@@ -107,6 +197,20 @@ def test_what_is_left_of_divided_streams_has_the_noise_it_would_have_had(two_ran
     assert sorted(torch.cat(alone["seen"])[: 31 - 12].tolist()) == sorted(left[0] + left[1])
 
 
+def random_steps(kind: str, folder: Any = None, resume_from: Any = None) -> torch.Tensor:
+    """The numbers that the steps of an epoch draw; states are saved in ``folder``, if given."""
+    model, drawn = nn.Linear(2, 1), []
+    keeping = listener(
+        on_train_step_end=lambda trainer, **_: drawn.append([*map(float, trainer.step_metrics.values())])
+    )
+    callbacks = [keeping] if folder is None else [keeping, SavesEachUpdate(folder)]
+    trainer = Draws(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=callbacks, seed=5)
+    stream, kwargs = source(kind, 48, [])
+    with redirect_stdout(StringIO()):
+        trainer.train(stream, 1, per_device_batch_size=3, train_dataloader_kwargs=kwargs, resume_from=resume_from)
+    return torch.tensor(drawn)
+
+
 @pytest.mark.parametrize("kind", ["cut", "shelf", "all of shelf"])
 def test_random_numbers_of_steps_do_not_depend_on_how_far_batches_are_read_ahead(two_ranks, tmp_path, kind):
     whole = two_ranks.run(random_steps, kind, tmp_path)
@@ -145,10 +249,24 @@ def test_a_stream_that_all_read_gives_the_batches_that_one_process_would_deal(tw
     assert sorted(numbers_in([alone])) == sorted([*range(18, 26), *range(26)])
 
 
+def dealt_batches() -> Any:
+    """What each process is dealt in an epoch of training and one of evaluation, of each kind of batches."""
+    found = {}
+    loader = DataLoader(Mixed(), None)
+    for training in (True, False):
+        loaded = shard(loader, Ranks(Accelerator(cpu=True)), torch.device("cpu"), seed=None, training=training)
+        found[training] = [*loaded.steps(1)]
+    largest = [
+        [x.untyped_storage().nbytes() / max(x.nbytes, 1) for x in (b.data["x"], b.data["note"].tensor)]
+        for b in found[True]
+    ]
+    return found, largest
+
+
 def test_batches_of_any_kind_are_dealt(ranks):
     expected = list(Mixed())
     n = ranks.world_size
-    for rank, (found, storage) in enumerate(ranks(cases.streams.dealt_batches)):
+    for rank, (found, storage) in enumerate(ranks(dealt_batches)):
         steps = -(-7 // n)
         own = expected[rank::n]
         assert [len(found[True]), len(found[False])] == [steps, len(own)]
@@ -171,8 +289,35 @@ def test_batches_of_any_kind_are_dealt(ranks):
         assert rank == 0 or max(small for _, small in storage) <= 2  # small values do not keep messages alive
 
 
+def failing_streams() -> dict[str, Any]:
+    """How many steps there are, and what is said, when one process cannot read."""
+    found = {}
+    all_numbers = [*range(24)]
+    streams = {
+        "dealt": DataLoader(Reading(Fails(all_numbers, 17)), 2),
+        "dealt at once": DataLoader(Reading(Fails(all_numbers, 0)), 2),
+        "divided": DataLoader(Fails(all_numbers, 17), 2),
+        "own": OwnShard(DataLoader(Fails([*range(8)], 6 if own_rank() == 1 else None), 2)),
+        "cannot be opened": OwnShard(DataLoader(CannotBeOpened(), 2)),
+        "without samples": Reading([torch.ones(2, 2), torch.ones(0, 2), torch.ones(2, 2)]),
+        "no batch at all": [[1, 2]] if own_rank() else [torch.ones(2, 2)],
+        "different": DataLoader(ReadByAll(Fails([n + (n > 11) * own_rank() for n in all_numbers], None)), 2),
+        "different lengths": DataLoader(ReadByAll(Fails(all_numbers[: 16 + 4 * own_rank()], None)), 2),
+    }
+    for name, stream in streams.items():
+        model, keeps = nn.Linear(2, 1), Keeps()
+        trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=[keeps], seed=0)
+        trainer.create_train_dataloader = lambda *_, stream=stream: stream
+        with redirect_stdout(StringIO()):
+            try:
+                trainer.train(all_numbers, 1)
+            except Exception as error:
+                found[name] = len(keeps.seen), f"{type(error).__name__}: {error}"
+    return found
+
+
 def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
-    for rank, found in enumerate(two_ranks(cases.streams.failing_streams)):
+    for rank, found in enumerate(two_ranks(failing_streams)):
         of_reader = "OSError: " if rank == 0 else "OSError: Rank 0 failed: OSError: "
         of_second = "OSError: " if rank == 1 else "OSError: Rank 1 failed: OSError: "
         assert found["dealt"] == (3, f"{of_reader}no number 17")
@@ -187,8 +332,39 @@ def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
         assert found["different"][0] == 2
 
 
+def read_ahead() -> dict[str, Any]:
+    """How many batches have been read but not used after each step, of batches with something small or large inside."""
+    found = {}
+    beside = {
+        "small": torch.zeros(4),
+        "large": torch.zeros(()).expand(2**23),  # 32 MiB, if they were separate
+        "sparse": torch.sparse_coo_tensor([[0], [0]], [1.0], (2**12, 2**12)),
+    }
+
+    class OwnBatches(Sums):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return self.train_dataset
+
+        def calculate_train_batch_loss(self, batch):
+            return super().calculate_train_batch_loss(batch[0])
+
+    class Looks(Keeps):
+        def on_train_step_end(self, trainer, batch, **kwargs):
+            super().on_train_step_end(trainer, batch[0])
+            ahead.append(batches.read - trainer.progress.step)
+
+    for name, extra in beside.items():
+        ahead: list[int] = []
+        batches, looks = Counted(50 - 7 * own_rank(), extra), Looks()
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        OwnBatches(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=[looks]).train(batches, 1)
+        found[name] = {"ahead": ahead, "seen": looks.seen, "weights": weights(model)}
+    return found
+
+
 def test_the_processes_read_further_ahead_the_smaller_the_batches(two_ranks):
-    for rank, found in enumerate(two_ranks(cases.streams.read_ahead)):
+    for rank, found in enumerate(two_ranks(read_ahead)):
         assert max(found["small"]["ahead"]) == 9
         assert max(found["large"]["ahead"]) == max(found["sparse"]["ahead"]) == 3
         for name in found:
@@ -198,7 +374,39 @@ def test_the_processes_read_further_ahead_the_smaller_the_batches(two_ranks):
             assert equal(found[name]["weights"], found["small"]["weights"])
 
 
+def streams_within_streams() -> Any:
+    """Streams of every kind are evaluated and predicted in the steps of another; the weights of a run on each."""
+    found = {}
+
+    class Looks(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            for name in ("shelf", "cut", "all of shelf"):
+                stream, _ = source(name, 7, [])
+                trainer.evaluate(stream, per_device_batch_size=2)
+                predicted = trainer.predict(source(name, 5, [])[0], per_device_batch_size=2)
+                assert torch.equal(predicted[:, 0], torch.arange(5.0))
+
+    class Looked(Sums):
+        def calculate_eval_batch_loss(self, batch):
+            return self.calculate_train_batch_loss(batch)
+
+        def calculate_predict_batch_output(self, batch):
+            return batch
+
+    for name in ("shelf", "cut", "all of shelf", "own part"):
+        for callbacks in ([], [Looks()]):
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            trainer = Looked(model, None, optimizer, callbacks=callbacks, seed=5)
+            trainer.own_part = name == "own part"
+            with redirect_stdout(StringIO()):
+                trainer.train(source(name, 13, [])[0], 2, per_device_batch_size=2, train_dataloader_kwargs={})
+            found[name, bool(callbacks)] = weights(model)
+    return found
+
+
 def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):
-    for found in two_ranks(cases.streams.streams_within_streams):
+    for found in two_ranks(streams_within_streams):
         for name in ("shelf", "cut", "all of shelf", "own part"):
             assert equal(found[name, False], found[name, True]), name

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import gc
 import io
 import json
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
@@ -19,16 +21,20 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
+    GradualUnfreezingCallback,
     KeepBest,
     LimitBatchesCallback,
     ModelEmaCallback,
@@ -36,12 +42,16 @@ from pytorch_accel_lite.callbacks import (
     RunPausedError,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
+    SkipFailedBatchesCallback,
+    WorstSamplesCallback,
+    read_predictions,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
-from tests import cases
 from tests.cases import sharded
+from tests.cases.common import world_size
+from tests.cases.sharded import gathered, large_model, sharding_accelerator
 from tests.launching import (
     CAN_SHARD,
     PATIENCE,
@@ -55,7 +65,7 @@ from tests.launching import (
     run_module,
     some_of,
 )
-from tests.scripts.resumable import CopyStates, make_model, run, run_to_the_end
+from tests.scripts.resumable import CopyStates, OrderCallback, make_model, run, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
     EVENTS,
@@ -70,6 +80,70 @@ from tests.tasks import (
     small_model,
     train,
 )
+
+
+def run_shards(folder: Path, accelerator: Accelerator | None, resume_from: Any = None) -> Trainer:
+    model = large_model()
+    saving = SaveTrainingStateCallback(folder / "states", 1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    callbacks = [saving, CopyStates(folder)]
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=3)
+    trainer.train(regression_data(22), 2, regression_data(9), 3, resume_from=resume_from)
+    return trainer
+
+
+def _trained(accelerator: Accelerator, callbacks: list[Any], **kwargs: Any) -> Trainer:
+    model = large_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=3)
+    trainer.train(regression_data(12), 1, per_device_batch_size=3, **kwargs)
+    return trainer
+
+
+class Indexed(Rows):
+    def __getitem__(self, index):
+        return *super().__getitem__(index), torch.tensor(index)
+
+
+class Stops(TrainerCallback):
+    def __init__(self, update):
+        self.update = update
+
+    def on_train_step_end(self, trainer, **kwargs):
+        if trainer.progress.update == self.update:
+            raise StopTrainingError("enough")
+
+
+class OfThree(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        return super().calculate_train_batch_loss(batch[:2])
+
+
+def _train(folder: Path, size: int, batch: int, accumulation: int, stop: int, resume: Path | None) -> list[int]:
+    """Train one epoch, or what is left of it, and return the samples of all steps of all ranks."""
+    torch.manual_seed(0)
+    model, order = nn.Linear(5, 1).double(), OrderCallback()
+    saving = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False, max_checkpoints=1)
+    callbacks = [order, *([saving] if resume is None else []), Stops(stop)]
+    trainer = OfThree(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks, seed=size)
+    trainer.train(
+        Indexed(regression_data(size)),
+        1,
+        per_device_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        resume_from=resume,
+    )
+    return [sample for step in order.order for sample in step]
+
+
+def _drawn_tasks() -> Any:
+    draws = random.Random(7)
+    for number in range(15 if SOAK else 6):
+        size, batch, other = draws.randint(9, 60), draws.randint(1, 4), draws.randint(1, 9)
+        accumulation, others = draws.randint(1, 3), draws.randint(1, 3)
+        updates = -(-size // (2 * batch * accumulation))
+        yield number, size, (batch, accumulation, draws.randint(1, max(updates - 1, 1))), (other, others)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
@@ -215,11 +289,24 @@ def test_sigkill_of_a_sharded_run_with_remote_states_leads_to_the_same_bits(tmp_
     assert_same(found, expected)
 
 
+def every_save_point(folder: Path, accumulation: int) -> Any:
+    """A whole run, and one resumed from every third state that it saved; from every one with SOAK."""
+    # On 3 processes no share has one sample: batch norm takes none of them.
+    kwargs = {"accumulation": accumulation, "save_every_n_epochs": 1, "size": 24 if world_size() == 3 else 22}
+    results = [run(folder, resume_from=None, extra=(CopyStates(folder),), **kwargs)]
+    copies = sorted((folder / "copies").glob("*/update-*"))
+    assert len(copies) == results[0]["progress"]["update"] + 3
+    for copy in some_of(copies):  # within epochs and at their ends
+        torch.manual_seed(99)
+        results.append(run(folder / f"again-{copy.parent.name}", resume_from=copy, **kwargs))
+    return results
+
+
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
 def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_path, job, processes, accumulation):
-    runs = job(processes).run(cases.states.every_save_point, tmp_path, accumulation)
+    runs = job(processes).run(every_save_point, tmp_path, accumulation)
     assert len(runs) == processes
     for whole, *resumed in runs:  # of each rank: its generators are its own
         assert len(resumed) >= 2
@@ -228,13 +315,27 @@ def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_pat
             assert_same(again, whole)
 
 
+def save_in_mid_epoch(folder: Path) -> list[list[int]]:
+    """The samples that each of the drawn tasks had had when it was stopped."""
+    return [_train(folder / f"task{number}", size, *before, None) for number, size, before, _ in _drawn_tasks()]
+
+
+def resume_in_mid_epoch(folder: Path) -> list[tuple[int, list[int]]]:
+    """The size of each task, and its samples with those before, in a job of other processes and batch sizes."""
+    results = []
+    for number, size, _, after in _drawn_tasks():
+        (state,) = folder.glob(f"task{number}/update-*")
+        results.append((size, _train(folder, size, *after, -1, state)))
+    return results
+
+
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.processes
 def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
     """Drawn sizes, batch sizes and moments: saved by 2 processes, resumed by 1, 2 and 3 with what was not yet seen."""
-    saved, _ = job(2).run(cases.states.save_in_mid_epoch, tmp_path)
-    resume = cases.states.resume_in_mid_epoch
+    saved, _ = job(2).run(save_in_mid_epoch, tmp_path)
+    resume = resume_in_mid_epoch
     for resumed in (resume(tmp_path), *job(2).run(resume, tmp_path), *job(3).run(resume, tmp_path)):
         assert len(resumed) == len(saved) >= 6
         for before, (size, everything) in zip(saved, resumed, strict=True):
@@ -779,26 +880,54 @@ def test_loading_runs_no_code(tmp_path):
     assert not marker.exists()
 
 
+def on_two_processes(folder: Path) -> Any:
+    """The final weights, gathered, and the losses; each run that is resumed from a state ends with the same."""
+    accelerator = sharding_accelerator()
+    trainer = run_shards(folder / "whole", accelerator)
+    assert trainer.accelerator.distributed_type == DistributedType.FSDP
+    assert any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    expected = gathered(trainer.model.state_dict())
+    losses = trainer.run_history.to_dict()
+    trainer.save_model(folder / "model.safetensors")
+    trainer.save_checkpoint(folder / "model.pt")
+    for copy in sorted((folder / "whole" / "copies").glob("*/update-*")):
+        again = run_shards(folder / f"again-{copy.parent.name}", accelerator, copy)
+        assert equal(gathered(again.model.state_dict()), expected), copy
+        assert again.run_history.to_dict() == losses
+    return expected, losses
+
+
 @CAN_SHARD
 @pytest.mark.processes
 def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path, job):
-    expected, history = job(2).run(sharded.on_two_processes, tmp_path)[0]
+    expected, history = job(2).run(on_two_processes, tmp_path)[0]
     assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected)
-    model = sharded.make_model()
+    model = sharded.large_model()
     trainer = quiet_trainer(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
     trainer.load_checkpoint(tmp_path / "model.pt")  # the optimizer's state too
     assert equal(model.state_dict(), expected)
-    sharded.run(tmp_path / "unsharded", None, tmp_path / "whole/copies/004-step/update-000000004")
-    resumed = sharded.run(tmp_path / "finished", None, states(tmp_path / "whole")[-1])
+    run_shards(tmp_path / "unsharded", None, tmp_path / "whole/copies/004-step/update-000000004")
+    resumed = run_shards(tmp_path / "finished", None, states(tmp_path / "whole")[-1])
     assert equal(resumed.model.state_dict(), expected)
     assert resumed.run_history.to_dict() == history
+
+
+def of_seven_samples(folder: Path) -> Any:
+    """A process takes part in a step in which it has no sample."""
+    accelerator, data = sharding_accelerator(), regression_data(7)
+    worst, writer = WorstSamplesCallback(7), PredictionWriterCallback(folder / "predictions")
+    trainer = _trained(accelerator, [worst])
+    weights = gathered(trainer.model.state_dict())
+    loss = trainer.evaluate(data, per_device_batch_size=3)["evaluation_loss"]
+    _trained(accelerator, [writer]).predict(data, per_device_batch_size=3)
+    return weights, loss, {sample.index: sample.loss for sample in worst.samples}, read_predictions(writer.directory)
 
 
 @CAN_SHARD
 @pytest.mark.processes
 def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_for_nothing(tmp_path, two_ranks):
-    data, model = regression_data(7), sharded.make_model().eval()
-    for weights, loss, worst, predictions in two_ranks.run(sharded.of_seven_samples, tmp_path):
+    data, model = regression_data(7), sharded.large_model().eval()
+    for weights, loss, worst, predictions in two_ranks.run(of_seven_samples, tmp_path):
         model.load_state_dict(weights)
         outputs = model(data.tensors[0]).detach()
         torch.testing.assert_close(predictions, outputs)
@@ -812,8 +941,8 @@ def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_
 def test_predictions_of_sharded_weights_are_known_as_those_of_the_same_weights_in_one_process(
     tmp_path, two_ranks, capsys
 ):
-    data, model = regression_data(7), sharded.make_model()
-    weights = two_ranks.run(sharded.of_seven_samples, tmp_path)[0][0]
+    data, model = regression_data(7), sharded.large_model()
+    weights = two_ranks.run(of_seven_samples, tmp_path)[0][0]
     for has_same, number in ((True, 0), (False, 7)):
         model.load_state_dict({name: value if has_same else value + 1 for name, value in weights.items()})
         trainer = Trainer(model, None, None, [PredictionWriterCallback(tmp_path / "predictions")])
@@ -821,14 +950,40 @@ def test_predictions_of_sharded_weights_are_known_as_those_of_the_same_weights_i
         assert ("other weights" in capsys.readouterr().out) != has_same
 
 
+def refusals() -> dict[str, str]:
+    """What cannot be done with sharded weights, and what is said of it."""
+    accelerator, said = sharding_accelerator(), {}
+    for name, callback in {
+        "unfreeze": GradualUnfreezingCallback(),
+        "rewrap": listener(on_train_epoch_start=Trainer.rewrap_model),
+        "skip": SkipFailedBatchesCallback(),
+    }.items():
+        try:
+            _trained(accelerator, [callback])
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+    return said
+
+
+def state_of_fsdp1(folder: Path) -> str | None:
+    model = large_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, [], accelerator=sharding_accelerator(version=1))
+    try:
+        trainer.save_training_state(folder / "state")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 @CAN_SHARD
 @pytest.mark.processes
 def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks):
-    for said in two_ranks(sharded.refusals):
+    for said in two_ranks(refusals):
         assert "cannot change which parameters are trained: the model is sharded (FSDP)" in said["unfreeze"]
         assert "cannot change in the middle of this run: the model is sharded (FSDP)" in said["rewrap"]
         assert "SkipFailedBatchesCallback does not work with sharded weights" in said["skip"]
-    for message in two_ranks.run(sharded.state_of_fsdp1, tmp_path):
+    for message in two_ranks.run(state_of_fsdp1, tmp_path):
         assert message.startswith("Training states are not supported with FSDP: ")
         assert "Use FSDP with fsdp_version=2" in message
 
@@ -1241,9 +1396,38 @@ def test_a_full_disk_ends_the_run_and_the_last_state_is_whole_and_named(tmp_path
     assert_same(run(tmp_path, save_every_n_steps=3), whole)
 
 
+def fail_while_a_state_is_written(folder: Path) -> str:
+    """What is printed when both processes fail in the update after a state that is not yet complete."""
+    assert world_size() == 2
+    may_end, sync, output = threading.Event(), os.fsync, io.StringIO()
+
+    def waiting_sync(descriptor: int) -> None:
+        if "update-000000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            assert may_end.wait(120)
+        sync(descriptor)
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.progress.update == 5:
+            raise RuntimeError("broken")
+
+    saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, asynchronous=True)
+    trainer = make_trainer([saving, listener(on_train_step_start=fail)])
+    with patch.object(os, "fsync", waiting_sync), contextlib.redirect_stdout(output):
+        try:
+            with contextlib.suppress(RuntimeError):
+                train(trainer, size=40)
+        finally:
+            may_end.set()
+            for thread in threading.enumerate():
+                if thread.name == "training-state-writer":
+                    thread.join(120)
+    assert trainer.progress.update == 5
+    return output.getvalue()
+
+
 @pytest.mark.processes
 def test_a_state_that_was_still_being_written_when_a_run_failed_is_not_said_to_be_saved(tmp_path, two_ranks):
-    printed, _ = two_ranks.run(cases.states.fail_while_a_state_is_written, tmp_path)
+    printed, _ = two_ranks.run(fail_while_a_state_is_written, tmp_path)
     assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in " ".join(printed.split())
 
 

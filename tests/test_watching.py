@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import warnings
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanAbsoluteError, Metric, MetricCollection
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
 
@@ -31,9 +32,41 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from tests import cases
+from tests.cases.common import shared_folder
 from tests.launching import two_are_enough
-from tests.tasks import Stream, equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.shipped import RUN, SHIPPED, build
+from tests.tasks import (
+    Stream,
+    equal,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
+
+
+class _Rising(TrainerCallback):
+    """Records a metric that rises, and says so."""
+
+    def configure_run(self, trainer, request, **kwargs):
+        request.metrics.record(self, {"score": True}, in_evaluation=True)
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        trainer.run_history.update_metric("score", float(trainer.progress.epoch))
+
+
+class _Silent(TrainerCallback):
+    """Might record anything."""
+
+
+class RecordsMae(TrainerCallback):
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("mae", 1.0)
 
 
 @pytest.fixture
@@ -282,10 +315,25 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     ]
 
 
+def warnings_of_watched_metrics() -> list[str]:
+    """What this rank says of a metric of unknown direction, and of another that may not be recorded."""
+    with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        best = SaveBestModelCallback(folder / "best.pt", watch_metric="mae")
+        trainer = quiet_trainer(small_model(), callbacks=[RecordsMae, best])
+        trainer.train(regression_data(8), 1, regression_data(4))
+        stopping = EarlyStoppingCallback(watch_metric="eval_loss_epochs")
+        with suppress(ValueError):
+            quiet_trainer(small_model(), callbacks=[RecordsMae, stopping]).train(
+                regression_data(8), 1, regression_data(4)
+            )
+        return [str(warning.message) for warning in caught]
+
+
 @pytest.mark.processes
 @two_are_enough
 def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
-    first, *others = ranks(cases.callbacks.warnings_of_watched_metrics)
+    first, *others = ranks(warnings_of_watched_metrics)
     assert len(others) == ranks.world_size - 1 > 0
     unknown, unrecorded = first
     assert unknown.startswith("SaveBestModelCallback(watch_metric='mae'): whether greater values are better is unknown")
@@ -371,7 +419,6 @@ def test_what_a_trainer_of_ones_own_or_its_loss_or_a_metric_may_record_is_not_re
 
 def test_all_that_shipped_callbacks_record_is_known_to_the_run(here):
     """Otherwise watching it would be refused."""
-    from tests.shipped import RUN, SHIPPED, build
 
     for kind in SHIPPED:
         trainer = make_trainer([build(kind)])
@@ -582,10 +629,32 @@ def test_senseless_numbers_of_batches_are_refused(arguments, error, match):
     assert steps_of(make_trainer(), error, match, **arguments) == 0
 
 
+def sanity() -> Any:
+    """A run with and without an evaluation before it; the best value; what is said of metrics that do not come."""
+    results: dict[str, Any] = {}
+    for name, batches in (("plain", 0), ("tried", 2)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+        stopping = EarlyStoppingCallback(1, watch_metric="score")
+        trainer = quiet_trainer(model, callbacks=[_Rising(), stopping], seed=0)
+        trainer.train(regression_data(24), 3, regression_data(11), 4, sanity_eval_batches=batches)
+        results[name] = {"weights": weights(model), "history": trainer.run_history.to_dict()}
+        results["best"] = stopping.best_metric
+    metrics = MetricsCallback({"score": MeanSquaredError()})
+    for name, callbacks in (("refused", [metrics]), ("missing", [metrics, _Silent()])):
+        watched = EarlyStoppingCallback(watch_metric="scroe" if name == "refused" else "never", greater_is_better=False)
+        trainer = quiet_trainer(small_model(), callbacks=[*callbacks, watched])
+        try:
+            trainer.train(regression_data(25), 1, regression_data(11), 2, sanity_eval_batches=1)
+        except ValueError as error:
+            results[name] = str(error)
+    return results
+
+
 @pytest.mark.processes
 @two_are_enough
 def test_an_evaluation_before_training_leaves_no_trace_on_several_processes(ranks):
-    for result in ranks(cases.evaluation.sanity):
+    for result in ranks(sanity):
         assert equal(result["plain"]["weights"], result["tried"]["weights"])
         assert result["plain"]["history"] == result["tried"]["history"]
         assert result["best"] == max(result["tried"]["history"]["score"])

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    ProgressTableCallback,
-    RunLogCallback,
-    SaveBestModelCallback,
-    WSDCheckpointCallback,
-)
-from pytorch_accel_lite.schedulers import WSDLrScheduler
-from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder
-from tests.launching import forget
+from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressTableCallback, SaveBestModelCallback
+from tests.cases.common import rank, shared_folder
 from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
@@ -58,14 +47,6 @@ def shipped_callbacks() -> Any:
     return results
 
 
-def command_to_repeat() -> list[str]:
-    """The command that a record of the run shows."""
-    with shared_folder() as folder:
-        quiet_trainer(small_model(), callbacks=[RunLogCallback(folder)]).train(regression_data(8), 1)
-        command: list[str] = json.loads((folder / "run.json").read_text())["command"]
-    return command
-
-
 def default_callbacks() -> Any:
     """Everything on: what is printed is looked at by the test, through the output of the launch."""
     with shared_folder() as folder:
@@ -76,53 +57,3 @@ def default_callbacks() -> Any:
         trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), *others])
         trainer.train(regression_data(20), 3, regression_data(9), per_device_batch_size=2)
         return {"weights": weights(model), "best": best.best_metric, "history": trainer.run_history.to_dict()}
-
-
-def wsd() -> Any:
-    """A run with a decay, one resumed from before it, and the same without a break: 8, 4 + 8 and 12 updates."""
-    with shared_folder() as folder:
-
-        def run(name: str, epochs: int, ratio: float, initial: Path | None = None) -> Any:
-            model = small_model()
-            trainer = quiet_trainer(
-                model, callbacks=[WSDCheckpointCallback(folder / f"wsd {name}", initial_checkpoint=initial)]
-            )
-            create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=ratio)
-            batch = {"per_device_batch_size": global_batch(6), "train_dataloader_kwargs": IN_ORDER}
-            trainer.train(regression_data(24), epochs, create_scheduler_fn=create, **batch)
-            return weights(model)
-
-        run("first", 2, 0.5)
-        continued = run("second", 2, 0.5, folder / "wsd first" / "checkpoint_4_wsd_pre_decay.pt")
-        names = sorted(path.name for path in (folder / "wsd first").iterdir())
-        return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}
-
-
-class RecordsMae(TrainerCallback):
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        trainer.run_history.update_metric("mae", 1.0)
-
-
-def warnings_of_watched_metrics() -> list[str]:
-    """What this rank says of a metric of unknown direction, and of another that may not be recorded."""
-    with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        best = SaveBestModelCallback(folder / "best.pt", watch_metric="mae")
-        trainer = quiet_trainer(small_model(), callbacks=[RecordsMae, best])
-        trainer.train(regression_data(8), 1, regression_data(4))
-        stopping = EarlyStoppingCallback(watch_metric="eval_loss_epochs")
-        with suppress(ValueError):
-            quiet_trainer(small_model(), callbacks=[RecordsMae, stopping]).train(
-                regression_data(8), 1, regression_data(4)
-            )
-        return [str(warning.message) for warning in caught]
-
-
-def warnings_of_unknown_events() -> list[str]:
-    """What this rank says of a misspelt event."""
-    misspelt = type("Misspelt", (TrainerCallback,), {"on_train_step" + "_ends": lambda self, trainer, **kwargs: None})
-    with patch.dict(sys.modules), warnings.catch_warnings(record=True) as caught:
-        forget("tests", "conftest")  # which fire events, too
-        warnings.simplefilter("always")
-        quiet_trainer(small_model(), callbacks=[misspelt]).train(regression_data(8), 1)
-    return [str(warning.message) for warning in caught]

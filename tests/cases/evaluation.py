@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import warnings
-from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
-from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, SumMetric
+from torchmetrics import CatMetric, MaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.base.splitting import concatenate
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    MetricsCallback,
-    ModelEmaCallback,
-    PredictionWriterCallback,
-    SaveTrainingStateCallback,
-    WorstSamplesCallback,
-    read_predictions,
-)
+from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, PredictionWriterCallback, read_predictions
 from tests.cases.common import IN_ORDER, OrderedStream, global_batch, shared_folder, world_size
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
@@ -158,41 +147,6 @@ def predictions() -> Any:
         by_hand = small_model()(data.tensors[0]).detach()
         names = [path.stem.partition("rank")[2] for path in directory.glob("shard-*")]
         return {"equal": bool(torch.allclose(written, by_hand)), "ranks": sorted(set(map(int, names)))}
-
-
-def predicts_into(directory: Path, seed: int) -> Any:
-    output = io.StringIO()
-    with redirect_stdout(output):
-        trainer = quiet_trainer(small_model(seed), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
-        parts = list(trainer.predict_iter(regression_data(21), per_device_batch_size=2))
-    return {"samples": sum(map(len, parts)), "printed": output.getvalue()}
-
-
-def predicted_streams() -> Any:
-    """Predictions and losses of streams, of full and of incomplete last rounds of batches."""
-    results = {}
-    for size in range(1, 14):
-        trainer, data = quiet_trainer(small_model()), regression_data(size)
-        stream = OrderedStream(data)
-        results[size] = {
-            "predictions": trainer.predict(stream, per_device_batch_size=2),
-            "losses": trainer.evaluate(stream, per_device_batch_size=2),
-            "expected": small_model()(data.tensors[0]).detach(),
-            "expected_losses": trainer.evaluate(data, per_device_batch_size=2),
-        }
-    return results
-
-
-def worst_samples() -> Any:
-    """Twice, with fewer samples than ranks too; by hand on the whole set."""
-    found, expected = [], []
-    for size in (23, 2):
-        data, model, worst = regression_data(size), small_model(), WorstSamplesCallback(6)
-        quiet_trainer(model, callbacks=[worst]).evaluate(data, per_device_batch_size=2)
-        losses = nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1], reduction="none")[:, 0]
-        found.append([sample.index for sample in worst.samples])
-        expected.append(losses.sort(descending=True).indices[:6].tolist())
-    return {"found": found, "expected": expected}
 
 
 class EvaluateInside(TrainerCallback):
@@ -360,63 +314,3 @@ def _largest_output(batch: Any, batch_output: Any) -> Any:
 
 def ones(batch: Any, batch_output: Any) -> Any:
     return (torch.ones(len(batch[0])),)
-
-
-def training_metrics(folder: Path) -> Any:
-    """The samples of an epoch, whose last step has a sample for one process only."""
-    counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
-    saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False)
-    trainer = quiet_trainer(small_model(), callbacks=[counts, saver], seed=0)
-    trainer.train(regression_data(7), 1, per_device_batch_size=3)
-    return trainer.run_history.to_dict()
-
-
-def predict_one_sample_within_a_run() -> Any:
-    """Some processes have no share of it; the model has buffers."""
-    shapes: list[Any] = []
-
-    class Predicts(TrainerCallback):
-        def on_train_epoch_end(self, trainer, **kwargs):
-            shapes.append(list(trainer.predict(regression_data(1)).shape))
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    trainer = quiet_trainer(model, callbacks=[Predicts])
-    trainer.train(regression_data(12), 2, per_device_batch_size=2)
-    return shapes
-
-
-class _Rising(TrainerCallback):
-    """Records a metric that rises, and says so."""
-
-    def configure_run(self, trainer, request, **kwargs):
-        request.metrics.record(self, {"score": True}, in_evaluation=True)
-
-    def on_eval_epoch_end(self, trainer, **kwargs):
-        trainer.run_history.update_metric("score", float(trainer.progress.epoch))
-
-
-class _Silent(TrainerCallback):
-    """Might record anything."""
-
-
-def sanity() -> Any:
-    """A run with and without an evaluation before it; the best value; what is said of metrics that do not come."""
-    results: dict[str, Any] = {}
-    for name, batches in (("plain", 0), ("tried", 2)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
-        stopping = EarlyStoppingCallback(1, watch_metric="score")
-        trainer = quiet_trainer(model, callbacks=[_Rising(), stopping], seed=0)
-        trainer.train(regression_data(24), 3, regression_data(11), 4, sanity_eval_batches=batches)
-        results[name] = {"weights": weights(model), "history": trainer.run_history.to_dict()}
-        results["best"] = stopping.best_metric
-    metrics = MetricsCallback({"score": MeanSquaredError()})
-    for name, callbacks in (("refused", [metrics]), ("missing", [metrics, _Silent()])):
-        watched = EarlyStoppingCallback(watch_metric="scroe" if name == "refused" else "never", greater_is_better=False)
-        trainer = quiet_trainer(small_model(), callbacks=[*callbacks, watched])
-        try:
-            trainer.train(regression_data(25), 1, regression_data(11), 2, sanity_eval_batches=1)
-        except ValueError as error:
-            results[name] = str(error)
-    return results

@@ -122,13 +122,3 @@ def out_of_memory() -> Any:
             "parts": trainer.num_microbatches,
         }
     return results
-
-
-def note_of_an_error() -> str:
-    """What is said of an error that all ranks have in their first step."""
-    trainer = quiet_trainer(small_model(features=4))
-    try:
-        trainer.train(regression_data(12), 1, per_device_batch_size=2)
-    except RuntimeError as error:
-        return "\n".join(error.__notes__)
-    return "no error"

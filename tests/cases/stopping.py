@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from contextlib import redirect_stdout, suppress
-from functools import partial
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
@@ -25,7 +21,7 @@ from pytorch_accel_lite.callbacks import (
     TimingCallback,
 )
 from tests.cases.common import IN_ORDER, rank, shared_folder, world_size
-from tests.tasks import make_data, make_trainer, quiet_trainer, regression_data, small_model, train, weights
+from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
 
 class NaNOnOneRank(Trainer):
@@ -213,33 +209,6 @@ def time_limit() -> Any:
     return outcomes
 
 
-def stopped_in_mid_epoch() -> Any:
-    """The rows of two runs that stop in their second epoch, and the mean losses of those epochs."""
-    means = []
-
-    class Stops(TrainerCallback):
-        def on_train_epoch_start(self, trainer, **kwargs):
-            self.sums = [0.0, 0]
-
-        def on_train_step_end(self, trainer, batch_output, **kwargs):
-            self.sums[0] += batch_output["loss"].item() * batch_output["batch_size"]
-            self.sums[1] += batch_output["batch_size"]
-            if trainer.progress.update == 7:
-                raise StopTrainingError("enough")
-
-        def on_training_run_end(self, trainer, **kwargs):
-            totals, counts = zip(*trainer.all_gather_object(self.sums), strict=True)
-            means.append(sum(totals) / sum(counts))
-
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[Stops])
-    for _ in range(2):
-        data = regression_data(10 * world_size())
-        trainer.train(data, 3, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, reset_run_history=False)
-    return [(row["epoch"], row["train_loss_epoch"]) for row in trainer.run_history.rows()], means
-
-
 class StopsAt(TrainerCallback):
     """Asks for the end of the run at an event, on the last rank only."""
 
@@ -250,26 +219,3 @@ class StopsAt(TrainerCallback):
     def stop(self, trainer, **kwargs):
         if trainer.progress.update == self.update and rank() == world_size() - 1:
             raise StopTrainingError("enough")
-
-
-def trained_further(folder: Path, event: str, change: str) -> Any:
-    """What a run is at its end that was stopped and trained further, and one that never was; what they print."""
-
-    def run(epochs: int, *callbacks: TrainerCallback) -> Any:
-        trainer = make_trainer([*callbacks, SaveTrainingStateCallback(folder)], seed=3)
-        how = {"create_scheduler_fn": partial(StepLR, step_size=1, gamma=0.5), "scheduler_interval": "epoch"}
-        output = io.StringIO()
-        with redirect_stdout(output):
-            train(trainer, epochs, 6 * world_size(), eval_dataset=make_data(9), resume_from="latest", **how)
-        result = trainer.progress, weights(trainer.model), trainer.run_history.to_dict(), trainer.scheduler.last_epoch
-        return result, " ".join(output.getvalue().split()), trainer.stop_reason
-
-    at = 5 if event == "on_train_step_end" else 6
-    _, _, reason = run(3, StopsAt(event, at))
-    assert reason == "enough"
-    _, again, reason = run(3, StopsAt(event, at))
-    assert reason == "enough"
-    further = run(4, StopsAt(event, at)) if change == "num_epochs" else run(3, StopsAt(event, 100))
-    folder = folder / "whole"
-    whole = run(4 if change == "num_epochs" else 3)
-    return again, further, whole

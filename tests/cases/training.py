@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from functools import partial
 from typing import Any
@@ -13,17 +12,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import (
-    ConvertSyncBatchNormCallback,
-    GradualUnfreezingCallback,
-    LimitBatchesCallback,
-    LogOutputsCallback,
-    MetricsFileCallback,
-)
+from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.data import NamedDatasets
-from pytorch_accel_lite.finetuning import ModelFreezer
-from tests.cases.common import IN_ORDER, Recorder, global_batch, rank, shared_folder
+from tests.cases.common import IN_ORDER, Recorder, global_batch, rank
 from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, weights
 
 
@@ -269,44 +261,6 @@ def sync_batch_norm() -> Any:
     return found | {"losses": (plain, trainer.evaluate(regression_data(9))["evaluation_loss"])}
 
 
-def model_to_unfreeze() -> nn.Module:
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-    torch.set_rng_state(state)
-    return model.double()
-
-
-def gradual_unfreezing() -> Any:
-    """Weights after each number of epochs, for an optimizer over the head; also by hand with rewrap_model()."""
-    results = {}
-
-    class UnfreezesByHand(TrainerCallback):
-        def on_train_epoch_start(self, trainer, **kwargs):
-            if trainer.progress.epoch == 2:
-                ModelFreezer(trainer.get_model()).unfreeze()
-                trainer.rewrap_model()
-
-    for how in ("callback", "accumulation", "by hand"):
-        for epochs in (1, 2, 4):
-            model = model_to_unfreeze()
-            optimizer = torch.optim.AdamW((model if how == "by hand" else model[-1]).parameters(), lr=0.01)
-            if how == "by hand":
-                ModelFreezer(model).freeze()
-            callbacks = [UnfreezesByHand() if how == "by hand" else GradualUnfreezingCallback()]
-            quiet_trainer(model, None, optimizer, callbacks=callbacks).train(
-                regression_data(37),
-                epochs,
-                regression_data(11),
-                per_device_batch_size=global_batch(6),
-                gradient_accumulation_steps=2 if how == "accumulation" else 1,
-                train_dataloader_kwargs=IN_ORDER,
-                gradient_clip_norm=1.0,
-            )
-            results[how, epochs] = weights(model)
-    return results
-
-
 class Contrastive(Trainer):
     """A loss over all samples of a step: each output is to be nearer to its own target than to those of others."""
 
@@ -401,97 +355,11 @@ def losses_of_what_has_no_gradients() -> Any:
     return {"said": said, "lengths": gathers.lengths}
 
 
-class LogsNumbers(Trainer):
-    """Logs in its steps."""
-
-    def calculate_train_batch_loss(self, batch: Any) -> Any:
-        self.log("index", batch[0])
-        self.log("weighted", torch.tensor(2.0), weight=3)
-        return super().calculate_train_batch_loss(batch) | {"given": batch[0].mean(), "one": 1, "text": "is no number"}
-
-    def calculate_eval_batch_loss(self, batch: Any) -> Any:
-        self.log("index", batch[0])
-        return super().calculate_eval_batch_loss(batch) | {"given": batch[0].mean()}
-
-
-class LogsTheLoss(TrainerCallback):
-    """Logs in the events of a step."""
-
-    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
-        trainer.log("from_callback", batch_output["loss"])
-
-
-def logged_numbers() -> dict[str, Any]:
-    """What is recorded of 11 samples, in batches of 4."""
-    x = torch.arange(11.0, dtype=torch.float64)[:, None]
-    data = TensorDataset(x, x)
-    model = small_model(features=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss, LogOutputsCallback])
-    trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
-    trainer.evaluate(data)
-    return {name: list(values) for name, values in trainer.run_history.to_dict().items()}
-
-
-class LogsByRank(Trainer):
-    """Logs a number in every step, one only on the first rank, one under a name for each rank, one in some steps."""
-
-    def calculate_train_batch_loss(self, batch: Any) -> Any:
-        update = self.progress.update
-        self.log("everywhere", 1.0 + rank())
-        self.log(f"of_{rank()}", 10.0 * (1 + rank()))
-        if rank() == 0:
-            self.log("first", float(update))
-        if update >= 3:
-            self.log("late" if rank() else "later", 7.0)
-        return super().calculate_train_batch_loss(batch)
-
-
-def rows_of_ranks_that_log_differently() -> list[dict[str, float]]:
-    """The rows of seven samples, whose last batches are fillers on some ranks."""
-    with shared_folder() as folder:
-        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
-        model = small_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        trainer = LogsByRank(model, nn.MSELoss(), optimizer, callbacks=[log])
-        trainer.train(regression_data(7), 2, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER)
-        trainer.barrier()
-        rows = (folder / "m_updates.jsonl").read_text().splitlines()
-        trainer.barrier()
-    return [json.loads(row) for row in rows]
-
-
-class EvaluatesByError(Trainer):
-    """Has no loss in evaluations."""
-
-    def calculate_eval_batch_loss(self, batch: Any) -> Any:
-        self.log("error", batch[0])
-        return {"loss": None}
-
-
-def evaluations_without_loss() -> dict[str, Any]:
-    """What is recorded, and what ``evaluate`` returns, with and without numbers that are logged."""
-    x = torch.arange(11.0, dtype=torch.float64)[:, None]
-    data = TensorDataset(x, x)
-    model = small_model(features=1)
-    trainer = EvaluatesByError(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
-    trainer.train(data, 1, data, per_device_batch_size=global_batch(4))
-    history = {name: list(values) for name, values in trainer.run_history.to_dict().items()}
-    evaluated = trainer.evaluate(data)
-    trainer.log = lambda name, value: None
-    return {"history": history, "evaluated": evaluated, "nothing": trainer.evaluate(data)}
-
-
 def _warnings_of(trainer: Trainer, data: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.train(data, 1, per_device_batch_size=2)
     return [str(each.message) for each in said]
-
-
-def warnings_of_a_sum() -> list[str]:
-    """What a process says of a loss that is a sum."""
-    return _warnings_of(make_trainer(loss_func=nn.MSELoss(reduction="sum")), make_data(8))
 
 
 def warnings_of_weights() -> list[str]:
