@@ -17,14 +17,16 @@ def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
     device = trainer.device
     with nullcontext() if trainer.backend_settings is None else trainer.backend_settings.in_force():
         settings = describe_settings(device.type == "cuda")
-    of_device: dict[str, Any] = {"device": device.type}
+    name = device.type
+    versions: dict[str, Any] = {}
     if device.type == "cuda":
         cudnn: Any = torch.backends.cudnn
-        of_device = {"device": torch.cuda.get_device_name(device), "CUDA": torch.version.cuda, "cuDNN": cudnn.version()}
+        name = torch.cuda.get_device_name(device)
+        versions = {"CUDA": torch.version.cuda, "cuDNN": cudnn.version()}
     elif device.type == "cpu":
         threads = torch.get_num_threads() if trainer.logical is None else 1
-        of_device |= {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
-    return {**of_device, "torch": str(torch.__version__), **settings}
+        versions = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
+    return {"device": name, "torch": str(torch.__version__), **settings, **versions}
 
 
 def describe_changes(trainer: TrainerLike, metadata: Mapping[str, Any]) -> str:

@@ -155,10 +155,11 @@ def write_files(directory: Path, rank: int, captured: CapturedState) -> dict[str
     paths = [directory / name for name in writes]
     for path in paths:
         writes[path.name](path)
-    with ThreadPoolExecutor(1, "syncing") as pool:  # while they are hashed
-        synced = pool.map(sync, paths)
-        checksums = hash_files(paths)
-        list(synced)
+    with ThreadPoolExecutor(1, "hashing") as pool:
+        hashing = pool.submit(hash_files, paths)
+        for path in paths:
+            sync(path)
+        checksums = hashing.result()
     return {path.name: {"size": path.stat().st_size, _CHECKSUM: checksums[path.name]} for path in paths}
 
 
