@@ -46,8 +46,8 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.data import NamedDatasets, OwnShard, shard
 from pytorch_accel_lite.data.defaults import default_num_workers
-from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
+from pytorch_accel_lite.data.reading import tensors_in_memory
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
 from tests import cases
@@ -1073,10 +1073,10 @@ BAD_INPUT = [
         r"train_dataset\['b'\] is empty",
     ),
     (lambda t: t.train({}, 1), r"train_dataset={}"),
-    (lambda t: t.train({"a": Endless()}, 1), r"The dataset 'a' \(Endless\) has no length"),
+    (lambda t: t.train({"a": Endless()}, 1), r"The dataset 'a' \(Endless\) cannot be indexed or has no length"),
     (lambda t: t.train(regression_data(4), 1, {"a": TensorDataset(torch.empty(0))}), r"eval_dataset\['a'\] is empty"),
     (lambda t: t.predict({"a": regression_data(4)}), "predict takes one dataset"),
-    (lambda t: t.find_batch_size({}), "A dict of datasets must not be empty"),
+    (lambda t: t.find_batch_size({}), "A dict of datasets must have at least one"),
     (lambda t: t.find_batch_size({"a": regression_data(0)}), "The dataset 'a' is empty"),
     (lambda t: NamedDatasets({"a": [1]}, length="mean"), "length='mean' must be 'min' or 'max'"),
     (lambda t: LimitBatchesCallback(0), "num_batches=0 must be at least 1"),

@@ -283,8 +283,8 @@ rows = TensorDataset(torch.zeros(3))
 @pytest.mark.parametrize(
     ("datasets", "kwargs", "error", "message"),
     [
-        ({}, {}, ValueError, "needs at least one dataset"),
-        ([rows], {}, TypeError, r"a dict of datasets by name, not list"),
+        ({}, {}, ValueError, "must have at least one"),
+        ([rows], {}, TypeError, r"in a dict by name, not a list"),
         ({"a": rows, "b": Stream()}, {}, ValueError, r"'b' \(Stream\) cannot be indexed .* MixtureStream"),
         ({"a": TensorDataset(torch.zeros(0))}, {}, ValueError, "'a' is empty"),
         ({"a": rows}, {"weights": {"a": 1, "c": 1}}, ValueError, "weights has 'c', which is none of the datasets 'a'"),

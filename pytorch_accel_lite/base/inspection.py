@@ -27,6 +27,24 @@ def find_length(thing: Any) -> int | None:
         return None
 
 
+def nested_in(root: Any, is_kind: Callable[[Any], bool]) -> list[Any]:
+    """Return an object and those of a kind inside it, as far as they are attributes, or in lists or dicts of such.
+
+    Lists that begin with another object are not searched, as they may be long.
+    """
+    nested = [root]
+    seen = {id(root)}
+    for item in nested:  # which grows
+        for value in getattr(item, "__dict__", {}).values():
+            values = list(value.values()) if isinstance(value, dict) else value
+            parts = values if isinstance(values, (list, tuple)) else [value]
+            for part in parts if parts and is_kind(parts[0]) else []:
+                if is_kind(part) and id(part) not in seen:
+                    seen.add(id(part))
+                    nested.append(part)
+    return nested
+
+
 def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the elements that have memory of their own, as torch writes only to these; see ``expand``."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import Dataset, Subset
 
 from pytorch_accel_lite.base.batches import tensors_in
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
 _PIECE = 1 << 16  # indices
+_DRAW_FROM = (
+    "Draw it from torch's, NumPy's or Python's global generators, which are seeded alike for each epoch, or from the "
+    "epoch that set_epoch(epoch) is given."
+)
+#: What to do if processes read different data on purpose.
+IF_OWN_PART = (
+    "If each process should read its own part, return OwnShard(DataLoader(...)) from create_train_dataloader or "
+    "create_eval_dataloader."
+)
 
 
 class OtherOrderError(WrongLengthError):
@@ -30,34 +39,13 @@ def check_same_data(dataset: Any, ranks: Ranks) -> None:
 
     :raises ValueError: on all processes, for example after a ``random_split`` that was not seeded
     """
-    found = ranks.all_gather_object(_identity(dataset))
-    if any(other != found[0] for other in found):
+    of_all = ranks.all_gather_object(_identity(dataset))
+    if any(other != of_all[0] for other in of_all):
         raise ValueError(
-            f"The processes have datasets with different rows, of lengths {[length for length, _ in found]}. Each "
+            f"The processes have datasets with different rows, of lengths {[length for length, _ in of_all]}. Each "
             "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
             "every process: call torch.manual_seed before random_split, and do not split by rank, as "
-            "split_dataset_by_node and shard() do: the trainer shards the data. If each process should read all of its "
-            "own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or create_eval_dataloader."
-        )
-
-
-def check_own_batches(source: Any, ranks: Ranks) -> None:
-    """Check that not every process reads the same samples from batches that are taken to be its own.
-
-    Nothing divides a ``DataLoader`` of a subclass that reads by a method ``__iter__`` of its own. Raises only if its
-    order is one of torch's, over data that are the same on all processes. Call it on every process.
-
-    :raises ValueError: on all processes
-    """
-    if ranks.world_size == 1:
-        return
-    found = ranks.all_gather_object(_identity(source.dataset) if _reads_all(source) else None)
-    if found[0] is not None and all(other == found[0] for other in found):
-        raise ValueError(
-            f"{type(source).__name__} has an __iter__ of its own, by which every process would read all samples of its "
-            f"DataLoader: each sample would be used {ranks.world_size} times. Return a plain DataLoader, which the "
-            "trainer shards. If each process reads its own part, return OwnShard(...) of it from "
-            "create_train_dataloader or create_eval_dataloader."
+            f"split_dataset_by_node and shard() do: the trainer shards the data. {IF_OWN_PART}"
         )
 
 
@@ -67,14 +55,12 @@ def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
     :raises OtherOrderError: on all processes, for example if it has a generator of its own, or gives a part by rank
     """
     mine = len(order), checksum(order)
-    found = ranks.all_gather_object(mine)
-    if any(other != mine for other in found):
+    of_all = ranks.all_gather_object(mine)
+    if any(other != mine for other in of_all):
         raise OtherOrderError(
             f"The sampler {type(sampler).__name__} gives another order on each process, of lengths "
-            f"{[length for length, _ in found]}. Each would read only a share of its own order, so samples would be "
-            "lost and others repeated. Draw it from torch's, NumPy's or Python's global generators, which are seeded "
-            "alike for each epoch, or from the epoch that set_epoch(epoch) is given. If each process should read its "
-            "own part, return OwnShard(DataLoader(...)) from create_train_dataloader or create_eval_dataloader."
+            f"{[length for length, _ in of_all]}. Each would read only a share of its own order, so samples would be "
+            f"lost and others repeated. {_DRAW_FROM} {IF_OWN_PART}"
         )
     return mine[1]
 
@@ -85,35 +71,28 @@ def check_order(
     """Check the order of an epoch, which each process has drawn itself, and note in ``drawn`` what identifies it.
 
     :param order: that of a user's sampler; ``None`` for others, which are functions of their length
-    :param resumed: what the training state holds, if the epoch is resumed
+    :param drawn: the ``"length"`` of the order, if it consists of indices; of orders of users' samplers, their
+        ``"checksum"`` and the ``"batch_size"`` of the sampler, if it has one, are added
+    :param resumed: the same of the training state, if the epoch is resumed in its middle
+    :raises OtherOrderError: if the sampler gives another order than on other processes or in the state
+    :raises WrongLengthError: if the data have another length than in the state
     """
     if order is not None:
         drawn["checksum"] = check_same_order(sampler, order, ranks)
         drawn["batch_size"] = getattr(sampler, "batch_size", None)
-    if resumed is not None:
-        _check_order_of_state(sampler, drawn, resumed)
-
-
-def _check_order_of_state(sampler: Any, drawn: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Check that the order of an epoch that is resumed in its middle is the one of the run that saved the state.
-
-    :param drawn: ``"length"`` of the order, if it consists of indices; for orders of users' samplers under a seed, also
-        their ``"checksum"`` and the ``"batch_size"`` of the sampler, if it has one
-    :param saved: the same of the state
-    :raises OtherOrderError: if the data have another length, or the sampler gives another order
-    """
-    before, now = saved.get("length"), drawn["length"]
+    if resumed is None:
+        return
+    before, now = resumed.get("length"), drawn["length"]
     remedy = "the training state was saved in the middle of an epoch. Resume it with the data and the sampler it was "
     remedy += "saved with, or resume a state that was saved at the end of an epoch."
     if None not in (before, now) and before != now:
         raise WrongLengthError(f"An epoch now has {now} samples, but had {before} when {remedy}")
-    if "checksum" not in drawn or "checksum" not in saved or drawn["batch_size"] != saved["batch_size"]:
+    if "checksum" not in drawn or "checksum" not in resumed or drawn["batch_size"] != resumed["batch_size"]:
         return  # with drop_last, the order of other batches differs at its end
-    if drawn["checksum"] != saved["checksum"]:
+    if drawn["checksum"] != resumed["checksum"]:
         raise OtherOrderError(
-            f"The sampler {type(sampler).__name__} now gives another order for this epoch than when {remedy} A sampler "
-            "must draw its order from torch's, NumPy's or Python's global generators, which are seeded for each epoch, "
-            "or from the epoch that set_epoch(epoch) is given."
+            f"The sampler {type(sampler).__name__} now gives another order for this epoch than when {remedy} "
+            f"{_DRAW_FROM}"
         )
 
 
@@ -153,20 +132,6 @@ def _bytes_of(index: Any) -> bytes:
     return (type(index).__qualname__ if shows_address else repr(index)).encode()
 
 
-def _datasets_in(dataset: Any, seen: list[Any]) -> Iterator[Any]:
-    """Yield a dataset and the datasets inside it, as far as they are its attributes."""
-    if any(dataset is other for other in seen):
-        return
-    seen.append(dataset)
-    yield dataset
-    for value in getattr(dataset, "__dict__", {}).values():
-        values = list(value.values()) if isinstance(value, dict) else value
-        inner = values if isinstance(values, (list, tuple)) else [value]
-        if inner and _is_dataset(inner[0]):  # do not look through long lists of other objects
-            for part in inner:
-                yield from _datasets_in(part, seen)
-
-
 def _is_dataset(value: Any) -> bool:
     return isinstance(value, Dataset) or _is_table(value)
 
@@ -176,22 +141,9 @@ def _is_table(value: Any) -> bool:
     return all(hasattr(type(value), name) for name in ("with_format", "num_rows"))
 
 
-def _reads_all(source: Any) -> bool:
-    """Whether a source is a ``DataLoader`` over a map dataset, with a sampler of torch that is known to give all."""
-    dataset = getattr(source, "dataset", None)
-    if not isinstance(source, DataLoader) or isinstance(dataset, (IterableDataset, range)):  # numbers of something else
-        return False
-    if any(base.__module__.startswith("accelerate.") for base in type(source).__mro__):
-        return False
-    sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
-    while hasattr(sampler, "sampler"):
-        sampler = sampler.sampler
-    return type(sampler) in (RandomSampler, SequentialSampler)
-
-
 def _identity(dataset: Any) -> tuple[int | None, list[tuple[str, int]]]:
     """Return the length of a map dataset, and what identifies it and the datasets inside it."""
-    return find_length(dataset), [_described(part) for part in _datasets_in(dataset, [])]
+    return find_length(dataset), [_described(part) for part in nested_in(dataset, _is_dataset)]
 
 
 def _described(dataset: Any) -> tuple[str, int]:

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.environment import cores_per_process
-from pytorch_accel_lite.data.map import tensors_in_memory
-from pytorch_accel_lite.data.order import WithOwnSampler, inner_datasets, reads_batches
+from pytorch_accel_lite.data.mixtures import Mixture, NamedDatasets
+from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
 from pytorch_accel_lite.data.workers import start_method
 
 
@@ -22,17 +22,10 @@ def default_num_workers(dataset: Any, processes: int) -> int:
     process, up to eight.
     """
     is_fast = _is_in_memory(dataset) or reads_batches(dataset)
-    if is_fast or isinstance(dataset, IterableDataset):
-        return 0
-    if start_method() != "fork":
+    if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
         return 0
     per_process = cores_per_process(processes)
     return min(per_process, 8) if per_process > 1 else 0
-
-
-def _is_mixture(dataset: Any) -> bool:
-    """Whether a dataset is a :class:`~pytorch_accel_lite.data.Mixture`, whose module is loaded only if needed."""
-    return hasattr(dataset, "samples_per_epoch")
 
 
 def _is_in_memory(dataset: Any) -> bool:
@@ -47,14 +40,14 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
     while type(inner) is Subset:  # whose indices take time to convert
         inner = inner.dataset
     memory = tensors_in_memory(inner)
-    can_be_pinned = memory is None or all(tensor.is_cpu for tensor in memory.tensors)
+    can_be_pinned = memory is None or memory.is_on(torch.device("cpu"))
     kwargs: dict[str, Any] = {
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,
         "pin_memory": torch.cuda.is_available() and can_be_pinned,
     }
-    if isinstance(dataset, WithOwnSampler):
+    if isinstance(dataset, NamedDatasets):
         kwargs["sampler"] = dataset.create_sampler(shuffle)
     elif not isinstance(dataset, IterableDataset):
         kwargs["shuffle"] = shuffle
@@ -64,9 +57,9 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
 def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the user's arguments merged with all defaults that are compatible with them."""
     given = dict(given or {})
-    if isinstance(dataset, WithOwnSampler) and "shuffle" in given:
+    if isinstance(dataset, NamedDatasets) and "shuffle" in given:
         given["sampler"] = dataset.create_sampler(given.pop("shuffle"))
-    elif _is_mixture(dataset) and defaults.get("shuffle") and not given.keys() & {"sampler", "batch_sampler"}:
+    elif isinstance(dataset, Mixture) and defaults.get("shuffle") and not given.keys() & {"sampler", "batch_sampler"}:
         merged = defaults | given
         requested = {name: merged[name] for name in ("batch_size", "shuffle", "drop_last") if name in merged}
         given = {name: value for name, value in given.items() if name not in requested} | dataset.loader_kwargs(

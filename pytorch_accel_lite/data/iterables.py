@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice, zip_longest
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,15 +17,9 @@ from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_gener
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.lockstep import Announced, agreed_steps
-from pytorch_accel_lite.data.plan import with_last
-from pytorch_accel_lite.data.skipping import cannot_split, last_samples, skip_batches, skip_samples
-from pytorch_accel_lite.data.stateful import PositionTracker, can_track
-from pytorch_accel_lite.data.workers import start_reading
+from pytorch_accel_lite.data.plan import skip_samples, with_last
+from pytorch_accel_lite.data.position import cannot_split, last_samples, skip_batches, track_position
 from pytorch_accel_lite.distributed import Ranks
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data.stateful import PositionTracker
-
 
 #: Name under which the position in a source without a state holds what identifies the first batch of the epoch.
 _FIRST = "first_batch_of_the_epoch"
@@ -35,15 +29,15 @@ class OwnShard:
     """Marks batches as this process's own: every process already reads different ones.
 
     Return it from ``create_train_dataloader`` for a ``DataLoader`` over an ``IterableDataset`` that shards itself.
-    Iterables other than a ``torch.utils.data.DataLoader`` are assumed to be sharded already; so are subclasses with an
-    ``__iter__`` of their own, unless all processes would read the same, which is an error.
+    Iterables other than a ``torch.utils.data.DataLoader``, and subclasses with an ``__iter__`` of their own, are read
+    as if they were sharded already; without this mark, a message says so.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return start_reading(self.batches)
+        return iter(self.batches)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -58,7 +52,7 @@ class ReadInTurn(ShardedLoader):
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._may_resume = options.fill and options.seed is not None
-        self._tracker = _create_tracker(source, keeps=self._may_resume)
+        self._tracker = track_position(source, keeps=self._may_resume)
         self._first: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
         self._first_before: list[int] | None = None  # the same of the state that the next epoch resumes
         self._batches_per_step = 1  # that this process reads
@@ -82,10 +76,10 @@ class ReadInTurn(ShardedLoader):
 
     def _set_epoch(self, epoch: int) -> None:
         """Tell a stream or a sampler that shuffles itself which epoch begins; otherwise it might repeat an order."""
-        batches = _batches_of(self.source)
-        samplers = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
+        source = self.source
+        samplers = [getattr(source, name, None) for name in ("sampler", "batch_sampler")]
         inner = [getattr(sampler, "sampler", None) for sampler in samplers]
-        parts = [batches, getattr(batches, "dataset", None), *samplers, *inner]
+        parts = [source, getattr(source, "dataset", None), *samplers, *inner]
         for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
             part.set_epoch(self.options.reported_epoch(epoch))
 
@@ -132,8 +126,7 @@ class ReadInTurn(ShardedLoader):
             if by_steps:
                 skip_batches(batches, done, start, is_certain=size is not None)
                 return batches
-            rest = skip_samples(batches, start, find_batch_size)
-            return batches if rest is None else chain([last_samples(*rest)], batches)
+            return skip_samples(batches, start, find_batch_size, last_samples)
 
     def _noting_first(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Note what identifies the first batch, and warn if an epoch that is resumed began with another."""
@@ -143,9 +136,9 @@ class ReadInTurn(ShardedLoader):
         before, self._first_before = self._first_before, None
         rows = next(map(len, tensors_in(first)), 0)
         self._first = [rows, checksum_of_batches(first)]
-        has_own_size = not isinstance(_batches_of(self.source), DataLoader)  # not the user's batch_size
+        has_own_size = not isinstance(self.source, DataLoader)  # not the user's batch_size
         if before not in (None, self._first) and (has_own_size or before[0] == rows):
-            warnings.warn(_other_batches(_batches_of(self.source)), stacklevel=2)
+            warnings.warn(_other_batches(self.source), stacklevel=2)
         return chain(first, batches)
 
     def _open(self, first: int) -> Iterator[Any]:
@@ -153,9 +146,8 @@ class ReadInTurn(ShardedLoader):
         if not self._is_seeded:
             return self._start_reading(self.source)
         seed = self._seed_of_reader()
-        batches = _batches_of(self.source)
-        if isinstance(batches, DataLoader) and batches.generator is not None:
-            batches.generator.manual_seed(seed >> 1)
+        if isinstance(self.source, DataLoader) and self.source.generator is not None:
+            self.source.generator.manual_seed(seed >> 1)
         with preserving_generators():
             seed_all(seed)  # from which the seeds of workers follow
             reading = self._start_reading(self.source)
@@ -164,7 +156,7 @@ class ReadInTurn(ShardedLoader):
     @property
     def _is_seeded(self) -> bool:
         """Whether the source is read with generators seeded for each batch; reading a list draws nothing."""
-        return self.options.seed is not None and type(_batches_of(self.source)) not in (list, tuple)
+        return self.options.seed is not None and type(self.source) not in (list, tuple)
 
     def _seed_of_reader(self) -> int:
         return mix(self.options.seed or 0, self._epoch, self._reader)
@@ -191,14 +183,16 @@ class PreShardedLoader(ReadInTurn):
     _finds_filler: ClassVar[bool] = False  # whether a process can resume after its last batch
 
     def __init__(
-        self, source: Iterable[Any], ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
+        self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
     ) -> None:
+        is_marked = isinstance(source, OwnShard)
+        source = source.batches if is_marked else source
         super().__init__(source, ranks, device, options)
         self.shared_by = shared_by
-        if ranks.world_size > 1 and not shared_by and not isinstance(source, OwnShard):
+        if ranks.world_size > 1 and not (shared_by or is_marked):
             self.undivided = type(source).__name__
         length = find_length(source)
-        is_list = type(_batches_of(source)) in (list, tuple) and ranks.replicas == 1
+        is_list = type(source) in (list, tuple) and ranks.replicas == 1
         longest, is_other = ranks.max([-1 if length is None else length, not is_list])
         self._length = int(longest)
         self._is_list = not is_other  # on all processes
@@ -216,8 +210,7 @@ class PreShardedLoader(ReadInTurn):
         steps = self._in_step(done)
         if start > done:
             with preserving_generators():
-                if skip_samples(steps, start - done, attrgetter("total_samples")) is not None:
-                    raise cannot_split("the batches of several processes")
+                steps = skip_samples(steps, start - done, attrgetter("total_samples"), _refuse_to_split)
         yield from steps
 
     def _in_step(self, start: int) -> Iterator[Batch]:
@@ -227,25 +220,26 @@ class PreShardedLoader(ReadInTurn):
             yield from self._steps_of_list(limit)
             return
         tracker = self._tracker
-        # Opened when the first batch is asked for, so that a failure is announced like one of reading that.
-        source = chain.from_iterable(map(self._read_identically, [start]))
-        first = Announced(islice(source, limit), self._ranks, find_batch_size)
+        first = Announced(islice(self._read_when_asked(start), limit), self._ranks, find_batch_size)
         batch = None
         for steps, place, is_last in agreed_steps(first):
             if steps is first and first.without:
                 batch = self._filler(first)
-            has_own = bool(steps.items)
-            if has_own:
+            if steps.items:
                 batch = steps.items.popleft()
-            if tracker is not None and has_own:
-                tracker.advance()
+                if tracker is not None:
+                    tracker.advance()
             if tracker is not None and tracker.is_used_up and not (is_last or self._finds_filler):
                 tracker.position = None  # to resume, the last batch must be read again
-            yield Batch(batch, steps.numbers[place], steps.total(place), is_last)
+            yield Batch(batch, steps.numbers[place], steps.totals[place], is_last)
+
+    def _read_when_asked(self, start: int) -> Iterator[Any]:
+        """Open the source when its first batch is asked for: a failure is announced like one of reading that."""
+        yield from self._read_identically(start)
 
     def _steps_of_list(self, limit: int | None) -> Iterator[Batch]:
         """Yield the steps of lists of batches, whose sizes are added up at once."""
-        batches = _batches_of(self.source)[:limit]
+        batches = self.source[:limit]
         sizes = self._ranks.run_together(lambda: [find_batch_size(batch) for batch in batches])
         if (without := sizes.count([])) not in (0, len(sizes)):
             raise self._lacks_batches(without)
@@ -269,9 +263,8 @@ class PreShardedLoader(ReadInTurn):
         return self._length if self._length >= 0 else len(self.source)  # raises the source's own error
 
 
-def _batches_of(source: Any) -> Any:
-    """Return the user's loader."""
-    return source.batches if isinstance(source, OwnShard) else source
+def _refuse_to_split(batch: Batch, count: int) -> Batch:
+    raise cannot_split("the batches of several processes")
 
 
 def _other_batches(source: Any) -> str:
@@ -284,14 +277,3 @@ def _other_batches(source: Any) -> str:
         "seeded for it, or from the epoch that set_epoch(epoch) is given; or else have the methods state_dict() and "
         "load_state_dict(state)."
     )
-
-
-def _create_tracker(source: Any, keeps: bool) -> PositionTracker | None:
-    """Return what tracks the position in a source, if that can report it.
-
-    :param keeps: whether a training state may ask for it: only in training whose order follows from a seed
-    """
-    batches = _batches_of(source)
-    if not any(hasattr(item, "load_state_dict") for item in (batches, getattr(batches, "dataset", None))):
-        return None
-    return PositionTracker(batches, keeps) if can_track(batches) else None

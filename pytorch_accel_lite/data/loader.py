@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
+from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.batches import Batch
-from pytorch_accel_lite.data.plan import whole_steps
+from pytorch_accel_lite.data.plan import Shares, whole_steps
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data.plan import Shares
-
 
 LoadedBatch = Batch
 
@@ -197,6 +195,13 @@ class ShardedLoader(ABC):
         if name == "source":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.source, name)
+
+
+def like(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other attributes, which torch refuses to set as others may depend on them."""
+    other = copy.copy(loader)
+    vars(other).update(changes)
+    return other
 
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:

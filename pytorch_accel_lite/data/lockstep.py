@@ -25,11 +25,13 @@ class Announced(Generic[T]):
     """What this process reads for some steps, described to the others.
 
     :param source: what is read in each step
-    :param steps: number of steps
     :param describe: returns a number for an item; not 0 if the numbers are to be equal
     :param unequal: the error to raise if the numbers for a step differ; ``None`` if they are to be added up
+    :param steps: number of steps
     :ivar items: what was read, to be taken from the left in turn; fewer items than steps if the source has ended
     :ivar numbers: a number for each step; 0 if there is no item
+    :ivar totals: the sums of the numbers of all processes
+    :ivar without: number of processes that have read nothing
     """
 
     def __init__(
@@ -45,67 +47,51 @@ class Announced(Generic[T]):
         self._describe = describe
         self._unequal = unequal
         self._error: Exception | None = None
-        self._has_ended = False
-        self._known: list[int] = []
+        self._is_known = False
         self.steps = steps
         self.items: deque[T] = deque()
-        self.numbers = [0] * steps
+        self.numbers: list[int] = []
 
     def read(self, count: int) -> None:
         """Read the first ``count`` items; after the last, begin to tell the other processes."""
-        missing = 0 if self._has_ended else count - len(self.items)
         try:
-            for item in islice(self._source, missing):
-                self.numbers[len(self.items)] = self._describe(item)
+            for item in islice(self._source, count - len(self.items)):
+                self.numbers.append(self._describe(item))
                 self.items.append(item)
         except Exception as error:
             self._error = error
-        self._has_ended = len(self.items) < count
+            self._source = iter(())
         if count == self.steps:
-            self._announce()
+            held = len(self.items)
+            self.numbers = self.numbers[:held] + [0] * (self.steps - held)
+            size = sum(map(_size_of, parts_in([*self.items][:1])))
+            self._finish = self._ranks.begin_gathering([held, self._error is not None, size, *self.numbers])
 
-    def _announce(self) -> None:
-        failed = [False] * self.steps
-        if self._error is not None:
-            failed[len(self.items)] = True
-        held = len(self.items)
-        # The sums of the former tell whether anyone has an item, and so do the maxima of the latter.
-        others = [place < held for place in range(self.steps)] if self._unequal is None else [-n for n in self.numbers]
-        size = sum(map(_size_of, parts_in([*self.items][:1])))
-        begin = self._ranks.begin_sum if self._unequal is None else self._ranks.begin_max
-        self._finish = begin([*self.numbers, *others, *failed, not self.items, size])
-
-    def total(self, place: int) -> int:
-        """Return the sum of the numbers of all processes for a step, or the number that all have.
+    def has_items(self, place: int) -> bool:
+        """Whether any process has read something for a step.
 
         :raises Exception: on all processes, if one of them could not read for this step, or if the numbers differ
         """
-        self._known = self._known or [int(value) for value in self._finish()]
-        if self._known[2 * self.steps + place]:
+        if not self._is_known:
+            held, failed, sizes, *numbers = zip(*self._finish(), strict=True)
+            self.totals = [sum(of_all) for of_all in numbers]
+            self.without = held.count(0)
+            self._most_held: int = max(held)
+            self._failing = {place for place, has_failed in zip(held, failed, strict=True) if has_failed}
+            self._differing = {step for step, of_all in enumerate(numbers) if len(set(of_all)) > 1}
+            self._largest = max(sizes)
+            self._is_known = True
+        if place in self._failing:
             self._ranks.run_together(self._fail)
-        total = self._known[place]
-        if self._unequal is not None and total != -self._known[self.steps + place]:
+        if self._unequal is not None and place in self._differing:
             raise self._unequal
-        return total
-
-    def has_items(self, place: int) -> bool:
-        """Whether any process has read something for a step; raises what :meth:`total` does."""
-        self.total(place)
-        return bool(self._known[self.steps + place])
-
-    @property
-    def without(self) -> int:
-        """Number of processes that have read nothing."""
-        return self._known[-2]
+        return place < self._most_held
 
     def following(self) -> Announced[T]:
         """Return the next steps, of which nothing has been read yet; the processes must know about these."""
-        added = self._ranks.world_size if self._unequal is None else 1
-        most = _MOST_BYTES * added // max(self._known[-1], 1)
-        steps = min(2 * self.steps, max(min(most, _MOST_STEPS), _LEAST_STEPS))
-        following = Announced(self._source, self._ranks, self._describe, self._unequal, steps)
-        following._has_ended = self._has_ended
-        return following
+        most = min(_MOST_BYTES // max(self._largest, 1), _MOST_STEPS)
+        steps = min(2 * self.steps, max(most, _LEAST_STEPS))
+        return Announced(self._source, self._ranks, self._describe, self._unequal, steps)
 
     def _fail(self) -> None:
         if self._error is not None:

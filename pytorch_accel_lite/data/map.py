@@ -3,51 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import chain, islice, starmap
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.base.batches import Batch
+from pytorch_accel_lite.base.batches import Batch, Share
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import mix, seed_generators
 from pytorch_accel_lite.data.consistency import check_order
-from pytorch_accel_lite.data.device_resident import InMemory, are_on, read_rows
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.order import draw_order, indices_at
+from pytorch_accel_lite.data.order import ComputedOrder, draw_order, in_turn, indices_at, of_all_processes, wrong_length
 from pytorch_accel_lite.data.plan import (
     WrongLengthError,
     count_global_batches,
     ends_in_one,
     global_batches,
     grouped,
+    skip_samples,
     split,
     with_last,
 )
-from pytorch_accel_lite.data.samplers import in_turn, no_indices, of_all_processes, wrong_length
-from pytorch_accel_lite.data.seeded_reading import BatchReader
-from pytorch_accel_lite.data.skipping import skip_samples
+from pytorch_accel_lite.data.reading import BatchReader, as_rows, read_rows, tensors_in_memory
 from pytorch_accel_lite.distributed import Ranks
 
-#: Number of samples of this share and of all shares in a step, whether the step is the last, indices of the samples,
-#: name of the dataset of a mixture that they are from, seed of the share, its number, whether it is this process's last
-#: in the step.
-_Counts = tuple[int, int, bool, Any, str | None, int | None, int, bool]
+#: For each batch that is being read: the seed of its share, and the fields of its ``Batch`` after the data.
+_Planned = deque[tuple[int | None, tuple[Any, ...]]]
 
 
 class _EpochShares:
@@ -61,74 +46,74 @@ class _EpochShares:
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
         self._divided = options.shares or (ranks.world_size, range(ranks.rank, ranks.rank + 1))
-        self._own_batches = source.batch_size is None  # the user's batch sampler
-        self._sampler: Any = source.batch_sampler if self._own_batches else source.sampler
+        self._is_batched = source.batch_size is None  # the user's batch sampler
+        self._sampler: Any = source.batch_sampler if self._is_batched else source.sampler
         if type(self._sampler) not in (RandomSampler, SequentialSampler):
             self._sampler = of_all_processes(self._sampler, self._divided[0], options.split_batches)
         self._per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
         self._drop_last = source.drop_last
         self.mixture = self._sampler if hasattr(self._sampler, "name_of_batch") else None
-        if self.mixture is not None or (options.split_batches and self._own_batches):
+        if self.mixture is not None or (options.split_batches and self._is_batched):
             self._per_step = 1  # batch, which is divided among the processes
         self._ranks = ranks
         self._seed = options.seed
         self._fill = options.fill
+        self._is_logical = options.shares is not None
         self._rows = rows
         self._reported = options.reported_epoch
         self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
 
-    def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_Counts]:
-        """Set the start of the next iteration without affecting running ones; return the counts that it will fill."""
+    def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
+        """Set the start of the next iteration without affecting running ones; return the queue that it will fill."""
         if self.mixture is not None:
             self.mixture.begin(start)
-        counts: deque[_Counts] = deque()
-        self._next = epoch, start, limit, min_share, counts
-        return counts
+        planned: _Planned = deque()
+        self._next = epoch, start, limit, min_share, planned
+        return planned
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
-        epoch, position, limit, min_share, counts = self._next
+        epoch, position, limit, min_share, planned = self._next
         num_shares, numbers = self._divided
         at_least = min(min_share, self._per_step // num_shares)
         place = None if self._seed is None else mix(self._seed, epoch)
         is_seeded = place is not None and self._rows is None
-        name = seed = None
+        lengths: list[int] = []
+        name = seed = share = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
-            flat = list(chain(*group)) if self._own_batches else group
-            size = len(flat)
-            if self._own_batches:
-                at_least = min(min_share, max(map(len, group)))
-                name = None if self.mixture is None else self.mixture.name_of_batch(flat)
-            as_given = self._own_batches and len(group) == num_shares and min(map(len, group)) >= at_least
+            indices = group
+            if self._is_batched:
+                indices = list(chain(*group))
+                lengths = [len(batch) for batch in group]
+                at_least = min(min_share, max(lengths))
+                name = None if self.mixture is None else self.mixture.name_of_batch(indices)
+            size = len(indices)
             for number in numbers:
-                begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least)
-                if as_given:
-                    begin = sum(map(len, group[:number]))
-                    end = begin + len(group[number])
+                begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least, lengths)
                 own = end - begin
-                if own or (self._fill and number == numbers[0]):
-                    mine = flat if own == size else flat[begin:end]
-                    first, indices = (position + begin, mine) if own else (position, flat[:at_least])
-                    if place is not None:
-                        seed = mix(first, after=place)
-                    counts.append((own, size, is_last, mine, name, seed, number, end == size or number == numbers[-1]))
-                    yield (seed, place, first, indices) if is_seeded else indices
+                if not own and (number != numbers[0] or not self._fill):
+                    continue
+                mine = indices if own == size else indices[begin:end]
+                first, to_read = (position + begin, mine) if own else (position, indices[:at_least])
+                if place is not None:
+                    seed = mix(first, after=place)
+                if self._is_logical:
+                    ends_step = end == size or number == numbers[-1]
+                    share = Share(number, mix(self._seed or 0, epoch, 0, position), ends_step)
+                planned.append((seed, (own, size, is_last, mine, name, share)))
+                yield (seed, place, first, to_read) if is_seeded else to_read
             position += size
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
         order = self._draw_order(epoch)
-        if self._own_batches:
-            batches: Iterator[Any] = filter(len, order)
-            rest = skip_samples(batches, start, len, "batch_sampler")
-            if rest is not None:
-                batch, left = rest
-                batches = chain([batch[-left:]], batches)
+        if self._is_batched:
+            batches = skip_samples(filter(len, order), start, len, lambda batch, left: batch[-left:], "batch_sampler")
             return grouped(batches, self._per_step)
         if self._rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
-            given = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
-            order = _from_front(given, self._rows)  # once rather than for each batch
+            drawn = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
+            order = as_rows(drawn, self._rows)  # once rather than for each batch
         size = find_length(self._sampler)
         if size is None:
             return grouped(islice(order, start, None), self._per_step)
@@ -136,18 +121,16 @@ class _EpochShares:
             raise wrong_length(self._sampler, size, len(order))
         at_least = 1 if self._fill else self._divided[0]
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
-        if isinstance(order, list) or (type(order) is range and self._rows is None):
-            return map(list, map(order.__getitem__, starmap(slice, bounds)))
-        is_computed = type(self._sampler) is RandomSampler and hasattr(order, "at")
-        if is_computed or isinstance(order, (torch.Tensor, range)):
-            parts = indices_at(order, bounds)
-            return map(torch.Tensor.tolist, parts) if self._rows is None else parts
-        sizes = [end - begin for begin, end in bounds]
-        return in_turn(self._sampler, order, start, sizes)
+        if isinstance(order, list):
+            return map(order.__getitem__, starmap(slice, bounds))
+        if isinstance(order, (torch.Tensor, range, ComputedOrder)):
+            rows = indices_at(order, bounds)
+            return map(torch.Tensor.tolist, rows) if self._rows is None else rows
+        return in_turn(self._sampler, order, start, [end - begin for begin, end in bounds])
 
     def _draw_order(self, epoch: int) -> Any:
         order = draw_order(self._sampler, self._ranks, self._seed, epoch, self._reported(epoch))
-        self.drawn = {"length": None if self._own_batches else find_length(self._sampler)}
+        self.drawn = {"length": None if self._is_batched else find_length(self._sampler)}
         is_own = isinstance(order, list) and self._seed is not None  # without one, all have that of the first process
         if is_own or self.resumed is not None:
             check_order(self._sampler, order if is_own else None, self._ranks, self.drawn, self.resumed)
@@ -167,14 +150,14 @@ class _EpochShares:
         sampler = self._sampler
         if self.mixture is not None:
             return self.mixture.ends_in_one()  # type: ignore[no-any-return]
-        if not self._own_batches:
+        if not self._is_batched:
             return ends_in_one(find_length(sampler), self._per_step, self._drop_last)
         if type(sampler) is not BatchSampler:
             return False
         return ends_in_one(find_length(sampler.sampler), sampler.batch_size * self._per_step, sampler.drop_last)
 
     def left_after(self, start: int) -> int | None:
-        size = None if self._own_batches else find_length(self._sampler)
+        size = None if self._is_batched else find_length(self._sampler)
         return None if size is None else count_global_batches(max(size - start, 0), self._per_step, self._drop_last)
 
 
@@ -190,9 +173,8 @@ class MapLoader(ShardedLoader):
         super().__init__(source, ranks, device, options)
         is_plain = source.num_workers == 0 and source.collate_fn is default_collate
         self._memory = tensors_in_memory(source.dataset) if is_plain else None
-        self._on_host = self._memory is None or all(tensor.is_cpu for tensor in self._memory.tensors)
-        if self._memory is not None and not self._on_host:
-            self._is_placed = are_on(device, self._memory.tensors)
+        if self._memory is not None:
+            self._is_placed = self._is_placed or self._memory.is_on(device)
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
         self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
@@ -218,28 +200,26 @@ class MapLoader(ShardedLoader):
         )
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        shares = self.options.shares
-        share = None
-        place = 0 if shares is None else mix(self.options.seed or 0, epoch, 0)
-        counts = self._shares.begin(epoch, start, self._left, self._min_share)
-        in_memory = self._read_memory if self._on_host else self._read_device
-        read = self._read_here if self._memory is None else in_memory
-        for batch in self._read_in_workers() if self.source.num_workers else read():
-            own, total, is_last, indices, name, seed, number, ends_step = counts.popleft()
+        planned = self._shares.begin(epoch, start, self._left, self._min_share)
+        for batch in self._read():
+            seed, fields = planned.popleft()
             if seed is not None:
                 # Reading in this process advances python's and numpy's generators, reading in workers does not. So
                 # they are seeded again for the step, which must not draw the numbers that reading has drawn.
                 seed_generators(~seed, with_torch=False)
-            if shares is not None:
-                share = shares.share_at(number, mix(start, after=place), ends_step)
-                start += total if ends_step else 0
-            yield Batch(batch, own, total, is_last, indices, name, share)
+            yield Batch(batch, *fields)
+
+    def _read(self) -> Iterator[Any]:
+        if self.source.num_workers:
+            return self._read_in_workers()
+        return self._read_here() if self._memory is None else self._read_memory()
 
     def _read_here(self) -> Iterator[Any]:
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
         collate = self.source.collate_fn
         is_seeded = self.options.seed is not None
-        read = _reader_of(self._dataset)
+        dataset = self._dataset
+        read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
         if not is_seeded:
             self._draw_seed_of_workers()
         pins = self.source.pin_memory and torch.accelerator.is_available()
@@ -284,26 +264,10 @@ class MapLoader(ShardedLoader):
 
     def _read_memory(self) -> Iterator[Any]:
         assert self._memory is not None
-        tensors, subset, arrange = self._memory
-        rows = len(self.source.dataset)
-        pin = self.source.pin_memory and self._device.type == "cuda"
         if self.options.seed is None:
             self._draw_seed_of_workers()
-        for indices in self._shares:
-            chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
-            if subset is not None:
-                chosen = subset[chosen]
-            batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            batch = [tensor.pin_memory() for tensor in batch] if pin else batch
-            yield batch if arrange is None else arrange(batch)
-
-    def _read_device(self) -> Iterator[Any]:
-        assert self._memory is not None
-        if self.options.seed is None:
-            self._draw_seed_of_workers()
-        rows = len(self.source.dataset)
-        all_rows = (_from_front(indices, rows) for indices in self._shares)
-        return read_rows(self._memory, all_rows, self._shares.has_fixed_order)
+        pin = self.source.pin_memory and self._device.type == "cuda" and self._memory.is_on(torch.device("cpu"))
+        return read_rows(self._memory, self._shares, len(self.source.dataset), self._shares.has_fixed_order, pin)
 
     def stop_workers(self) -> None:
         super().stop_workers()
@@ -329,44 +293,3 @@ class MapLoader(ShardedLoader):
 
     def _ends_in_one(self) -> bool:
         return self._shares.ends_in_one()
-
-
-def tensors_in_memory(dataset: Any) -> InMemory | None:
-    """Return the tensors of a ``TensorDataset``, or of a ``StackDataset`` or a ``Subset`` of such; or ``None``."""
-    if type(dataset) is TensorDataset:
-        return InMemory(dataset.tensors)
-    if type(dataset) is StackDataset:
-        tensors, structure = tree_flatten(_stacked(dataset))
-        is_all = all(tensor is not None for tensor in tensors)
-        return InMemory(tensors, arrange=partial(tree_unflatten, treespec=structure)) if is_all else None
-    if type(dataset) is Subset:
-        inner = tensors_in_memory(dataset.dataset)
-        if inner is not None:
-            indices = _from_front(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
-            return inner._replace(subset=indices if inner.subset is None else inner.subset[indices])
-    return None
-
-
-def _stacked(dataset: Any) -> Any:
-    """Return the tensors of a dataset, arranged as in a batch, with ``None`` for other data."""
-    if type(dataset) is TensorDataset:
-        return list(dataset.tensors)
-    if type(dataset) is not StackDataset:
-        return dataset if type(dataset) is torch.Tensor else None
-    if isinstance(dataset.datasets, dict):
-        return {name: _stacked(part) for name, part in dataset.datasets.items()}
-    return [_stacked(part) for part in dataset.datasets]
-
-
-def _reader_of(dataset: Any) -> Callable[[Any], Any]:
-    """Return the function that reads the samples of a batch, as a ``DataLoader`` would."""
-    return getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
-
-
-def _from_front(indices: Any, rows: int) -> torch.Tensor:
-    """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
-    tensor = torch.as_tensor(indices)
-    if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
-        raise no_indices(tensor)
-    tensor = tensor.to(torch.int64)
-    return torch.where(tensor < 0, tensor + rows, tensor)

@@ -10,13 +10,12 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import mix
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
-from pytorch_accel_lite.data.order import WithOwnSampler
 from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one
 
 
@@ -47,7 +46,7 @@ class Mixture(ConcatDataset[Any]):
         mix_batches: bool = True,
         batch_sizes: Mapping[str, int] | None = None,
     ) -> None:
-        self.sizes = _check_datasets(datasets)
+        self.sizes = _sizes_of(datasets, "Mix streams with MixtureStream.")
         super().__init__(datasets.values())
         self.names = list(datasets)
         self.weights = check_weights(self.sizes if weights is None else weights, self.names)
@@ -223,19 +222,21 @@ class MixtureBatchSampler(MixtureSampler):
         return [(number, own) for _, number, own in sorted(batches)]
 
 
-def _check_datasets(datasets: Mapping[str, Any]) -> dict[str, int]:
-    """Check the datasets of a mixture; return their lengths by name."""
+def _sizes_of(datasets: Mapping[str, Any], otherwise: str) -> dict[str, int]:
+    """Check map datasets by name, and return their lengths.
+
+    :param otherwise: what to do with other datasets
+    """
     if not isinstance(datasets, Mapping):
-        raise TypeError(f"A mixture needs a dict of datasets by name, not {type(datasets).__name__}.")
+        raise TypeError(f"Datasets must be in a dict by name, not a {type(datasets).__name__}.")
     if not datasets:
-        raise ValueError("A mixture needs at least one dataset.")
+        raise ValueError("A dict of datasets must have at least one.")
     sizes: dict[str, int] = {}
     for name, dataset in datasets.items():
         size = None if isinstance(dataset, IterableDataset) else find_length(dataset)
         if size is None:
             raise ValueError(
-                f"The dataset {name!r} ({type(dataset).__name__}) cannot be indexed or has no length. A Mixture needs "
-                "map datasets; mix streams with MixtureStream."
+                f"The dataset {name!r} ({type(dataset).__name__}) cannot be indexed or has no length. {otherwise}"
             )
         if not size:
             raise ValueError(f"The dataset {name!r} is empty.")
@@ -268,7 +269,7 @@ def check_weights(weights: Mapping[str, float], names: list[str]) -> dict[str, f
     return {name: checked[name] for name in names}
 
 
-class NamedDatasets(WithOwnSampler):
+class NamedDatasets(Dataset[Any]):
     """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
     :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
@@ -279,20 +280,8 @@ class NamedDatasets(WithOwnSampler):
 
     def __init__(self, datasets: Mapping[str, Any], length: Literal["min", "max"] = "min") -> None:
         check_choice("length", length, ("min", "max"))
-        if not datasets:
-            raise ValueError("A dict of datasets must not be empty.")
+        self.sizes = _sizes_of(datasets, "Combine iterable ones into one IterableDataset that yields dicts.")
         self.datasets = dict(datasets)
-        self.sizes: dict[str, int] = {}
-        for name, dataset in datasets.items():
-            size = find_length(dataset)
-            if size is None:
-                raise ValueError(
-                    f"The dataset {name!r} ({type(dataset).__name__}) has no length, but the datasets of a dict must "
-                    "be map datasets. Combine iterable ones into one IterableDataset that yields dicts."
-                )
-            if not size:
-                raise ValueError(f"The dataset {name!r} is empty.")
-            self.sizes[name] = size
         self._length = min(self.sizes.values()) if length == "min" else max(self.sizes.values())
 
     def create_sampler(self, shuffle: bool) -> NamedSampler:

@@ -1,7 +1,9 @@
-"""The order of the samples in an epoch, and how a dataset is read."""
+"""The order of the samples in an epoch: of torch's samplers, of users' own, and of mixtures."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -9,42 +11,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import ConcatDataset, Dataset, RandomSampler, SequentialSampler, StackDataset, Subset
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
-from pytorch_accel_lite.data.samplers import draw_from
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.randomness import (
+    capture_generators,
+    mix,
+    preserving_generators,
+    restore_generators,
+    seed_generators,
+)
+from pytorch_accel_lite.data.consistency import IF_OWN_PART, check_same_order
+from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
 #: Number of samples up to which a random order is torch's own, which takes 4 bytes for each on every process. Larger
-#: ones are computed, see :class:`~pytorch_accel_lite.data.computed_order.ComputedOrder`.
+#: ones are computed, see :class:`~pytorch_accel_lite.data.order.ComputedOrder`.
 LARGEST_STORED = 10**7
 _BLOCK = 1 << 14  # samples
-
-
-def inner_datasets(dataset: Any) -> list[Any]:
-    """Return the datasets inside one of torch's dataset wrappers; an empty list for any other dataset."""
-    reads_many = getattr(type(dataset), "__getitems__", None)
-    if reads_many is Subset.__getitems__:
-        return [dataset.dataset]
-    is_concatenation = isinstance(dataset, ConcatDataset) and type(dataset).__getitem__ is ConcatDataset.__getitem__
-    if reads_many is StackDataset.__getitems__ or is_concatenation:
-        return list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
-    return []
-
-
-def reads_batches(dataset: Any) -> bool:
-    """Whether a dataset reads many samples at once; torch's wrappers always have ``__getitems__``, so look inside."""
-    inner = inner_datasets(dataset)
-    has_method = callable(getattr(dataset, "__getitems__", None))
-    return has_method and (not inner or any(map(reads_batches, inner)))
-
-
-class WithOwnSampler(Dataset[Any]):
-    """A dataset that is read with a sampler of its own."""
-
-    def create_sampler(self, shuffle: bool) -> Iterable[Any]:
-        """Return the sampler, for a random order or a sequential one."""
-        raise NotImplementedError
+#: Number of indices drawn at a time from a sampler without a length.
+_PIECE = 1024
+#: Names of the number of parts that a sampler of another package divides its order into, and of the part that it gives.
+_NAMES_OF_PARTS = (
+    ("num_replicas", "rank"),  # timm, transformers
+    ("num_processes", "process_index"),  # Accelerate
+    ("world_size", "rank"),
+    ("_world_size", "_rank"),  # detectron2
+)
 
 
 def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Any:
@@ -58,7 +51,7 @@ def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reporte
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if not _is_plain_shuffle(sampler):
-        return draw_from(sampler, ranks, seed, epoch, reported)
+        return _draw_from(sampler, ranks, seed, epoch, reported)
     if seed is None:
         return _shuffled(len(sampler), ranks.broadcast_object(_draw_seed))
     with preserving_generators():
@@ -82,6 +75,125 @@ def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
     if size > LARGEST_STORED:
         return ComputedOrder(size, seed)
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+def _draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Any]:
+    """Return the order of an epoch from any other sampler; one without a length may be endless: drawn in pieces."""
+    inner = getattr(sampler, "sampler", sampler)  # of a batch sampler
+    set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(reported)
+    if seed is None:
+        if ranks.world_size == 1:
+            return sampler  # type: ignore[no-any-return]
+        if find_length(sampler) is None:
+            return _share_pieces(sampler, ranks)
+        return ranks.broadcast_object(lambda: list(sampler))
+    if hasattr(sampler, "order_of_epoch"):  # of a mixture, which continues from epoch to epoch
+        return sampler.order_of_epoch(seed, epoch)  # type: ignore[no-any-return]
+    seed = mix(seed, epoch)
+    generator = getattr(inner, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    if find_length(sampler) is None:
+        return _draw_pieces(sampler, seed, ranks)
+    with preserving_generators():
+        seed_generators(seed)
+        return list(sampler)
+
+
+def wrong_length(sampler: object, size: int, given: int) -> WrongLengthError:
+    """Return the error for a sampler that does not give as many indices as its length."""
+    return WrongLengthError(
+        f"The sampler {type(sampler).__name__} gives {given} indices, but its length is {size}. Make its __len__ "
+        "return the number of indices that it gives."
+    )
+
+
+def in_turn(sampler: Any, order: Iterable[Any], start: int, sizes: list[int]) -> Iterator[Any]:
+    """Yield the indices of each step in turn, checking the length reported by the sampler."""
+    size = len(sampler)
+    rest = islice(order, start, None)
+    position = start
+    for count in sizes:
+        indices = list(islice(rest, count))
+        position += len(indices)
+        if len(indices) < count:
+            raise wrong_length(sampler, size, position)
+        yield indices
+    if position == size and list(islice(rest, 1)):  # the sampler may be endless
+        warnings.warn(
+            f"The sampler {type(sampler).__name__} gives more indices than its length of {size}, at which the epoch "
+            "ends.",
+            stacklevel=2,
+        )
+
+
+def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
+    """Yield the indices that the sampler draws on rank 0. All ranks need each piece at the same step."""
+
+    def draw() -> Iterator[Any]:
+        yield from sampler
+
+    drawn = draw()
+    while piece := ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))):
+        yield from piece
+
+
+def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[Any]:
+    """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
+    with preserving_generators():
+        seed_generators(seed)
+        drawn = iter(sampler)
+        states = capture_generators()
+    while True:
+        with preserving_generators():
+            restore_generators(states)
+            piece = list(islice(drawn, _PIECE))
+            states = capture_generators()
+        check_same_order(sampler, piece, ranks)
+        if not piece:
+            return
+        yield from piece
+
+
+def of_all_processes(sampler: Any, world_size: int, splits_batches: bool = False) -> Any:
+    """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here.
+
+    :param splits_batches: whether its batches are those of all processes together
+    :raises ValueError: with several processes, if another sampler gives a part of its order only
+    """
+    if hasattr(sampler, "for_processes"):  # of the batches of a mixture
+        return sampler.for_processes(1 if splits_batches else world_size)
+    if isinstance(sampler, DistributedSampler):
+        # No sample is repeated to pad shares; what its drop_last leaves out stays out.
+        size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
+        sampler = copy.copy(sampler)
+        sampler.num_replicas = 1
+        sampler.rank = 0
+        sampler.num_samples = size
+        sampler.total_size = size
+        return sampler
+    inner = getattr(sampler, "sampler", None)
+    if isinstance(sampler, BatchSampler) and isinstance(inner, DistributedSampler):
+        sampler = copy.copy(sampler)
+        sampler.sampler = of_all_processes(inner, world_size)
+    parts = parts_of(sampler)
+    if world_size > 1 and parts > 1:
+        raise ValueError(
+            f"The sampler {type(sampler).__name__} gives one of {parts} parts of its order. Each process would read "
+            "only a share of its part, so most of the data would be lost. Pass a sampler that gives the whole order on "
+            f"every process: the trainer shards it. {IF_OWN_PART}"
+        )
+    return sampler
+
+
+def parts_of(sampler: Any) -> int:
+    """Return how many parts a sampler, or one inside it, divides its order into, of which it gives one."""
+    parts = [getattr(sampler, of_all, 1) for of_all, own in _NAMES_OF_PARTS if hasattr(sampler, own)]
+    inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+    parts += [parts_of(part) for part in inner if part is not None]
+    return max((part for part in parts if isinstance(part, int)), default=1)
 
 
 def indices_at(order: Any, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:

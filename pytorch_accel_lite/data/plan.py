@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from pytorch_accel_lite.base.batches import Batch, Share
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.batches import Batch
-
+from pytorch_accel_lite.base.batches import Batch
 
 T = TypeVar("T")
 
 
-def split(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:
+def split(size: int, rank: int, world_size: int, at_least: int = 1, lengths: Sequence[int] = ()) -> tuple[int, int]:
     """Return the bounds of a rank's contiguous share of ``size`` positions, which are divided as evenly as possible.
 
     If they do not divide evenly, the first ranks get one more; if there are too few, the last ranks get none.
 
     :param at_least: the least number of positions a rank gets if it gets any, unless ``size`` is smaller
+    :param lengths: those of the batches that the positions are from: if there is one for each rank, it is the share
     """
+    if len(lengths) == world_size and min(lengths) >= at_least:
+        start = sum(lengths[:rank])
+        return start, start + lengths[rank]
     sharers = max(min(world_size, size // at_least), 1)
     quotient, remainder = divmod(size, sharers)
     start = min(rank * quotient + min(rank, remainder), size)
@@ -66,6 +66,32 @@ class WrongLengthError(ValueError):
     """A sampler gives fewer or more indices than its length. Never skipped, unlike a batch that cannot be read."""
 
 
+def ended(source: str, given: str, done: int) -> WrongLengthError:
+    """Return the error for data that end before the position at which a run resumes."""
+    return WrongLengthError(
+        f"The {source} ended after {given} of this epoch, but the resumed run had already seen {done}. Resume it with "
+        "the data it was saved with."
+    )
+
+
+def skip_samples(
+    batches: Iterator[T], start: int, size_of: Callable[[T], int], rest_of: Callable[[T, int], T], source: str = "data"
+) -> Iterator[T]:
+    """Skip ``start`` samples and return what follows them.
+
+    :param rest_of: returns the last samples of the batch in the middle of which the skipped ones end
+    """
+    position = 0
+    while position < start:
+        batch = next(batches, None)
+        if batch is None:
+            raise ended(source, f"{position} samples", start)
+        position += size_of(batch)
+        if position > start:
+            return chain([rest_of(batch, position - start)], batches)
+    return batches
+
+
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yield each item with whether it is the last one, reading one ahead."""
     iterator = iter(items)
@@ -91,10 +117,6 @@ class Shares(NamedTuple):
 
     total: int
     own: range
-
-    def share_at(self, number: int, place: int, ends_step: bool) -> Share:
-        """Return one of them in a step."""
-        return Share(number, place, ends_step)
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.data.consistency import check_same_data
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.iterable_datasets import ReadByAll
+from pytorch_accel_lite.data.iterables import PreShardedLoader
+from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, like
 from pytorch_accel_lite.data.map import MapLoader
-from pytorch_accel_lite.data.streams import create_loader
+from pytorch_accel_lite.data.order import of_all_processes
+from pytorch_accel_lite.data.stream_shards import find_self_sharding, part_of_this_process
+from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
 from pytorch_accel_lite.distributed import Ranks
 
 
@@ -40,7 +43,7 @@ def shard(
                 f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
                 "__len__ and __getitem__."
             )
-        return create_loader(source, ranks, device, chosen, is_loader)
+        return _read_in_turn(source, ranks, device, chosen, is_loader)
     if ranks.world_size > 1:
         if chosen.dispatch_batches:
             raise ValueError(
@@ -50,6 +53,33 @@ def shard(
             )
         check_same_data(source.dataset, ranks)
     return MapLoader(source, ranks, device, chosen)
+
+
+def _read_in_turn(
+    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_loader: bool
+) -> ShardedLoader:
+    """Return the loader for a source that cannot be indexed.
+
+    :param is_loader: whether the source is a ``DataLoader`` of torch
+    """
+    if not is_loader:
+        return PreShardedLoader(source, ranks, device, options)
+    if ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
+        source = like(source, sampler=of_all_processes(source.sampler, ranks.world_size))
+    shared_by = find_self_sharding(source.dataset, ranks)
+    if shared_by:
+        return PreShardedLoader(source, ranks, device, options, shared_by)
+    part = part_of_this_process(source.dataset, ranks) if options.divides and not options.dispatch_batches else None
+    if part is not None:
+        return DividedLoader(source, part, ranks, device, options)
+    if options.dispatch_batches is False and ranks.world_size > 1 and not isinstance(source.dataset, ReadByAll):
+        kind = type(source.dataset).__name__
+        raise ValueError(
+            f"dispatch_batches=False in the accelerator's DataLoaderConfiguration: {kind} would be read by the first "
+            f"process for all. Pass ReadByAll({kind}(...)) to let each process read all of it and use its own batches, "
+            "or give it a method shard(rank, world_size) to let each read a part."
+        )
+    return StreamLoader(source, ranks, device, options)
 
 
 def _with_split_batches(source: DataLoader[Any], processes: int) -> DataLoader[Any]:
@@ -73,9 +103,7 @@ def _with_split_batches(source: DataLoader[Any], processes: int) -> DataLoader[A
             "split_batches out and pass the batch size of one process."
         )
     batches: Any = type(source.batch_sampler)(source.sampler, size, source.drop_last)  # type: ignore[call-arg]
-    split = copy.copy(source)
-    vars(split).update(batch_size=size, batch_sampler=batches)  # torch refuses to set them
-    return split
+    return like(source, batch_size=size, batch_sampler=batches)
 
 
 def _is_of_torch(method: Any) -> bool:

@@ -1,19 +1,106 @@
-"""Streams that can be divided, so that each process reads a part of its own."""
+"""Streams in parts: those that already shard themselves by process, and those that can be divided."""
 
 from __future__ import annotations
 
-import copy
+import warnings
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+import torch.utils.data
+from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.data.samplers import of_all_processes
-from pytorch_accel_lite.data.self_sharding import streams_in
+from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.data.consistency import IF_OWN_PART
 from pytorch_accel_lite.distributed import Ranks
 
-#: Name under which a position holds those in all parts of a stream.
-PARTS = "parts_of_a_divided_stream"
+#: Classes of other packages that look up their rank themselves, by package and name.
+_ASK_FOR_THEIR_RANK = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}
+_DATA_PIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
+
+
+def streams_in(stream: Any) -> list[Any]:
+    """Return a stream and the streams that it reads, as far as they are its attributes."""
+    return nested_in(stream, _is_stream) if _is_stream(stream) else []
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, IterableDataset)
+
+
+class SelfSharding(NamedTuple):
+    """The part of the data that a stream gives.
+
+    :param shared_by: name of the mechanism that shards the data
+    :param rank: index of the part, out of ``world_size``; ``None`` if it follows from the rank of the process
+    """
+
+    shared_by: str
+    rank: int | None = None
+    world_size: int | None = None
+
+
+def _self_sharding(stream: Any) -> SelfSharding | None:
+    """Return how a stream shards itself; ``None`` if it seems to give all data."""
+    kind = type(stream).__name__
+    split: Any = getattr(stream, "_distributed", None)  # Hugging Face datasets
+    if hasattr(split, "rank") and hasattr(split, "world_size"):
+        return SelfSharding(f"split_dataset_by_node ({kind})", split.rank, split.world_size)
+    if kind == "IterableDatasetShard":  # of Accelerate and transformers
+        return SelfSharding(kind, stream.process_index, stream.num_processes)
+    stages = getattr(stream, "pipeline", None)  # webdataset
+    names = [getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages or () if callable(stage)]
+    if any("split_by_node" in name for name in names):
+        return SelfSharding(f"split_by_node ({kind})")
+    if any((_package_of(base), base.__name__) in _ASK_FOR_THEIR_RANK for base in type(stream).__mro__):
+        return SelfSharding(f"{_package_of(type(stream))}.{kind}")
+    if isinstance(stream, _DATA_PIPE) and hasattr(stream, "apply_sharding"):
+        return SelfSharding(kind)  # torch's DataLoader tells it the rank
+    return None
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def find_self_sharding(stream: Any, ranks: Ranks) -> str:
+    """Return the mechanism by which a stream shards itself over the processes; empty if the trainer is to shard it.
+
+    Call it on every process.
+
+    :raises ValueError: with several processes, if their parts overlap or are incomplete
+    """
+    share = next(filter(None, map(_self_sharding, streams_in(stream))), None)
+    if share is not None and share.rank is None and ranks.replicas > 1:
+        raise ValueError(
+            f"The data are sharded by {share.shared_by} over all processes, but {ranks.replicas} processes share each "
+            "batch, as they compute it together. Split them by trainer.data_ranks.rank and "
+            "trainer.data_ranks.world_size, or do not split them and let the trainer shard them."
+        )
+    if ranks.world_size == 1:
+        if share is not None and (share.world_size or 1) > 1:
+            warnings.warn(
+                f"The data are part {share.rank} of {share.world_size}, as sharded by {share.shared_by}, but there is "
+                "only one process: the other parts are not read.",
+                stacklevel=2,
+            )
+        return ""
+    if isinstance(stream, _DATA_PIPE) and share is None:
+        raise ValueError(
+            f"{type(stream).__name__} has no sharding_filter(), and torch's DataLoader reads a data pipe on every "
+            f"process: each sample would be read {ranks.world_size} times. Add .sharding_filter() to the pipe."
+        )
+    shares = ranks.all_gather_object(share)
+    known = [share for share in shares if share is not None]
+    by_rank = [share for share in known if share.rank is None]
+    parts = {(share.rank, share.world_size) for share in known}
+    if known and len(by_rank) < len(shares) and parts != {(rank, len(shares)) for rank in range(len(shares))}:
+        read = ["all" if share is None else f"part {share.rank} of {share.world_size}" for share in shares]
+        raise ValueError(
+            f"The data are sharded by {known[0].shared_by}, but not over the processes of this job, which would "
+            f"read: {', '.join(read)}. Split them by trainer.ranks.rank and trainer.ranks.world_size, or do not split "
+            f"them and let the trainer shard them. {IF_OWN_PART}"
+        )
+    return "" if share is None else share.shared_by
 
 
 def can_be_divided(stream: Any) -> bool:
@@ -35,7 +122,7 @@ def part_of(stream: Any, rank: int, world_size: int) -> Any:
     return split_dataset_by_node(stream, rank, world_size)
 
 
-def own_part_of(stream: Any, ranks: Ranks) -> Any:
+def part_of_this_process(stream: Any, ranks: Ranks) -> Any:
     """Return the part of a stream that this process reads; ``None`` if it is not divided. Call it on every process."""
     if ranks.world_size == 1 or not can_be_divided(stream):
         return None
@@ -43,41 +130,16 @@ def own_part_of(stream: Any, ranks: Ranks) -> Any:
 
     def divide() -> list[Any]:
         parts.append(part_of(stream, ranks.rank, ranks.world_size))
-        return [parts[0] is None, *map(_order_of_shards, streams_in(stream, []))]
+        return [parts[0] is None, *map(_order_of_shards, streams_in(stream))]
 
-    found = ranks.run_together(divide)
-    return parts[0] if all(other == found[0] for other in found) else None
+    of_all = ranks.run_together(divide)
+    return parts[0] if all(other == of_all[0] for other in of_all) else None
 
 
 def how_divided(stream: Any) -> str:
     """Return the name of the mechanism by which a stream is divided."""
     kind = type(stream).__name__
     return f"{kind}.shard()" if _has_method(stream) else f"split_dataset_by_node ({kind})"
-
-
-def over(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-    """Return a loader like another one, but over a part of its dataset."""
-    return _with(loader, "dataset", dataset)
-
-
-def in_whole_order(loader: DataLoader[Any], world_size: int) -> DataLoader[Any]:
-    """Return a loader like one without a batch sampler, whose sampler gives the order of all processes.
-
-    :raises ValueError: if the sampler gives a part of it that cannot be undone
-    """
-    return _with(loader, "sampler", of_all_processes(loader.sampler, world_size))
-
-
-def _with(loader: DataLoader[Any], name: str, value: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with another attribute that torch refuses to set: others depend on it, but not here."""
-    other = copy.copy(loader)
-    vars(other)[name] = value
-    return other
-
-
-def is_divided(position: Any) -> bool:
-    """Whether a position holds those in all parts of a stream."""
-    return isinstance(position, dict) and PARTS in position
 
 
 def _order_of_shards(stream: Any) -> Any:
@@ -92,4 +154,4 @@ def _has_method(stream: Any) -> bool:
 
 
 def _is_hugging_faces(stream: Any) -> bool:
-    return type(stream).__module__.partition(".")[0] == "datasets" and hasattr(stream, "num_shards")
+    return _package_of(type(stream)) == "datasets" and hasattr(stream, "num_shards")

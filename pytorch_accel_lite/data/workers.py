@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from pytorch_accel_lite.data.seeded_reading import BatchReader
+from pytorch_accel_lite.data.reading import BatchReader
 
 T = TypeVar("T")
 

@@ -47,8 +47,12 @@ class DataRanks(Ranks):
         self._group = _own_group(dist.group.WORLD, peers, "gloo")
         self.device_group = _own_group(dist.group.WORLD, peers, None)
 
-    def begin_max(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        return self._everyone.begin_max(values)
+    @property
+    def everyone(self) -> Ranks:
+        return self._everyone
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return self._everyone.max(values)
 
     def begin_scatter(self, pieces: Sequence[torch.Tensor] | None, size: int) -> Callable[[], torch.Tensor]:
         expanded = None if pieces is None else [pieces[place] for place in self._places]

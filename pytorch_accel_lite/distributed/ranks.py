@@ -79,6 +79,11 @@ class Ranks:
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world_size={self.world_size})"
 
+    @property
+    def everyone(self) -> Ranks:
+        """All processes of the job, also those that share batches with these."""
+        return self
+
     def within(self, members: Sequence[int], group: Any) -> Ranks:
         """Return some of these processes, this one among them, which communicate through a group of their own."""
         part = copy.copy(self)
@@ -98,11 +103,7 @@ class Ranks:
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Take the maximum of lists of numbers element by element, in float64."""
-        return self.begin_max(values)()
-
-    def begin_max(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to take the maximum as :meth:`max` does, and return a function that waits for it."""
-        return self._begin_reducing(values, dist.ReduceOp.MAX)
+        return self._begin_reducing(values, dist.ReduceOp.MAX)()
 
     def _begin_reducing(self, values: Sequence[float], operation: Any) -> Callable[[], list[float]]:
         if self.world_size == 1:
@@ -155,12 +156,21 @@ class Ranks:
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the integers of all ranks, in rank order. Each rank must give as many."""
+        return self.begin_gathering(numbers)()
+
+    def begin_gathering(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Begin to gather integers as :meth:`all_gather_numbers` does, and return a function that waits for them."""
         if self.world_size == 1:
-            return [list(numbers)]
+            return lambda: [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64)
-        given = [torch.empty_like(own) for _ in self.members]
-        dist.all_gather(given, own, group=self._group)
-        return [of_rank.tolist() for of_rank in given]
+        of_all = [torch.empty_like(own) for _ in self.members]
+        work = dist.all_gather(of_all, own, group=self._group, async_op=True)
+
+        def finish() -> list[list[int]]:
+            work.wait()
+            return [of_rank.tolist() for of_rank in of_all]
+
+        return finish
 
     def all_gather_bytes(
         self, own: torch.Tensor, lengths: Sequence[int], only_first: bool = False

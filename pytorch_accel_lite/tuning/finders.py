@@ -98,42 +98,36 @@ def find_lr(
     :return: the rates, the losses, a ``suggestion`` and ``plot()``; also printed, unless a console or a notebook shows
         the return value
     """
-    _check_range_test(min_lr, max_lr, num_steps)
+    check_range("min_lr", min_lr, above=0)
+    check_range("max_lr", max_lr, above=0)
     check_range("diverged", diverged, above=1)
+    if min_lr >= max_lr:
+        raise ValueError(f"min_lr={min_lr!r} must be less than max_lr={max_lr!r}.")
+    if check_positive_int("num_steps", num_steps) < 10:
+        raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer do not make a curve.")
     request = RunRequest(
         num_epochs=1,
         gradient_accumulation_steps=gradient_accumulation_steps,
         gradient_clip_value=gradient_clip_value,
         gradient_clip_norm=gradient_clip_norm,
     )
-    batch_size = per_device_batch_size
-    loader_kwargs = train_dataloader_kwargs
-    with trial(self, "find_lr", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
+    size = per_device_batch_size
+    with trial(self, "find_lr", train_dataset, size, request, train_dataloader_kwargs, collate_fn) as run:
         result = _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
     report(self, result)
     return result
 
 
-def _check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:
-    """Check the arguments of a range test."""
-    check_range("min_lr", min_lr, above=0)
-    check_range("max_lr", max_lr, above=0)
-    if min_lr >= max_lr:
-        raise ValueError(f"min_lr={min_lr!r} must be less than max_lr={max_lr!r}.")
-    if check_positive_int("num_steps", num_steps) < 10:
-        raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer do not make a curve.")
-
-
 def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, or of all."""
     parts = parts_of(trainer.optimizer)
-    known = ", ".join(map(repr, parts))
+    names = ", ".join(map(repr, parts))
     if name is None and run.step.optimizers and len(parts) > 1:
         raise ValueError(
-            f"find_lr() needs optimizer=, one of {known}: {type(trainer).__name__} updates each on its own."
+            f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each on its own."
         )
     if name is not None and name not in parts:
-        raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {known or 'one without a name'}.")
+        raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {names or 'one without a name'}.")
     groups: list[dict[str, Any]] = (trainer.optimizer if name is None else parts[name]).param_groups
     return groups
 
@@ -150,7 +144,7 @@ def _range_test(
     losses = list[float]()
     mean = 0.0
     lowest = math.inf
-    batches = _batches(trainer, run)
+    batches = repeat_epochs(trainer, run)
     trainer.train_epoch_start()
     for number in range(num_steps):
         lr = min_lr * (max_lr / min_lr) ** (number / (num_steps - 1))
@@ -193,15 +187,21 @@ def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
     return lrs[int(slopes[:lowest].argmin())]
 
 
-def _batches(trainer: TrainerLike, run: Run) -> Iterator[Batch]:
-    """Yield batches indefinitely, one epoch after another."""
+def repeat_epochs(trainer: TrainerLike, run: Run) -> Iterator[Batch]:
+    """Yield batches indefinitely, one epoch after another.
+
+    :raises ValueError: if an epoch is empty, as the next would be, without end
+    """
     for epoch in itertools.count(1):
         empty = True
         for batch in run.data.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
             empty = False
             yield batch
         if empty:
-            raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
+            raise ValueError(
+                "train_dataset gave no batch: it is empty, or exhausted after it was read once. Let its __iter__ start "
+                "again each time, or pass a smaller num_steps."
+            )
 
 
 def _update(trainer: TrainerLike, run: Run, batches: Iterator[Batch], name: str) -> float:
@@ -243,20 +243,20 @@ def find_batch_size(
     request = RunRequest(num_epochs=1)
     with trial(self, "find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn) as run:
 
-        def load(size: int) -> Batch:
+        def fits(size: int) -> bool:
             create_train_loader(self, run, size, train_dataloader_kwargs)
             try:
-                batch: Batch = next(iter(run.data.train_loader.steps(1)))
-                return batch
+                batch = next(iter(run.data.train_loader.steps(1)))
             finally:
                 run.data.train_loader.stop_workers()
+            return _fits(self, batch, num_steps)
 
         self.train_epoch_start()
-        found = _largest_batch(self, load, start, most, num_steps)
-    if not found:
+        largest = largest_fitting_size(fits, start, most)
+    if not largest:
         raise RuntimeError("Not even a batch of one sample fits into memory.")
-    self.print(f"The largest batch size that fits is {found}{' (the maximum)' if found == most else ''}.")
-    return found
+    self.print(f"The largest batch size that fits is {largest}{' (the maximum)' if largest == most else ''}.")
+    return largest
 
 
 def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_batch_size: int | None) -> int:
@@ -275,22 +275,23 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     return most
 
 
-def _largest_batch(trainer: TrainerLike, load: Callable[[int], Batch], start: int, most: int, num_steps: int) -> int:
-    """Return the largest batch size with which a few updates fit into memory, the same on every process.
+def largest_fitting_size(fits: Callable[[int], bool], start: int, most: int) -> int:
+    """Return the largest size that fits, or 0: sizes are doubled until one does not, and then bisected.
 
-    :param load: called with a batch size, returns a batch
+    :param fits: whether a size fits
+    :param start: first size to try
+    :param most: largest size to try
     """
-    fits = 0
+    fitting = 0
     too_large = most + 1
     size = min(start, most)
-    while True:
-        if _fits(trainer, load(size), num_steps):
-            fits = size
+    while too_large - fitting > 1:
+        if fits(size):
+            fitting = size
         else:
             too_large = size
-        if too_large - fits <= 1:
-            return fits
-        size = min(2 * fits, most) if too_large > most and fits else (fits + too_large) // 2
+        size = min(2 * fitting, most) if too_large > most and fitting else (fitting + too_large) // 2
+    return fitting
 
 
 def _fits(trainer: TrainerLike, batch: Batch, num_steps: int) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +19,19 @@ from pytorch_accel_lite.base.modules import local
 #: What bytes are for, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
 _FSDP = ("torch/distributed/fsdp", "torch\\distributed\\fsdp")
-_ELSEWHERE = ""
 _FRAMES_TO_SEARCH = 32
 
 #: Returns what is known of tensors: pairs of a kind and a tensor of that kind.
 Owners = Callable[[], Iterable[tuple[str, Any]]]
+
+
+@dataclass
+class _Held:
+    """A storage that is alive: a reference that tells when it is freed, what it is for, and its size in bytes."""
+
+    freed: Any
+    kind: str
+    size: int = 0
 
 
 class LiveBytes(TorchDispatchMode):
@@ -43,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
         self._device = device.type
         self._owners = owners
         self._block = block
-        self._held: dict[int, tuple[Any, int, str]] = {}
+        self._held: dict[int, _Held] = {}
         self._bytes: Counter[str] = Counter()
         self._total = 0
         self._sorted_at = 0
@@ -58,26 +68,12 @@ class LiveBytes(TorchDispatchMode):
         self.at_peak: Counter[str] = Counter()
         self.stage = ""
 
-    def add(self, kind: str, size: int) -> None:
-        """Count bytes that no tensor shows, such as those of a wrapper's buffers."""
-        self._count(kind, size)
-
-    def discount(self, tensor: torch.Tensor) -> None:
-        """Count a tensor no longer, as its bytes are elsewhere."""
-        key = id(tensor.untyped_storage())
-        if key in self._held:
-            reference, size, kind = self._held[key]
-            self._held[key] = reference, 0, _ELSEWHERE
-            self._count(kind, -size)
-
     def __enter__(self) -> Any:
         resize = self._resize
 
         def resize_and_count(storage: Any, size: int) -> Any:  # FSDP frees and allocates parameters in this way
             result = resize(storage, size)
-            known = self._held.get(id(storage))
-            if known is not None:
-                self._hold(storage, known[2])
+            self._measure(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[assignment,method-assign]
@@ -102,29 +98,25 @@ class LiveBytes(TorchDispatchMode):
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        known = self._held.get(id(storage))
-        if known is None:
-            self._hold(storage, _kind_of_new())
-        elif known[2] != _ELSEWHERE and known[1] != self._rounded(storage):
-            self._hold(storage, known[2])
-
-    def _rounded(self, storage: Any) -> int:
-        size: int = storage.nbytes()
-        return -(-size // self._block) * self._block
-
-    def _hold(self, storage: Any, kind: str) -> None:
         key = id(storage)
-        known = self._held.get(key)
-        reference = weakref.ref(storage, lambda _: self._forget(key)) if known is None else known[0]
-        size = self._rounded(storage)
-        self._held[key] = reference, size, kind
-        self._count(kind, size - (0 if known is None else known[1]))
+        if key not in self._held:
+            freed = weakref.ref(storage, lambda _: self._forget(key))
+            self._held[key] = _Held(freed, kind=_kind_of_new())
+        self._measure(storage)
+
+    def _measure(self, storage: Any) -> None:
+        """Count the size that a storage has now, if it is counted at all."""
+        held = self._held.get(id(storage))
+        if held is not None:
+            before, held.size = held.size, math.ceil(storage.nbytes() / self._block) * self._block
+            self.add(held.kind, held.size - before)
 
     def _forget(self, key: int) -> None:
-        _, size, kind = self._held.pop(key, (None, 0, ""))
-        self._count(kind, -size)
+        held = self._held.pop(key)
+        self.add(held.kind, -held.size)
 
-    def _count(self, kind: str, size: int) -> None:
+    def add(self, kind: str, size: int) -> None:
+        """Count bytes; also those that no tensor shows, such as the buffers of a wrapper."""
         self._total += size
         self._bytes[kind] += size
         if self._total > self.peak:
@@ -132,23 +124,18 @@ class LiveBytes(TorchDispatchMode):
             if self._total > 1.01 * self._sorted_at:
                 self._sort()
             self.at_peak = self._bytes.copy()
-            self.stage = self._find_stage()
+            in_backward = torch._C._current_graph_task_id() >= 0  # noqa: SLF001
+            self.stage = "backward pass" if in_backward else "update" if self.is_updating else "forward pass"
 
     def _sort(self) -> None:
         """Find out what tensors are for, which is only known once they have become gradients, for example."""
         self._sorted_at = self._total
         for kind, tensor in self._owners():
-            key = id(local(tensor).untyped_storage())
-            held = self._held.get(key)
-            if held is not None and held[2] not in (kind, _ELSEWHERE):
-                self._bytes[held[2]] -= held[1]
-                self._bytes[kind] += held[1]
-                self._held[key] = held[0], held[1], kind
-
-    def _find_stage(self) -> str:
-        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001
-            return "backward pass"
-        return "update" if self.is_updating else "forward pass"
+            held = self._held.get(id(local(tensor).untyped_storage()))
+            if held is not None:
+                self._bytes[held.kind] -= held.size
+                self._bytes[kind] += held.size
+                held.kind = kind
 
 
 def _kind_of_new() -> str:

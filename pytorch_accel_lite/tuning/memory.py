@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,22 +22,26 @@ from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import PLAIN, are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.engine.arguments import check_data, check_training
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.setup import create_train_loader
 from pytorch_accel_lite.engine.trial import report
-from pytorch_accel_lite.tuning.alternatives import Peaks, largest_batch, lower_peaks
+from pytorch_accel_lite.optimizers.layer_groups import find_blocks
+from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
+from pytorch_accel_lite.tuning.finders import largest_fitting_size
 from pytorch_accel_lite.tuning.live_bytes import KINDS
-from pytorch_accel_lite.tuning.pretending import Scenario, measure
+from pytorch_accel_lite.tuning.reports import Report
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data import Batch
 
 #: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
 _RESERVE = 0.1
+_LOWER = 0.95  # of the peak, at most, for a change to be worth naming
+_LARGEST_BATCH = 2**16
+_USUAL_DEVICES = 8
 _NAMES = {
     "optimizer": "optimizer state",
     "averages": "averaged weights",
@@ -44,7 +51,7 @@ _NAMES = {
 
 
 @dataclass(repr=False)
-class MemoryEstimate:
+class MemoryEstimate(Report):
     """The result of :meth:`Trainer.estimate_memory <pytorch_accel_lite.Trainer.estimate_memory>`; its repr is a report.
 
     All sizes are in bytes, for one device.
@@ -90,33 +97,28 @@ class MemoryEstimate:
     def rows(self) -> list[tuple[str, str]]:
         """Return the name of each part of the peak, with its size and its share as text."""
         sizes = [(_NAMES.get(kind, kind), size) for kind, size in self.parts.items() if size]
-        return [(name, f"{as_text(size)}, {100 * size / max(self.peak, 1):.0f} %") for name, size in sizes]
+        return [(name, f"{as_text(size)}, {100 * size / max(self.peak, 1):3.0f} %") for name, size in sizes]
 
     @property
     def advice(self) -> list[str]:
         """Whether it fits, and what would lower the peak."""
-        said = []
+        advice = []
         if self.device_memory is not None:
             verdict = "This fits" if self.fits else "This does not fit"
-            said.append(
+            advice.append(
                 f"{verdict} in {as_text(self.device_memory)}, {100 * _RESERVE:.0f} % of which are left for fragments, "
                 "libraries and the driver."
             )
         if self.largest_batch is not None:
             size = f"batches of up to {self.largest_batch}" if self.largest_batch else "not even a batch of one sample"
-            said.append(f"With these settings, {size} {'fit' if self.largest_batch != 0 else 'fits'}.")
+            advice.append(f"With these settings, {size} {'fit' if self.largest_batch != 0 else 'fits'}.")
         for change, peak in self.alternatives.items():
-            said.append(f"{change}: {as_text(peak)}, which saves {as_text(self.peak - peak)}.")
-        return said
+            advice.append(f"{change}: {as_text(peak)}, which saves {as_text(self.peak - peak)}.")
+        return advice
 
-    def __repr__(self) -> str:
-        rows = self.rows()
-        width = max((len(name) for name, _ in rows), default=0)
-        lines = [f"  {name:<{width}}  {amount.split(', ')[0]:>10}  {amount.split(', ')[1]:>5}" for name, amount in rows]
-        return "\n".join([self.summary(), *lines, *(f"- {text}" for text in self.advice)])
-
-    def _repr_html_(self) -> str:
-        return table(self.summary(), self.rows(), notes=self.advice)
+    def notes(self) -> list[str]:
+        """Return the advice."""
+        return self.advice
 
 
 def as_text(size: float) -> str:
@@ -172,7 +174,7 @@ def estimate_memory(
     )
     _check(self, request)
     check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn, False)
-    memory = _memory_of(self, device_memory)
+    memory = _device_memory(self, device_memory)
     request.gradient_accumulation_steps = min(gradient_accumulation_steps, 2)  # more of them take as much as two
     run = Run.create(self.ranks, request, train_dataset, collate_fn=collate_fn)
     how = _sharding(self, world_size, sharded)
@@ -184,7 +186,7 @@ def estimate_memory(
         ddp = self.accelerator.ddp_handler
         in_buckets = ddp is not None and ddp.gradient_as_bucket_view
         scenario = Scenario(world_size, how, device_type or _device_type(self), size, in_buckets)
-        live = measure(self, run, batch, scenario)
+        live = measure_step(self, run, batch, scenario)
         parts = {kind: live.at_peak[kind] for kind in KINDS}
         result = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
         if advise:
@@ -193,14 +195,52 @@ def estimate_memory(
     return result
 
 
-def _advise(trainer: TrainerLike, found: MemoryEstimate, run: Run, batch: Batch, scenario: Scenario) -> None:
+def _advise(trainer: TrainerLike, estimate: MemoryEstimate, run: Run, batch: Batch, scenario: Scenario) -> None:
     """Find out what would lower the peak, and the largest batch that fits."""
-    peaks = Peaks(trainer, run, batch)
-    peaks.note(scenario, found.peak)
-    found.alternatives = lower_peaks(trainer, peaks, scenario, found.stage)
+
+    @cache
+    def peak_of(other: Scenario) -> int | None:
+        """Return the peak, or ``None`` if the model does not work in that way: if its blocks cannot be recomputed."""
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return measure_step(trainer, run, batch, other).peak
+        return None
+
+    def fits(size: int) -> bool:
+        peak = peak_of(replace(scenario, batch_size=size))
+        return peak is not None and peak <= _usable(estimate.device_memory or 0)
+
+    peaks = {text: peak_of(other) for text, other in _changes(trainer, scenario)}
+    helpful = {text: peak for text, peak in peaks.items() if peak is not None and peak <= _LOWER * estimate.peak}
+    estimate.alternatives = dict(sorted(helpful.items(), key=lambda item: item[1]))
     can_be_resized = any(is_as_long(part, scenario.batch_size) for part in parts_in([batch.data]))
-    if found.device_memory is not None and can_be_resized:
-        found.largest_batch = largest_batch(peaks, scenario, _usable(found.device_memory))
+    other_size = scenario.batch_size // 2 or 2
+    if estimate.device_memory and can_be_resized and peak_of(replace(scenario, batch_size=other_size)) is not None:
+        estimate.largest_batch = largest_fitting_size(fits, scenario.batch_size, _LARGEST_BATCH)
+
+
+def _changes(trainer: TrainerLike, scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    """Yield what can be changed, with the scenario in which it is."""
+    model = trainer.get_model(keep_torch_compile=False)
+    blocks = find_blocks(model)
+    if blocks and not getattr(model, "is_gradient_checkpointing", False):
+        names = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
+        yield f"Activation checkpointing of the blocks ({names})", replace(scenario, recomputes=True)
+    if scenario.batch_size > 1:
+        half = scenario.batch_size // 2
+        yield f"Batches of {half}", replace(scenario, batch_size=half)
+    devices = scenario.world_size if scenario.world_size > 1 else _USUAL_DEVICES
+    if scenario.sharding == "none":
+        shared = replace(scenario, sharding="blocks", world_size=devices)
+        yield f"fully_shard for each block and the model, on {devices} devices", shared
+    else:
+        yield f"{2 * devices} devices", replace(scenario, world_size=2 * devices)
+    is_float32 = any(parameter.dtype == torch.float32 for parameter in model.parameters())
+    if is_float32 and trainer.accelerator.mixed_precision == "no" and not is_overridden(trainer, "train_step"):
+        yield "Accelerator(mixed_precision='bf16')", replace(scenario, computes_in_bf16=True)
+    if scenario.sharding == "none" and scenario.world_size > 1 and not scenario.gradients_in_buckets:
+        change = "DistributedDataParallelKwargs(gradient_as_bucket_view=True) in the accelerator's kwargs_handlers"
+        yield change, replace(scenario, gradients_in_buckets=True)
 
 
 def _check(trainer: TrainerLike, request: RunRequest) -> None:
@@ -258,7 +298,7 @@ def _device_type(trainer: TrainerLike) -> str:
     return "cuda" if trainer.device.type == "cpu" else trainer.device.type
 
 
-def _memory_of(trainer: TrainerLike, given: int | str | None) -> int | None:
+def _device_memory(trainer: TrainerLike, given: int | str | None) -> int | None:
     """Return the memory of a device in bytes.
 
     :raises ValueError: if what is given is no size

@@ -1,11 +1,9 @@
-"""Making steps of a trainer with fake tensors, which have no memory, on a pretended number of processes."""
+"""Training steps with fake tensors, which have no memory, as on a number of processes that need not exist."""
 
 from __future__ import annotations
 
 import copy
-import os
 import sys
-import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +14,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.utils.operations import convert_outputs_to_fp32, honor_type
+from accelerate.utils.operations import convert_outputs_to_fp32, convert_to_fp32, honor_type
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.nn import functional
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size
@@ -37,10 +37,9 @@ from pytorch_accel_lite.engine.sharded_models import shard_model
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
-from pytorch_accel_lite.optimizers.operations import is_made, parts_of
+from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, parts_of
 from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tuning.live_bytes import LiveBytes
-from pytorch_accel_lite.tuning.pretended_gpu import PretendedGpu
 
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
@@ -48,12 +47,32 @@ _NEEDS_VALUES = (
     fake_tensor.UnsupportedOperatorException,
 )
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+_NOT_COPIED = ("model", "current_run")  # the model has been copied, and the run is another
 _BLOCK = 512  # bytes, of which the allocators of GPUs give out multiples
+
+
+#: What autocast computes in float32 on GPUs, but not on CPUs, and what takes memory.
+_IN_FLOAT32 = {
+    functional.cross_entropy,
+    functional.nll_loss,
+    functional.log_softmax,
+    functional.softmax,
+    functional.layer_norm,
+    functional.group_norm,
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.kl_div,
+    torch.log_softmax,
+    torch.softmax,
+    torch.Tensor.log_softmax,
+    torch.Tensor.softmax,
+}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is pretended.
+    """How the steps are made.
 
     :param world_size: number of processes
     :param sharding: ``"own"``: as the trainer's ``parallelize_model`` does; ``"blocks"``: by ``fully_shard`` for each
@@ -63,7 +82,6 @@ class Scenario:
     :param gradients_in_buckets: whether ``DistributedDataParallel`` keeps gradients only in its buckets
     :param recomputes: whether the activations within blocks are computed again in the backward pass
     :param computes_in_bf16: whether the step is made under autocast, if it is not anyway
-    :param updates_one_by_one: whether optimizers that have the choice update one tensor at a time
     """
 
     world_size: int
@@ -73,10 +91,9 @@ class Scenario:
     gradients_in_buckets: bool = False
     recomputes: bool = False
     computes_in_bf16: bool = False
-    updates_one_by_one: bool = False
 
 
-def measure(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenario) -> LiveBytes:
+def measure_step(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenario) -> LiveBytes:
     """Return the bytes that are alive at the peak of a step, once the optimizer has its state.
 
     The trainer is left as it is: copies of its model, its optimizer and its attributes make the steps.
@@ -87,16 +104,13 @@ def measure(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenario) -
     """
     # Autograd starts a thread for each device when it is first used. That of a fake one would hinder forks later on.
     torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
-    with _group(scenario):
-        pretended = Pretended(trainer, scenario)
-        with pretended.computing():
-            pretended.copy_model()
+    with _fake_group(scenario):
+        fake = FakeTrainer(trainer, scenario)
+        fake.copy_model()
         if scenario.sharding != "none":
-            pretended.shard()
-        with pretended.computing():
-            pretended.copy_others()
-            pretended.make_updates(read, batch)
-    return pretended.live
+            fake.shard()
+        fake.make_updates(read, batch)
+    return fake.live
 
 
 class FakeLiveBytes(LiveBytes):  # type: ignore[no-untyped-call]
@@ -109,8 +123,27 @@ class FakeLiveBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class LikeGpu(TorchFunctionMode):
+    """Calls functions in the way that takes as much memory on a CPU as their usual way takes on a GPU.
+
+    Attention with dropout keeps no weights there, and autocast computes more functions in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        elif func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = convert_to_fp32((args, kwargs))
+        return func(*args, **kwargs)
+
+
 @contextmanager
-def _group(scenario: Scenario) -> Iterator[None]:
+def _fake_group(scenario: Scenario) -> Iterator[None]:
     """Pretend to be the first process of a group that does not communicate, if the model is to be sharded."""
     if scenario.sharding == "none":
         yield
@@ -132,11 +165,12 @@ class FakeCopies:
     What the originals share, the copies share.
 
     :param device: the device of the copies; the originals may be on the meta device
+    :ivar made: the copies, by the identity of their originals, as ``copy.deepcopy`` takes them
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: dict[int, Any] = {}
+        self.made: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
         """Return a copy, or the value itself if it neither is nor directly contains something to copy."""
@@ -148,34 +182,21 @@ class FakeCopies:
             return self._of_tensor(value)
         if attributes.is_scheduler(value):
             self.of(value.optimizer)
-            return copy.deepcopy(value, self._made)
-        if isinstance(value, dict):
-            copied = {key: self.of(part) for key, part in value.items()}
-            return copied if any(copied[key] is not part for key, part in value.items()) else value
+            return copy.deepcopy(value, self.made)
+        if type(value) is dict:
+            return {key: self.of(part) for key, part in value.items()}
         if type(value) in (list, tuple):
-            parts = [self.of(part) for part in value]
-            return type(value)(parts) if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+            return type(value)(map(self.of, value))
         return value
 
-    def replace(self, originals: nn.Module, copies: nn.Module) -> None:
-        """Use the parameters that a copy has now, after it has been sharded."""
-        now = dict(copies.named_parameters(remove_duplicate=False))
-        for name, parameter in originals.named_parameters(remove_duplicate=False):
-            if name in now:
-                self._made[id(parameter)] = now[name]
-
-    def note(self, original: Any, made: Any) -> None:
-        """Use something as the copy of something else."""
-        self._made[id(original)] = made
-
     def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._made:
+        if id(tensor) not in self.made:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
                 vars(fake).update(vars(tensor))
-            self._made[id(tensor)] = fake
-        made: torch.Tensor = self._made[id(tensor)]
+            self.made[id(tensor)] = fake
+        made: torch.Tensor = self.made[id(tensor)]
         return made
 
     def _of_module(self, module: nn.Module) -> nn.Module:
@@ -184,30 +205,25 @@ class FakeCopies:
                 self._of_tensor(tensor)
             for value in vars(part).values():
                 if isinstance(value, torch.Tensor):
-                    self._made.setdefault(id(value), value)  # a constant, whose values may be needed
-        made = copy.deepcopy(module, self._made)
+                    self.made.setdefault(id(value), value)  # a constant, whose values may be needed
+        made = copy.deepcopy(module, self.made)
         vars(made)["to"] = lambda *_, **__: made  # it is on the device, and fake parameters cannot be exchanged
         return made
 
     def _of_optimizer(self, optimizer: Any) -> Any:
-        if id(optimizer) in self._made:
-            return self._made[id(optimizer)]
-        parts = parts_of(optimizer)
-        if parts:
-            made: Any = type(optimizer)({name: self._of_optimizer(part) for name, part in parts.items()})
-        else:
-            made = object.__new__(type(optimizer))
-            self._made[id(optimizer)] = made
-            groups = [
-                group | {"params": list(map(self._of_tensor, group["params"]))} for group in optimizer.param_groups
-            ]
-            hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
-            rest = {name: value for name, value in vars(optimizer).items() if name not in {*hooks, "step", "state"}}
-            rest["param_groups"] = groups
-            vars(made).update(copy.deepcopy({**rest, "param_groups": []}, self._made), param_groups=groups)
-            vars(made).update({name: copy.copy(value) for name, value in hooks.items()}, state=defaultdict(dict))
-        self._made[id(optimizer)] = made
-        return made
+        """Return an optimizer without state, with the same hooks."""
+        if id(optimizer) not in self.made:
+            made = self.made[id(optimizer)] = object.__new__(type(optimizer))
+            for part in parts_of(optimizer).values():
+                self._of_optimizer(part)
+            for parameter in optimized_parameters(optimizer):
+                self._of_tensor(parameter)
+            copied = {name: value for name, value in vars(optimizer).items() if name != "step"}
+            hooks = {name: copy.copy(value) for name, value in copied.items() if name.endswith("_hooks")}
+            fresh: dict[str, Any] = {"state": defaultdict(dict)} if "state" in copied else {}
+            rest = {name: value for name, value in copied.items() if name not in {*hooks, *fresh}}
+            vars(made).update(copy.deepcopy(rest, self.made), **hooks, **fresh)
+        return self.made[id(optimizer)]
 
 
 class NoLosses(LossTrackers):
@@ -217,8 +233,8 @@ class NoLosses(LossTrackers):
         """Do nothing."""
 
 
-class Pretended:
-    """A copy of a trainer with fake tensors, on one of a pretended number of processes.
+class FakeTrainer:
+    """A copy of a trainer with fake tensors, on one of a number of processes.
 
     :ivar trainer: the copy
     """
@@ -231,7 +247,7 @@ class Pretended:
         self._modules: list[nn.Module] = []
         self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         is_real = trainer.device.type == scenario.device_type
-        self._kernels: AbstractContextManager[Any] = nullcontext() if is_real else PretendedGpu()
+        self._kernels: AbstractContextManager[Any] = nullcontext() if is_real else LikeGpu()
         block = 1 if scenario.device_type == "cpu" else _BLOCK
         self.live = FakeLiveBytes(trainer.device, self._owners, block)
         self.trainer: TrainerLike = copy.copy(trainer)
@@ -248,17 +264,18 @@ class Pretended:
             compile_model=False,
             compiled_forward=None,
         )
-        self._copies.note(trainer, self.trainer)
+        self._copies.made[id(trainer)] = self.trainer
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def _computing(self) -> Iterator[None]:
         """Let new tensors be fake in a block, and count them."""
         with self._mode, self._kernels, self.live:
             yield
 
     def copy_model(self) -> None:
         """Copy the model, with fake parameters that are whole."""
-        self.trainer.model = self._copies.of(self._original.get_model(keep_torch_compile=False))
+        with self._computing():
+            self.trainer.model = self._copies.of(self._original.get_model(keep_torch_compile=False))
         if self._scenario.recomputes:
             recompute(self.trainer.model)
 
@@ -275,41 +292,45 @@ class Pretended:
             for block in find_blocks(model):
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        self._copies.replace(self._original.get_model(keep_torch_compile=False), model)
+        originals = self._original.get_model(keep_torch_compile=False).named_parameters(remove_duplicate=False)
+        shards = dict(model.named_parameters(remove_duplicate=False))
+        self._copies.made |= {id(parameter): shards[name] for name, parameter in originals if name in shards}
         for parameter in model.parameters():
             self.live.note(local(parameter))
 
-    def copy_others(self) -> None:
+    def _copy_others(self) -> None:
         """Copy what else the trainer holds: the loss function, optimizers, teachers."""
-        own = vars(self.trainer)
-        for name, value in own.items():
-            if name not in ("model", "current_run"):
-                own[name] = self._copies.of(value)
-        if self._scenario.computes_in_bf16:
-            self._compute_in_bf16()
-        self._modules = [self.trainer.model, *attributes.modules(self.trainer).values()]
-        self._parameters = list(dict.fromkeys(p for module in self._modules for p in module.parameters()))
-        self._count_averages()
-
-    def _compute_in_bf16(self) -> None:
-        """Compute the loss as under an accelerator with ``mixed_precision="bf16"``."""
         trainer = self.trainer
-        casts = torch.autocast(trainer.device.type, torch.bfloat16, cache_enabled=False)
-        vars(trainer.model)["forward"] = convert_outputs_to_fp32(trainer.model.forward)
-        vars(trainer)["calculate_train_batch_loss"] = casts(trainer.calculate_train_batch_loss)
-
-    def _count_averages(self) -> None:
-        """Count the copies of the model that callbacks keep."""
-        model = self.trainer.model
-        own = sum(map(_bytes, [*model.parameters(), *model.buffers()]))
-        kept = [callback for callback in self._original.callback_handler if isinstance(callback, ModelEmaCallback)]
-        self.live.add("averages", own * len(kept))
+        attributes_to_copy = {name: value for name, value in vars(trainer).items() if name not in _NOT_COPIED}
+        vars(trainer).update({name: self._copies.of(value) for name, value in attributes_to_copy.items()})
+        if self._scenario.computes_in_bf16:  # as under an accelerator with mixed_precision="bf16"
+            autocast = torch.autocast(trainer.device.type, torch.bfloat16, cache_enabled=False)
+            vars(trainer.model)["forward"] = convert_outputs_to_fp32(trainer.model.forward)
+            vars(trainer)["calculate_train_batch_loss"] = autocast(trainer.calculate_train_batch_loss)
+        self._modules = [trainer.model, *attributes.modules(trainer).values()]
+        self._parameters = list(dict.fromkeys(p for module in self._modules for p in module.parameters()))
+        averages = [one for one in self._original.callback_handler if isinstance(one, ModelEmaCallback)]
+        size = sum(map(_bytes, [*trainer.model.parameters(), *trainer.model.buffers()]))
+        self.live.add("averages", size * len(averages))
 
     def make_updates(self, read: Run, batch: Batch) -> None:
         """Make two updates, of which the first creates the state of the optimizer.
 
         :param read: the run that the batch was read for
         """
+        with self._computing():
+            self._copy_others()
+            run = self._begin(read)
+            size = self._scenario.batch_size
+            data = _fake_batch(batch.data, find_batch_size(batch.data, batch.num_samples), size, self.trainer.device)
+            fake = batch._replace(data=data, num_samples=size, total_samples=size, is_last=False)
+            for _ in range(2):
+                self.live.forget_peak()
+                for _ in range(run.window.steps):
+                    _step(self.trainer, run, fake)
+
+    def _begin(self, read: Run) -> Run:
+        """Begin a run of the trainer."""
         trainer = self.trainer
         run = trainer.current_run = read.derive()
         trainer.open_runs.append(run)
@@ -317,41 +338,30 @@ class Pretended:
         if are_sharded(trainer.model.parameters()):
             run.step = ShardedStep(trainer, run)
         elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
-            self._count_buckets()
+            self._add_buckets()
         self._choose_implementations()
         run.loss_trackers = NoLosses()
         attributes.set_optimizer_modes(trainer, training=True)
         trainer.train_epoch_start()
-        size = self._scenario.batch_size
-        fake = batch._replace(
-            data=_fake_batch(batch.data, find_batch_size(batch.data, batch.num_samples), size, trainer.device),
-            num_samples=size,
-            total_samples=size,
-            is_last=False,
-        )
-        for _ in range(2):
-            self.live.forget_peak()
-            for _ in range(run.window.steps):
-                _step(trainer, run, fake)
+        return run
 
-    def _count_buckets(self) -> None:
-        """Count the buckets of ``DistributedDataParallel``, which hold all gradients, beside these or instead."""
+    def _add_buckets(self) -> None:
+        """Add the buckets of ``DistributedDataParallel``, which hold all gradients, beside these or instead."""
         trained = [parameter for parameter in self.trainer.model.parameters() if parameter.requires_grad]
-        in_place = self._scenario.gradients_in_buckets
-        live = self.live
-        live.add("gradients" if in_place else "communication", sum(map(_bytes, trained)))
-        for parameter in trained if in_place else ():
-            hooked: Any = parameter
-            hooked.register_post_accumulate_grad_hook(lambda owner: live.discount(owner.grad))
+        if not self._scenario.gradients_in_buckets:
+            self.live.add("communication", sum(map(_bytes, trained)))
+            return
+        for parameter in trained:  # they accumulate in the buckets, which are never freed
+            parameter.grad = torch.zeros_like(parameter)
+        vars(self.trainer)["optimizer_zero_grad"] = lambda: None
 
     def _choose_implementations(self) -> None:
         """Let optimizers update many tensors at once where they do so by default: the type of fake ones hides it."""
         live = self.live
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
-                is_default = group.get("foreach", False) is None and not group.get("fused")
-                if is_default:
-                    group["foreach"] = self._scenario.device_type != "cpu" and not self._scenario.updates_one_by_one
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = self._scenario.device_type != "cpu"
             if isinstance(optimizer, Optimizer):
                 optimizer.register_step_pre_hook(lambda *_: setattr(live, "is_updating", True))
                 optimizer.register_step_post_hook(lambda *_: setattr(live, "is_updating", False))
@@ -368,7 +378,9 @@ class Pretended:
                 yield "gradients", parameter.grad
         for module in self._modules:
             yield from (("buffers", buffer) for buffer in module.buffers())
-            yield from (("gradients", gradient) for gradient in _whole_gradients(module))
+            for part in module.modules():  # fully_shard keeps gradients whole until the end of an accumulation window
+                gradients = (parameter.grad for parameter in part.parameters(recurse=False))
+                yield from (("gradients", gradient) for gradient in gradients if gradient is not None)
         for optimizer in self._optimizers() if is_made(self.trainer.optimizer) else ():
             for state in optimizer.state.values():
                 yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
@@ -382,14 +394,6 @@ def recompute(model: nn.Module) -> None:
         return
     for block in find_blocks(model):
         vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def _whole_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the gradients that ``fully_shard`` keeps whole until the end of an accumulation window."""
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            if parameter.grad is not None:
-                yield parameter.grad
 
 
 def _bytes(tensor: Any) -> int:
@@ -426,16 +430,6 @@ def _step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     except _NEEDS_VALUES as error:
         raise NotImplementedError(
             "estimate_memory() makes steps with tensors that have shapes but no values, and "
-            f"{getattr(error, 'func', error)} needs values{_place(error)}. Let the step do without: leave the reading "
-            "of numbers (.item(), float(), if) to callbacks, and replace indexing with masks by torch.where."
+            f"{getattr(error, 'func', error)} needs values, in the line shown above. Let the step do without: leave "
+            "the reading of numbers (.item(), float(), if) to callbacks, and replace masks in indices by torch.where."
         ) from error
-
-
-def _place(error: Exception) -> str:
-    """Return the last line outside torch and this package that led to an error, as text."""
-    ours = [os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))]
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not any(frame.filename.startswith(place + os.sep) for place in ours)]
-    if not outside:
-        return ""
-    return f": {outside[-1].line!r} in {outside[-1].filename}, line {outside[-1].lineno}"

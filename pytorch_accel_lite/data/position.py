@@ -1,8 +1,9 @@
-"""Sources that report where they are: a resumed run continues there, without reading again what it has seen."""
+"""The position in an epoch of data that are read in turn: of sources that report it, and by counting batches."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -12,15 +13,14 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.data.self_sharding import streams_in
+from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.splitting import slice_batch
+from pytorch_accel_lite.data.plan import ended
+from pytorch_accel_lite.data.stream_shards import streams_in
 
 #: For each source, by identity, the tracker of the loader that began to read it last.
 _latest: WeakValueDictionary[int, PositionTracker] = WeakValueDictionary()
-
-
-def can_track(batches: Any) -> bool:
-    """Whether a loader, or the stream that a ``DataLoader`` reads, reports its position and can return to it."""
-    return _is_stateful(batches) or (isinstance(batches, DataLoader) and _is_stateful(batches.dataset))
 
 
 def can_return(stream: Any) -> bool:
@@ -32,6 +32,12 @@ def _is_stateful(source: Any) -> bool:
     return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def track_position(batches: Any, keeps: bool) -> PositionTracker | None:
+    """Return a tracker if a loader, or the stream that a ``DataLoader`` reads, reports its position."""
+    dataset = batches.dataset if isinstance(batches, DataLoader) else None
+    return PositionTracker(batches, keeps) if _is_stateful(batches) or _is_stateful(dataset) else None
+
+
 class PositionTracker:
     """Keeps the state of a source after the batch used last; batches are read ahead of those that are used.
 
@@ -41,11 +47,10 @@ class PositionTracker:
     :ivar obstacle: why the state is never known; empty if it is
     """
 
-    def __init__(self, batches: Any, keeps: bool = True) -> None:
+    def __init__(self, batches: Any, keeps: bool) -> None:
         dataset = getattr(batches, "dataset", None)
-        self._keeps = keeps
         self._source: Any = batches if _is_stateful(batches) else dataset
-        self._read = [id(read) for read in (batches if dataset is None else dataset, *streams_in(dataset, []))]
+        self._read = [id(read) for read in (batches if dataset is None else dataset, *streams_in(dataset))]
         self.name = type(self._source).__name__
         self.obstacle = ""
         if not getattr(dataset, "has_complete_state", False) and _has_shuffle_buffer(dataset):
@@ -57,6 +62,7 @@ class PositionTracker:
             self.obstacle = "before version 5.0, datasets skips samples when it returns to a position"
         elif self._source is not batches and batches.num_workers:
             self.obstacle = "a DataLoader does not report the states of its workers, but torchdata's StatefulDataLoader"
+        self._keeps = keeps and not self.obstacle
         self.position: Any = None
         self._ahead: deque[Any] = deque()
         self._has_ended = False
@@ -79,14 +85,13 @@ class PositionTracker:
                 f"The position in the training state does not fit the training data, a {self.name} "
                 f"({type(error).__name__}: {error}). Create it as it was when the state was saved."
             ) from error
-        return returning_once(getattr(self._source, "dataset", self._source), batches)
+        return _returning_once(getattr(self._source, "dataset", self._source), batches)
 
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, keeping the state of the source after each."""
-        keeps = self._keeps and not self.obstacle
         self._has_ended = False
         for batch in batches:
-            is_known = keeps and all(_latest.get(read) is self for read in self._read)
+            is_known = self._keeps and all(_latest.get(read) is self for read in self._read)
             self._ahead.append(copy.deepcopy(self._source.state_dict()) if is_known else None)
             yield batch
         self._has_ended = True
@@ -102,7 +107,21 @@ class PositionTracker:
             self.position = self._ahead.popleft()
 
 
-def returning_once(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
+def open_stream(stream: Any, state: Any, skip: Callable[[Iterator[Any]], None]) -> Iterator[Any]:
+    """Begin to read a stream from a state or, without one, after skipping what has been seen.
+
+    The random generators are left as they are.
+    """
+    with preserving_generators():
+        if state is not None:
+            stream.load_state_dict(state)
+            return _returning_once(stream, iter(stream))
+        reader: Iterator[Any] = iter(stream)
+        skip(reader)
+        return reader
+
+
+def _returning_once(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
     """Yield the items that are read from a stream after it has returned to a position, which it then forgets.
 
     Hugging Face's streams would return there whenever they are read in the same epoch: in an evaluation, for example.
@@ -110,7 +129,7 @@ def returning_once(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
     :param items: what ``iter`` has given; nothing has been read yet
     """
     first = list(islice(items, 1))
-    for inner in streams_in(stream, []):
+    for inner in streams_in(stream):
         if "_starting_state_dict" in vars(inner):
             vars(inner)["_starting_state_dict"] = None
     yield from first
@@ -119,18 +138,54 @@ def returning_once(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
 
 def _skips_samples(dataset: Any) -> bool:
     """Whether a stream, or one inside it, is of a version of Hugging Face datasets that returns to the next shard."""
-    if not any(type(stream).__module__.partition(".")[0] == "datasets" for stream in streams_in(dataset, [])):
-        return False
-    return int(version("datasets").partition(".")[0]) < 5
+    packages = {type(stream).__module__.partition(".")[0] for stream in streams_in(dataset)}
+    return "datasets" in packages and int(version("datasets").partition(".")[0]) < 5
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
     """Whether a stream, or one inside it, shuffles with the buffer of Hugging Face datasets, which its state lacks."""
-    stages = [getattr(stream, "_ex_iterable", None) for stream in streams_in(dataset, [])]
-    while stages:
-        stage = stages.pop()
+    stages: list[Any] = [getattr(stream, "_ex_iterable", None) for stream in streams_in(dataset)]
+    for stage in stages:  # which grows
         if type(stage).__name__ == "BufferShuffledExamplesIterable":
             return True
-        stages += [inner for inner in [getattr(stage, "ex_iterable", None)] if inner is not None]
-        stages += getattr(stage, "ex_iterables", ())
+        stages += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", ())
     return False
+
+
+def cannot_split(what: str) -> ValueError:
+    """Return the error for a position in the middle of data that cannot be split."""
+    return ValueError(
+        f"The resumed run was saved at a sample that is now in the middle of {what}, which cannot be split. Resume it "
+        "with its original batch size and number of processes."
+    )
+
+
+def last_samples(batch: Any, count: int) -> Any:
+    """Return the last ``count`` samples of a batch."""
+    size = find_batch_size(batch)
+    cause = None
+    try:
+        rest = slice_batch(batch, size - count, size, size)
+        if find_batch_size(rest) == count:
+            return rest
+    except ValueError as error:
+        cause = error
+    raise cannot_split(f"a batch of type {type(batch).__name__}") from cause
+
+
+def skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
+    """Skip the first ``count`` batches; unless ``is_certain``, warn if they cannot have held ``start`` samples.
+
+    A step may count them along any dimension: the second if the first is time.
+    """
+    shapes = [next((tensor.shape for tensor in tensors_in(batch)), ()) for batch in islice(batches, count)]
+    if len(shapes) < count:
+        raise ended("data", f"{len(shapes)} batches", count)
+    samples = [sum(sizes) for sizes in zip(*shapes, strict=False)]  # none if a batch has no tensor
+    if samples and start not in samples and not is_certain:
+        warnings.warn(
+            f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "
+            f"batches now holds {samples[0]}. It resumes at the right place only if it had one process and the same "
+            "batches.",
+            stacklevel=2,
+        )

@@ -1,0 +1,267 @@
+"""Streams made of streams: mixed, shuffled, or read by all processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
+from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.data.mixtures import check_weights
+from pytorch_accel_lite.data.plan import ended
+from pytorch_accel_lite.data.position import can_return, open_stream
+from pytorch_accel_lite.data.stream_shards import part_of
+
+_END = object()  # of a stream
+
+
+class _AroundStream(IterableDataset[Any]):
+    """A stream around another one.
+
+    :param stream: an iterable dataset
+    """
+
+    def __init__(self, stream: Any) -> None:
+        if not isinstance(stream, IterableDataset):
+            raise TypeError(f"The stream must be an IterableDataset, not {type(stream).__name__}.")
+        self.stream: Any = stream
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+
+class ReadByAll(_AroundStream):
+    """Marks a stream that is cheap to read: every process reads all of it, and uses its own batches.
+
+    Nothing is then sent between processes, and the batches are the same as if one process had dealt them out. The
+    stream must give the same samples in the same order on every process; random numbers that it draws while it is read
+    are the same under a seed. The processes compare a few values of each step, and raise an error if these differ.
+
+    :param stream: an iterable dataset
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stream":  # not set yet during unpickling
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+class ShuffledStream(_AroundStream):
+    """A stream whose samples are shuffled block by block, so that a resumed run need only read one block again.
+
+    The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while a block is
+    read. A stream that is not stateful is read again from its beginning.
+
+    :param stream: an iterable dataset; its ``set_epoch``, if any, is called with the epoch
+    :param block_size: number of samples that are read and shuffled together
+    :param seed: seed of the orders
+    """
+
+    def __init__(self, stream: Any, block_size: int = 1000, seed: int = 0) -> None:
+        super().__init__(stream)
+        self.block_size = check_positive_int("block_size", block_size)
+        self.seed = seed
+        self._epoch = 0
+        self._state: Mapping[str, Any] = {}  # where the next iteration begins
+        self._position: dict[str, Any] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, counting from 0."""
+        self._epoch = epoch
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._state = self._state, {}
+        place = mix(self.seed, self._epoch)
+        number = start.get("block", 0)
+        given = start.get("given", 0)
+        state = start.get("stream")
+        returns = can_return(self.stream)
+
+        def skip_blocks(reader: Iterator[Any]) -> None:
+            for skipped in range(number):
+                _, block = self._read_block(reader, mix(skipped, after=place))
+                if len(block) < self.block_size:
+                    seen = skipped * self.block_size + len(block)
+                    raise ended("stream", f"{seen} samples", number * self.block_size)
+
+        reader = open_stream(self.stream, state, skip_blocks)
+        while True:
+            order, block = self._read_block(reader, mix(number, after=place))
+            for index in order[given:]:
+                given += 1
+                self._position = {"block": number, "given": given, "stream": state}
+                yield block[index]
+            if len(block) < self.block_size:
+                return
+            number, given = number + 1, 0
+            state = copy.deepcopy(self.stream.state_dict()) if returns else None
+
+    def _read_block(self, reader: Iterator[Any], seed: int) -> tuple[list[int], list[Any]]:
+        """Return the next samples, and the order in which to give them."""
+        with preserving_generators():
+            seed_generators(seed)
+            block = list(islice(reader, self.block_size))
+        return torch.randperm(len(block), generator=torch.Generator().manual_seed(seed >> 1)).tolist(), block
+
+    def shard(self, rank: int, world_size: int) -> ShuffledStream | None:
+        """Return a part, shuffled on its own, of the stream inside; ``None`` if that cannot be divided."""
+        part = part_of(self.stream, rank, world_size)
+        return None if part is None else ShuffledStream(part, self.block_size, mix(self.seed, rank))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the block, how much of it has been given, and the state at which it begins."""
+        return dict(self._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin at a state."""
+        self._state = state
+
+
+class MixtureStream(IterableDataset[Any]):
+    """Several streams to train on, by name, each with a share of the samples in every part of an epoch.
+
+    A resumed run continues stateful streams at their states; of each of the others, it reads the current pass again up
+    to the next sample. If a stream has ``set_epoch``, it is called before each pass.
+
+    :param streams: iterable datasets by name
+    :param weights: the shares of the samples that come from each stream, relative to each other; by default equal
+    :param repeat: whether a stream that ends begins again. The mixture then has no end, and ``train`` needs
+        ``max_num_train_steps``. Otherwise, an epoch ends with the stream that ends first.
+    :raises ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
+    """
+
+    #: Its streams with shuffle buffers, whose states are incomplete, are read again, so its own state is complete.
+    has_complete_state = True
+
+    def __init__(
+        self, streams: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, repeat: bool = True
+    ) -> None:
+        if not isinstance(streams, Mapping):
+            raise TypeError(f"A mixture needs a dict of streams by name, not {type(streams).__name__}.")
+        if not streams:
+            raise ValueError("A mixture needs at least one stream.")
+        for name, stream in streams.items():
+            if not isinstance(stream, IterableDataset):
+                raise TypeError(
+                    f"The stream {name!r} ({type(stream).__name__}) is not an IterableDataset. Mix datasets that can "
+                    "be indexed with Mixture."
+                )
+        self.names = list(streams)
+        self.streams = list(streams.values())
+        if len(set(map(id, self.streams))) < len(self.streams):
+            raise ValueError("A stream has several names here, but only one position. Create one for each name.")
+        self.weights = check_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
+        self.repeat = repeat
+        self._epoch = 0
+        self._state: Mapping[str, Any] = {}  # where the next iteration begins
+        self._passes: list[_Passes] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, counting from 0."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        state, self._state = self._state, {}
+        self._passes = passes = [
+            _Passes(name, stream, self.weights[name], self._epoch, **state.get(name, {}))
+            for name, stream in zip(self.names, self.streams, strict=True)
+        ]
+        while True:
+            sample = min(passes, key=_Passes.time_of_next).read(self.repeat)
+            if sample is _END:
+                return
+            yield sample
+
+    def shard(self, rank: int, world_size: int) -> MixtureStream | None:
+        """Return a mixture of a part of each stream; ``None`` if one cannot be divided."""
+        parts = {name: part_of(stream, rank, world_size) for name, stream in zip(self.names, self.streams, strict=True)}
+        is_whole = all(part is not None for part in parts.values())
+        return MixtureStream(parts, self.weights, repeat=self.repeat) if is_whole else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, by name, how much of each stream has been given, and its state if it has one."""
+        return {passes.name: passes.state_dict() for passes in self._passes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin at a state.
+
+        :raises ValueError: if it is that of other streams
+        """
+        if state and list(state) != self.names:
+            raise ValueError(f"it holds the streams {list(state)} instead of {self.names}")
+        self._state = state
+
+
+@dataclass
+class _Passes:
+    """A stream of a mixture, which is read once or again and again.
+
+    :param given: number of samples that it has given
+    :param given_in_pass: those of the current pass
+    :param completed: number of passes completed
+    :param state: the state of the stream
+    """
+
+    name: str
+    stream: Any
+    weight: float
+    epoch: int
+    given: int = 0
+    given_in_pass: int = 0
+    completed: int = 0
+    state: Any = None
+    reader: Iterator[Any] | None = None
+    returns: bool = False  # whether the stream can return to its states
+
+    def time_of_next(self) -> float:
+        """Return when the next sample is due; each stream gives ``weight`` samples in a unit of time."""
+        return (self.given + 0.5) / self.weight
+
+    def read(self, repeat: bool) -> Any:
+        """Return the next sample."""
+        if self.reader is None:
+            self.reader = self._open()
+        sample = next(self.reader, _END)
+        if sample is _END and repeat:
+            self.completed += 1
+            self.given_in_pass = 0
+            self.state = None
+            self.reader = self._open()
+            sample = next(self.reader, _END)
+        if sample is not _END:
+            self.given += 1
+            self.given_in_pass += 1
+        elif repeat or not self.given:
+            again = ", or cannot be read more than once: pass repeat=False" if self.given else ""
+            raise ValueError(f"The stream {self.name!r} is empty{again}.")
+        return sample
+
+    def _open(self) -> Iterator[Any]:
+        """Begin to read the current pass, after what it has given."""
+        self.returns = can_return(self.stream)
+        with preserving_generators():
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(self.epoch + self.completed)
+            return open_stream(self.stream, self.state, self._skip)
+
+    def _skip(self, reader: Iterator[Any]) -> None:
+        skipped = sum(1 for _ in islice(reader, self.given_in_pass))
+        if skipped < self.given_in_pass:
+            raise ended(f"stream {self.name!r}", f"{skipped} samples", self.given_in_pass)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arguments with which to continue."""
+        if self.reader is not None and self.returns:
+            self.state = self.stream.state_dict()
+        return {name: getattr(self, name) for name in ("given", "given_in_pass", "completed", "state")}

@@ -1,0 +1,215 @@
+"""Reading batches: from memory a whole batch at a time, and with randomness that is a function of the position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from pytorch_accel_lite.base.randomness import mix, seed_generators
+from pytorch_accel_lite.data.plan import grouped
+
+_STEPS = 256  # whose indices are copied to a device together
+#: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
+#: follow; the position of the first sample; the indices of the samples.
+SeededShare = tuple[int, int, int, list[Any]]
+#: Any seed, and the numbers that the generators of python and numpy draw first after it.
+_KNOWN = 1
+_FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()
+
+
+def inner_datasets(dataset: Any) -> list[Any]:
+    """Return the datasets inside one of torch's dataset wrappers; an empty list for any other dataset."""
+    reads_many = getattr(type(dataset), "__getitems__", None)
+    if reads_many is Subset.__getitems__:
+        return [dataset.dataset]
+    is_concatenation = isinstance(dataset, ConcatDataset) and type(dataset).__getitem__ is ConcatDataset.__getitem__
+    if reads_many is StackDataset.__getitems__ or is_concatenation:
+        return list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
+    return []
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Whether a dataset reads many samples at once; torch's wrappers always have ``__getitems__``, so look inside."""
+    inner = inner_datasets(dataset)
+    has_method = callable(getattr(dataset, "__getitems__", None))
+    return has_method and (not inner or any(map(reads_batches, inner)))
+
+
+class InMemory(NamedTuple):
+    """Data in memory.
+
+    :param tensors: tensors, which have a row for each sample
+    :param subset: the rows of a ``Subset``; ``None`` for all
+    :param arrange: makes a batch from a list of rows of each tensor
+    """
+
+    tensors: Sequence[torch.Tensor]
+    subset: torch.Tensor | None = None
+    arrange: Callable[[list[torch.Tensor]], Any] | None = None
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether all tensors are on a device, whose number may be left out."""
+        there = torch.empty(0, device=device).device
+        return all(tensor.device == there for tensor in self.tensors)
+
+
+def tensors_in_memory(dataset: Any) -> InMemory | None:
+    """Return the tensors of a ``TensorDataset``, or of a ``StackDataset`` or a ``Subset`` of such; or ``None``."""
+    if type(dataset) is TensorDataset:
+        return InMemory(dataset.tensors)
+    if type(dataset) is StackDataset:
+        tensors, structure = tree_flatten(_stacked(dataset))
+        is_all = all(tensor is not None for tensor in tensors)
+        return InMemory(tensors, arrange=partial(tree_unflatten, treespec=structure)) if is_all else None
+    if type(dataset) is Subset:
+        inner = tensors_in_memory(dataset.dataset)
+        if inner is not None:
+            indices = as_rows(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
+            return inner._replace(subset=indices if inner.subset is None else inner.subset[indices])
+    return None
+
+
+def _stacked(dataset: Any) -> Any:
+    """Return the tensors of a dataset, arranged as in a batch, with ``None`` for other data."""
+    if type(dataset) is TensorDataset:
+        return list(dataset.tensors)
+    if type(dataset) is not StackDataset:
+        return dataset if type(dataset) is torch.Tensor else None
+    if isinstance(dataset.datasets, dict):
+        return {name: _stacked(part) for name, part in dataset.datasets.items()}
+    return [_stacked(part) for part in dataset.datasets]
+
+
+def as_rows(indices: Any, size: int) -> torch.Tensor:
+    """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
+    tensor = torch.as_tensor(indices)
+    if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
+        raise TypeError(
+            f"Indices of samples, of a Subset or a sampler, must be integers, not {tensor.dtype} as in "
+            f"{tensor.flatten()[:4].tolist()}. Convert a mask by torch.as_tensor(mask).nonzero().flatten()."
+        )
+    tensor = tensor.to(torch.int64)
+    return torch.where(tensor < 0, tensor + size, tensor)
+
+
+def read_rows(memory: InMemory, indices: Iterable[Any], size: int, has_fixed_order: bool, pin: bool) -> Iterator[Any]:
+    """Yield the batches of data in memory; from a device, without waiting for it.
+
+    :param indices: those of each step; tensors of them hold no negative ones
+    :param size: number of samples
+    :param has_fixed_order: whether indices may be drawn before the step that reads them
+    :param pin: whether to put batches into pinned memory
+    """
+    tensors, subset, arrange = memory
+    devices = {tensor.device for tensor in tensors}
+    rows = (step if isinstance(step, torch.Tensor) else as_rows(step, size) for step in indices)
+    for steps in grouped(rows, _STEPS if has_fixed_order else 1):
+        chosen = steps if subset is None else [subset[step] for step in steps]
+        copies = {device: _copied(chosen, device) for device in devices}
+        for step in range(len(steps)):
+            batch = [tensor.index_select(0, copies[tensor.device][step]) for tensor in tensors]
+            batch = [tensor.pin_memory() for tensor in batch] if pin else batch
+            yield batch if arrange is None else arrange(batch)
+
+
+def _copied(steps: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
+    """Return the rows of steps on a device, copied together."""
+    if device.type == "cpu":
+        return steps
+    together = torch.cat(list(steps))
+    if device.type == "cuda":
+        together = together.pin_memory()  # otherwise the copy would wait for the steps before it
+    sizes = [len(rows) for rows in steps]
+    return together.to(device, non_blocking=True).split(sizes)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class BatchReader(Dataset[Any]):
+    """Reads batches with randomness that is a function of (seed, epoch, position).
+
+    Every sample is read with generators seeded from its place in the epoch's order. A dataset that reads many samples
+    at once (``__getitems__``) gets one seed for them, and collating a batch continues from there. So the number of
+    workers, the number of processes and interruptions do not affect what is read.
+
+    Seeding python's and numpy's generators takes longer than reading many a sample. Where the first batch has not drawn
+    from them, nor asked for their states, the two are only seeded for each batch, such that it is noticed when a sample
+    does nonetheless; the batch is then read again, and from then on every sample is read with its own seed.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._reads_batches = reads_batches(dataset)
+        self._draws: bool | None = None  # whether samples draw numbers from python's or numpy's generator, once known
+
+    def __getitems__(self, share: SeededShare) -> Any:
+        """Return the samples of a share."""
+        seed, place, first, indices = share
+        if self._reads_batches:
+            seed_generators(seed)
+            return self.dataset.__getitems__(indices)
+        seeds = [mix(position, after=place) for position in range(first, first + len(indices))]
+        if self._draws is False:
+            samples = self._read_without_draws(seeds, indices)
+            if not self._draws:
+                return samples
+        samples = []
+        with _StatesRead() as states:
+            for seed, index in zip(seeds, indices, strict=True):
+                seed_generators(seed)
+                samples.append(self.dataset[index])
+        self._draws = self._draws or states.any or _has_drawn(seeds[-1])
+        return samples
+
+    def _read_without_draws(self, seeds: list[int], indices: list[Any]) -> list[Any]:
+        """Return the samples, and note if reading them has drawn numbers, with which they must not be used."""
+        samples = []
+        error = None
+        seed_generators(_KNOWN, with_torch=False)
+        try:
+            with _StatesRead() as states:
+                for seed, index in zip(seeds, indices, strict=True):
+                    torch.default_generator.manual_seed(seed >> 1)  # quick, and torch.initial_seed() can be asked
+                    samples.append(self.dataset[index])
+        except Exception as raised:
+            error = raised
+        self._draws = states.any or (random.random(), np.random.random_sample()) != _FIRST_DRAWN
+        if error is not None and not self._draws:  # otherwise it may be due to the numbers
+            raise error
+        seed_generators(seeds[-1], with_torch=False)  # collating continues from the last sample
+        return samples
+
+
+class _StatesRead:
+    """Notes whether anything asks for the states of python's or numpy's generators in a block.
+
+    A sample that does so may depend on them, even if it draws no number, or restores the states afterwards.
+    """
+
+    any = False
+
+    def __enter__(self) -> _StatesRead:
+        self._usual = random.getstate, np.random.get_state
+        random.getstate = partial(self._note, random.getstate)
+        np.random.get_state = partial(self._note, np.random.get_state)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        random.getstate, np.random.get_state = self._usual
+
+    def _note(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.any = True
+        return read(*args, **kwargs)
+
+
+def _has_drawn(seed: int) -> bool:
+    """Whether a number has been drawn from python's or numpy's generator since both were given this seed."""
+    before: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state()
+    now: Any = np.random.get_state()
+    is_numpy_new = before[2:] == now[2:] and np.array_equal(before[1], now[1])
+    return not is_numpy_new or random.Random(seed).getstate() != random.getstate()
