@@ -13,14 +13,14 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.backends import create_backend_settings
+from pytorch_accel_lite.base.backends import BackendSettings
 from pytorch_accel_lite.base.batches import BatchOutput, total_loss
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
 from pytorch_accel_lite.base.modules import is_sharded, without_gradients
-from pytorch_accel_lite.base.other_libraries import METHODS, answering, check_subclass, explain_names
+from pytorch_accel_lite.base.other_libraries import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -92,8 +92,7 @@ __all__ = [
 ]
 
 
-@answering
-@explain_names
+@suggest_arguments
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
 
@@ -195,8 +194,9 @@ class Trainer:
         tf32: bool | None = None,
     ) -> None:
         launch.respect_launcher()
-        arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
-        arguments.check_model_options(compile_model, compile_step, channels_last)
+        arguments.check_types(model=model, run_history=run_history, accelerator=accelerator)
+        arguments.check_types(compile_model=compile_model, compile_step=compile_step, channels_last=channels_last)
+        arguments.check_constructor(model, loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = combine_or_defer(optimizer)
@@ -211,7 +211,7 @@ class Trainer:
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
-        self.backend_settings = create_backend_settings(deterministic, cudnn_benchmark, tf32)
+        self.backend_settings = BackendSettings(deterministic, cudnn_benchmark, tf32)
         self.scheduler: Any = None
         self.create_scheduler_fn: Any = None
         self.registered_objects: dict[str, Any] = {}
@@ -295,7 +295,7 @@ class Trainer:
             )
         self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
         arguments.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        setup.check_optimizers(self)
+        arguments.check_optimizers(self)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
         batch_size = int(per_device_batch_size)  # may be a numpy integer
@@ -406,11 +406,8 @@ class Trainer:
             check_scheduler(self.scheduler, request, given, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
-        phase = "train" if name == "train_dataset" else "eval"
-        methods = f"create_{phase}_dataloader", f"calculate_{phase}_batch_loss"
-        own_loader, own_step = (getattr(type(self), method) is not getattr(Trainer, method) for method in methods)
-        needs_targets = not (own_step or name == "dataset" or self.loss_func is None)
-        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
+        method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
+        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, is_overridden(self, method))
 
     def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.

@@ -1,6 +1,6 @@
-"""Public path of helpers for limits, for a single process of a job, and for averages of weights."""
+"""Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE, import_extra
 from pytorch_accel_lite.base.helpers import (
     DataLoaderSlice,
     LimitBatches,
@@ -10,6 +10,10 @@ from pytorch_accel_lite.base.helpers import (
     worker_init_fn,
     world_process_zero_only,
 )
+from pytorch_accel_lite.base.other_libraries import suggest
+from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.distributed.collectives import result_of_first
+from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.optimizers.weight_averages import ModelEma
 
 LIMIT_BATCHES_ENV_VAR = LIMIT_BATCHES_VARIABLE  # the name in pytorch-accelerated
@@ -19,9 +23,14 @@ __all__ = [
     "DataLoaderSlice",
     "LimitBatches",
     "ModelEma",
+    "format_metric",
+    "import_extra",
     "local_process_zero_first",
     "local_process_zero_only",
+    "record_error",
     "remove_padding",
+    "result_of_first",
+    "suggest",
     "worker_init_fn",
     "world_process_zero_only",
 ]

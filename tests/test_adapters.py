@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint.__main__ import inspect
+from pytorch_accel_lite.checkpoint.__main__ import print_contents
 from tests.cases.adapters import bert, rows, with_lora
 from tests.cases.sharded import gathered, large_model
 from tests.launching import CAN_SHARD
@@ -127,7 +127,7 @@ def test_a_training_state_without_what_is_frozen_is_resumed_to_the_same_bits(tmp
     whole = train(make_trainer([states_of(tmp_path / "a")], Net(), seed=1), 2)
     state = tmp_path / "a" / "update-000000002"
     assert safetensors.torch.load_file(state / "model.safetensors").keys().isdisjoint(FROZEN)
-    inspect(state)
+    print_contents(state)
     assert "left out: 4 frozen tensors" in capsys.readouterr().out
     resumed = train(make_trainer([states_of(tmp_path / "b")], Net(head_seed=5), seed=1), 2, resume_from=state)
     assert equal(weights(resumed.model), weights(whole.model))

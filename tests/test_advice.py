@@ -64,19 +64,6 @@ def test_updates_that_are_nearly_all_clipped(capsys):
     assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
-@pytest.mark.usefixtures("naps")
-def test_an_optimizer_that_could_be_fused(capsys):
-    def said(**kwargs: Any) -> list[str]:
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), **kwargs)
-        slow = listener(on_optimizer_step_start=lambda trainer: time.sleep(NAP))  # a part of the update
-        train(make_trainer([AdviceCallback(min_seconds=0), slow], model, optimizer=optimizer), epochs=2, size=20)
-        return [line for line in advice(capsys.readouterr().out) if line.startswith("Updates took")]
-
-    assert len(said()) == 1
-    assert said(fused=True) == said(foreach=True) == []
-
-
 def test_updates_that_are_skipped(capsys):
     skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
     train(make_trainer([skip, AdviceCallback]), epochs=2)

@@ -338,7 +338,7 @@ def test_where_there_is_no_terminal_a_line_is_printed_every_so_often(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert re.fullmatch(
-        r"Epoch 2/2, step 3/3: loss [\d.e+-]+, run left 00:00, eval_loss [\d.e+-]+, lr 0\.1, samples/s [\d,]+",
+        r"Epoch 2/2, step 3/3: loss [\d.e+-]+, run left 00:00, samples/s [\d,]+, eval_loss [\d.e+-]+, lr 0\.1",
         lines[-1],
     )
     train(make_trainer([ProgressBarCallback(line_every_seconds=None)]))
@@ -786,7 +786,7 @@ def test_the_model_of_an_abandoned_attempt_is_not_loaded_as_the_best_of_a_resume
     run([3.0, 2.0, 1.0])  # its third epoch is as good as in no other attempt, and is not in its state
     trainer = run([3.0, 2.0, 4.0, last], resume_from="latest")
     assert equal(weights(trainer.model), trainer.weights_after_epoch[-1])
-    says = r"The best model is not in .*best.pt', which holds epoch 3 of another attempt \(1.0\)\. So the model stays"
+    says = r"The best model is not in .*best.pt', which is missing or holds another attempt's. So the model stays"
     assert bool(re.search(says, capsys.readouterr().out)) is (best is None)
     assert torch.load(tmp_path / "best.pt")["epoch"] == (best or 3)
 
@@ -949,10 +949,6 @@ def test_the_best_states_by_another_metric_do_not_count_after_a_resume(here):
         ([3, 2.69, 2.45, 1], {"early_stopping_threshold": 0.1, "threshold_mode": "relative"}, 3),
         ([-3, -3.29, -9], {"early_stopping_threshold": 0.1, "threshold_mode": "relative"}, 2),
         ([-3, -3.31, -3.7], {"early_stopping_threshold": 0.1, "threshold_mode": "relative"}, 3),
-        ([5, 1], {"baseline": 4}, 1),
-        ([5, 3, 2], {"baseline": 4, "early_stopping_patience": 2}, 3),
-        ([5, 4, 2], {"baseline": 4, "early_stopping_patience": 2}, 2),
-        ([1, 2], {"baseline": 1.5, "greater_is_better": True}, 1),
     ],
 )
 def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments, epochs):
@@ -1085,7 +1081,6 @@ def test_a_run_that_is_stopped_after_a_step_of_its_own_saves_no_model_for_an_ear
         ({"early_stopping_threshold": -1}, ValueError, "early_stopping_threshold=-1"),
         ({"early_stopping_threshold": math.nan}, ValueError, "early_stopping_threshold=nan"),
         ({"threshold_mode": "percent"}, ValueError, "threshold_mode='percent' must be 'absolute' or 'relative'"),
-        ({"baseline": math.inf}, ValueError, "baseline=inf"),
         ({"patience_in": "updates"}, ValueError, "patience_in='updates' must be 'epochs' or 'evaluations'"),
     ],
 )

@@ -148,44 +148,12 @@ def test_a_method_may_have_the_name_of_one_of_ours():
     assert equal(weights(train(make_trainer(trainer_class=Named)).model), weights(train(make_trainer()).model))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("progress", "a bar"), ("ranks", [0.5]), ("is_running", True), ("eval_dataloaders", []), ("device", "cuda")],
-)
-def test_the_other_names_say_at_once_that_they_are_taken(name, value):
-    class Taking(Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            setattr(self, name, value)
-
-    with pytest.raises(AttributeError, match=rf"Taking\.{name} is reserved.*Choose another name, for example my_"):
-        make_trainer(trainer_class=Taking)
-    with pytest.raises(TypeError, match=rf"Holding\.{name} is reserved.*my_{name}"):
-        type("Holding", (Trainer,), {name: value})
-
-
-@pytest.mark.parametrize("name", ["current_run", "open_runs", "prepared_model", "logical", "registered_objects"])
-def test_names_on_which_the_trainer_relies_are_refused_at_the_latest_when_it_runs(name):
-    class Before(Trainer):
-        def __init__(self, *args, **kwargs):
-            setattr(self, name, "mine")
-            super().__init__(*args, **kwargs)
-
-    class After(Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            setattr(self, name, "mine")
-
-    with pytest.raises(AttributeError, match=rf"Before\.{name} is reserved.*my_{name}"):
-        make_trainer(trainer_class=Before)
-    trainer = make_trainer(trainer_class=After)
-    with pytest.raises(AttributeError, match=rf"After\.{name} is reserved.*Choose another name, for example my_{name}"):
-        train(trainer)
-
-
-def test_the_message_says_what_a_name_stands_for():
-    with pytest.raises(AttributeError, match=r"the trainer itself \(Whether a training, evaluation or prediction run"):
-        make_trainer().is_running = True
+@pytest.mark.parametrize("name", ["progress", "ranks", "is_running", "eval_dataloaders", "device"])
+def test_the_names_that_the_trainer_relies_on_are_taken(name):
+    with pytest.raises(AttributeError, match=r"no setter|can't set attribute"):
+        setattr(make_trainer(), name, "mine")
+    with pytest.raises(TypeError, match=rf"Holding\.{name} is reserved"):
+        type("Holding", (Trainer,), {name: "mine"})
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])

@@ -62,7 +62,7 @@ def runs(tmp_path_factory) -> dict[str, Trainer]:
     found = {}
     for name, overrides in OF_FILES.items():
         overrides = overrides | {"output_dir": str(folder / name)}
-        found[str(folder / name)] = Experiment.from_file(folder / "small.yaml", overrides, environment={}).train()
+        found[str(folder / name)] = Experiment.from_file(folder / "small.yaml", overrides).train()
     script, states = folder / "script", folder / "states"
     log = RunLogCallback(script / "log", {"idea": "<wider>"})
     found[str(script)] = train(script, 1, LearningRateMonitorCallback(), log)
@@ -101,10 +101,10 @@ def test_what_differs_is_listed_without_what_follows_from_it(runs):
     ]  # no momentum
     assert [run.settings["model.width"] for run in from_files.runs] == [5, 7, 5]
     from_scripts = compare_runs(list(runs)[3:])
-    assert from_scripts.differences == ["seed"]  # the others are not in both
+    assert from_scripts.differences == []  # one of them has left none
     assert not {"num_epochs", "idea"} & {*compare_runs(runs).differences}
-    script, states = from_scripts.runs
-    assert (script.settings["idea"], script.outcome, states.settings["seed"]) == ("<wider>", "finished", 2)
+    script, _ = from_scripts.runs
+    assert (script.settings["idea"], script.outcome) == ("<wider>", "finished")
     assert script.settings["optimizer"] == "SGD(lr=0.05)"
     assert compare_runs(next(iter(runs))).differences == []
 
@@ -119,7 +119,6 @@ def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
     assert marked == {max(values, key=values.__getitem__)}
     assert "Settings that differ" in lines
     assert re.search(r"^sgd +5 +SGD +0.01 +0$", "\n".join(lines), re.MULTILINE)
-    assert "<td>adam-10</td>" in found._repr_html_()
 
 
 @pytest.mark.slow
@@ -182,7 +181,7 @@ def test_values_that_are_not_finite_and_many_runs(tmp_path):
     assert "Their settings are the same, as far as they are known." in repr(found)
     page = found.save(tmp_path / "page.html").read_text()
     assert page.count('stroke-dasharray="6 3"') == 7
-    assert page.count('opacity="0.25"') == 6
+    assert page.count('stroke-dasharray="2 3"') == 6
 
 
 def test_a_run_with_a_metric_that_is_called_update_is_found(tmp_path):
@@ -220,18 +219,16 @@ def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):
     assert re.search(r"^large +load_large +large\.csv$", shown, re.MULTILINE)
 
 
-def test_files_in_one_folder_are_a_run_each_unless_their_numbers_are_the_same(tmp_path):
+def test_files_in_one_folder_are_a_run_each(tmp_path):
     losses = {}
     for name, seed in (("a", 1), ("b", 2)):
         files = [MetricsFileCallback(tmp_path / f"{name}{suffix}", every_n_updates=1) for suffix in (".jsonl", ".csv")]
         history = train(tmp_path, seed, *files).run_history
-        losses[f"{tmp_path.name}/{name}.jsonl"] = history.get_latest_metric("eval_loss_epoch")
+        losses[f"{name}.jsonl"] = history.get_latest_metric("eval_loss_epoch")
     (tmp_path / "data.jsonl").write_text("[1, 2]\n")
-    for paths in (tmp_path, tmp_path / "*.jsonl", [tmp_path / "a.csv", tmp_path / "b.jsonl"]):
+    for paths in (tmp_path, [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]):
         found = compare_runs(paths)
         assert {run.name: run.metrics["eval_loss_epoch"][1][-1] for run in found.runs} == losses
-    (tmp_path / "a.csv").write_text("epoch,further\n2,0.5\n")
-    assert compare_runs(tmp_path / "a.jsonl").runs[0].metrics["further"] == ([2], [0.5])
 
 
 @pytest.mark.parametrize(

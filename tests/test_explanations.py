@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import OrderedDict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,11 +68,11 @@ def test_the_note_of_an_error_names_step_batch_model_and_layer():
     assert str(error).endswith("mat1 and mat2 shapes cannot be multiplied (2x4 and 5x8)")
     assert note_of(error).splitlines() == [
         "In training, epoch 1, step 0:",
-        "  batch: [float32 (2, 4) on cpu, float32 (2, 1) on cpu]; samples 0, 1 of the dataset",
+        "  batch: [Tensor(shape=(2, 4), float32 on cpu), Tensor(shape=(2, 1), float32 on cpu)]; samples [0, 1] of the "
+        "dataset",
         "  model: Sequential, weights float32 on cpu",
-        "  in Linear(in_features=5, out_features=8, bias=True), the model's '0', with input float32 (2, 4) on cpu",
-        "  What to do: the layer takes 5 features, but its input of shape (2, 4) has 4: use in_features=4, or change "
-        "its input.",
+        "  in Linear(in_features=5, out_features=8, bias=True), the model's '0', with Tensor(shape=(2, 4), float32 on "
+        "cpu)",
     ]
     text = "".join(traceback.format_exception(error))
     assert "linear" in text
@@ -87,11 +88,12 @@ class Point(NamedTuple):
 @pytest.mark.parametrize(
     ("batch", "shown"),
     [
-        ({"x": INPUTS[:2], "mask": [1, 2]}, "{'x': float32 (2, 4) on cpu, 'mask': [int, int]}"),
-        (Point(INPUTS[:2], "a"), "(float32 (2, 4) on cpu, str)"),
-        ([[INPUTS[:2], None], 3.0], "[[float32 (2, 4) on cpu, NoneType], float]"),
-        ({"a": {"b": {"c": {"d": 1, "e": 2}}}, "x": INPUTS[:2]}, "{'a': {'b': {'c': a dict of 2}}, 'x': float32"),
-        ([INPUTS[0]] * 9, "float32 (4,) on cpu, and 3 more]"),
+        ({"x": INPUTS[:2], "mask": [1, 2]}, "{'x': Tensor(shape=(2, 4), float32 on cpu), 'mask': [1, 2]}"),
+        (OrderedDict(x=INPUTS[:2]), "OrderedDict({'x': Tensor(shape=(2, 4), float32 on cpu)})"),
+        (Point(INPUTS[:2], "a"), "Point(Tensor(shape=(2, 4), float32 on cpu), 'a')"),
+        ([[INPUTS[:2], None], 3.0], "[[Tensor(shape=(2, 4), float32 on cpu), None], 3.0]"),
+        ({"a": {"b": {"c": {"d": {"e": 2}}}}, "x": INPUTS[:2]}, "{'a': {'b': {'c': {'d': {...}}}}, 'x': Tensor"),
+        ([INPUTS[0]] * 9, "Tensor(shape=(4,), float32 on cpu), ...]"),
     ],
 )
 def test_the_structure_of_a_batch_is_shown(batch, shown):
@@ -112,7 +114,7 @@ def test_an_error_in_any_step_method_has_a_note(name):
         return getattr(Trainer, name)(self, *args)
 
     error = failure(make_trainer(trainer_class=type("Own", (Trainer,), {name: fail})), make_data())
-    assert note_of(error).startswith("In training, epoch 1, step 1:\n  batch: [float32 (2, 4) on cpu")
+    assert note_of(error).startswith("In training, epoch 1, step 1:\n  batch: [Tensor(shape=(2, 4), float32 on cpu)")
     assert "in fail" in "".join(traceback.format_exception(error))
 
 
@@ -120,7 +122,7 @@ def test_an_error_in_any_step_method_has_a_note(name):
 def test_errors_of_evaluation_and_prediction_have_notes(method, phase):
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
         getattr(make_trainer(model=make_model(features=5)), method)(make_data(), per_device_batch_size=2)
-    assert note_of(caught.value).startswith(f"In {phase}:\n  batch: [float32 (2, 4) on cpu")
+    assert note_of(caught.value).startswith(f"In {phase}:\n  batch: [Tensor(shape=(2, 4), float32 on cpu)")
 
 
 def test_an_error_of_an_evaluation_within_a_step_has_one_note():
@@ -166,7 +168,8 @@ def test_where_less_is_known_less_is_said():
     assert str(error) == "mine"
     assert note_of(error).splitlines() == [
         "In training, epoch 1, step 0:",
-        "  batch: [float32 (2, 4) on cpu, float32 (2, 1) on cpu]; samples 0, 1 of the dataset",
+        "  batch: [Tensor(shape=(2, 4), float32 on cpu), Tensor(shape=(2, 1), float32 on cpu)]; samples [0, 1] of the "
+        "dataset",
     ]
 
 
@@ -183,9 +186,8 @@ def note_of_an_error() -> str:
 @pytest.mark.processes
 def test_the_note_names_the_process(two_ranks):
     for rank, note in enumerate(two_ranks(note_of_an_error)):
-        assert note.startswith(
-            f"In training, epoch 1, step 0, on process {rank} of 2:\n  batch: [float64 (2, 5) on cpu"
-        )
+        start = f"In training, epoch 1, step 0, on process {rank} of 2:\n  batch: [Tensor(shape=(2, 5), float64 on cpu)"
+        assert note.startswith(start)
 
 
 # ---------------------------------------------------------------------------------------------- what to do
@@ -193,15 +195,6 @@ def test_the_note_names_the_process(two_ranks):
 
 def one_layer(outputs: int = 1) -> nn.Module:
     return nn.Linear(4, outputs)
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.layer(x * mask)
 
 
 class Gives(nn.Module):
@@ -217,90 +210,31 @@ class Gives(nn.Module):
 
 
 MSE, CE, BCE = nn.MSELoss(), nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()
-IMAGES = torch.rand(N, 1, 6, 6)
+YES_OR_NO = (TARGETS > 0).float()
+FLOATS, CLASSES_TAKEN = "Let the dataset return tensor.float()", "targets.long() without a dimension of size 1"
 KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
-    "inputs in float64": (
-        one_layer(),
-        MSE,
-        (torch.from_numpy(np.ones((N, 4))), TARGETS),
-        "the data are float64, but the model's weights are float32. Let the dataset return tensor.float() ",
-    ),
-    "images in bytes": (
-        nn.Conv2d(1, 3, 3),
-        MSE,
-        ((IMAGES * 255).byte(), TARGETS),
-        "the data are uint8, but the model's weights are float32. Let the dataset return tensor.float(); images stored",
-    ),
-    "a model in float64": (one_layer().double(), MSE, (INPUTS, TARGETS), "tensor.double() for inputs.*model.float()"),
-    "images for a linear layer": (nn.Linear(36, 1), MSE, (IMAGES, TARGETS), "insert nn.Flatten() before it"),
-    "channels that come last": (nn.Conv2d(3, 3, 3), MSE, (torch.rand(N, 6, 6, 3), TARGETS), "channels seem to come"),
-    "images without channels": (nn.Conv2d(1, 3, 3), MSE, (IMAGES[:, 0], TARGETS), "use .unsqueeze(1)"),
-    "channels of another number": (nn.Conv2d(3, 3, 3), MSE, (IMAGES, TARGETS), "the layer takes 3 channels"),
-    "a recurrent layer": (nn.LSTM(3, 3), MSE, (torch.randn(N, 5, 4), TARGETS), "the layer takes 3 features"),
-    "classes as columns of floats": (
-        one_layer(3),
-        CE,
-        (INPUTS, CLASSES[:, None].float()),
-        "int64 of shape (2,), but was given float32 of shape (2, 1): use targets.squeeze(1).long().",
-    ),
-    "classes as columns": (one_layer(3), CE, (INPUTS, CLASSES[:, None]), "use targets.squeeze(1)."),
-    "classes as floats": (one_layer(3), CE, (INPUTS, CLASSES.float()), "use targets.long()."),
-    "classes in 32 bits": (one_layer(3), CE, (INPUTS, CLASSES.int()), "use targets.long()."),
-    "one-hot classes": (
-        one_layer(3),
-        CE,
-        (INPUTS, torch.eye(3).repeat(2, 1).long()),
-        "targets.float(), or targets.argmax",
-    ),
-    "labels out of range": (
-        one_layer(3),
-        CE,
-        (INPUTS, torch.full((N,), 3)),
-        "the labels range from 3 to 3, but the outputs have 3 classes, numbered 0 to 2.",
-    ),
-    "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels range from -1 to 0"),
-    "yes or no in another shape": (one_layer(), BCE, (INPUTS, TARGETS[:, 0].sigmoid()), "targets.unsqueeze(1)"),
-    "yes or no as whole numbers": (one_layer(), BCE, (INPUTS, (TARGETS > 0).long()), "use targets.float()"),
+    "inputs in float64": (one_layer(), MSE, (torch.from_numpy(np.ones((N, 4))), TARGETS), FLOATS),
+    "images in bytes": (nn.Conv2d(1, 3, 3), MSE, (torch.zeros(N, 1, 6, 6).byte(), TARGETS), FLOATS),
+    "a model in float64": (one_layer().double(), MSE, (INPUTS, TARGETS), "convert the model"),
+    "classes as columns": (one_layer(3), CE, (INPUTS, CLASSES[:, None]), "targets.squeeze(1)"),
+    "classes as floats": (one_layer(3), CE, (INPUTS, CLASSES.float()), CLASSES_TAKEN),
+    "classes in 32 bits": (one_layer(3), CE, (INPUTS, CLASSES.int()), CLASSES_TAKEN),
+    "one-hot classes": (one_layer(3), CE, (INPUTS, torch.eye(3).repeat(2, 1).long()), "targets.float()"),
+    "labels out of range": (one_layer(3), CE, (INPUTS, torch.full((N,), 3)), "the labels must range from 0"),
+    "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels must range from 0"),
+    "yes or no as whole numbers": (one_layer(), BCE, (INPUTS, YES_OR_NO.long()), "use targets.float()"),
     "outputs for probabilities": (
         nn.Sequential(one_layer(), nn.Threshold(9.0, 9.0)),
         nn.BCELoss(),
-        (INPUTS, (TARGETS > 0).float()),
+        (INPUTS, YES_OR_NO),
         "Use BCEWithLogitsLoss",
     ),
-    "another number of outputs": (
-        one_layer(3),
-        MSE,
-        (INPUTS, TARGETS[:, 0]),
-        "outputs have shape (2, 3) and targets (2,)",
-    ),
-    "a loss of one argument": (
-        one_layer(),
-        lambda outputs: outputs.mean(),
-        (INPUTS, TARGETS),
-        "loss_func is called as loss_func(model_outputs, targets), which <lambda>(outputs) does not accept.",
-    ),
-    "a loss of three arguments": (one_layer(), nn.TripletMarginLoss(), (INPUTS, TARGETS), "TripletMarginLoss(anchor"),
-    "a model of two arguments": (TwoInputs(), MSE, (INPUTS, TARGETS), "TwoInputs.forward(x"),
-    "a tuple as output": (
-        Gives(lambda y: (y, y)),
-        CE,
-        (INPUTS, CLASSES),
-        "returned a tuple.*loss(outputs[0], targets)",
-    ),
-    "a dict as output": (
-        Gives(lambda y: {"n": 1, "logits": y}),
-        MSE,
-        (INPUTS, TARGETS),
-        "loss(outputs['logits'], targets)",
-    ),
-    "targets that are texts": (one_layer(3), CE, ([(x, "cat") for x in INPUTS],), "the targets are a tuple, but the"),
     "an index that an embedding lacks": (
         nn.Embedding(2, 1),
         MSE,
         (torch.full((N,), 2), TARGETS),
-        "the indices range from 2 to 2, but the embedding has rows 0 to 1",
+        "raise num_embeddings of the embedding",
     ),
-    "floats for an embedding": (nn.Embedding(9, 1), MSE, (INPUTS, TARGETS), "an embedding takes indices"),
     "batch norm over a sample": (nn.BatchNorm1d(4), MSE, (INPUTS[:1], INPUTS[:1]), "{'drop_last': True}"),
     "tensors on another device": (
         Gives(lambda y: y + torch.ones(3, device="meta")),
@@ -313,10 +247,21 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
 
 @pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
 @pytest.mark.parametrize(("model", "loss_func", "data", "answer"), KNOWN.values(), ids=KNOWN.keys())
-def test_the_commonest_errors_say_what_to_do(model, loss_func, data, answer):
-    found = advice(model, loss_func, *data)
-    for part in answer.split(".*"):
-        assert part in found
+def test_errors_whose_text_does_not_say_what_to_do_are_explained(model, loss_func, data, answer):
+    assert answer in advice(model, loss_func, *data)
+
+
+def by_hand(outputs, targets):
+    return (outputs - targets).sum()
+
+
+@pytest.mark.parametrize("loss_func", [nn.L1Loss(), functional.mse_loss, by_hand, partial(functional.mse_loss)])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_the_note_of_an_error_in_the_loss_shows_its_inputs(loss_func):
+    note = note_of(failure(make_trainer(model=one_layer(3), loss_func=loss_func), INPUTS, torch.zeros(N, 2)))
+    assert note.splitlines()[3] == (
+        "  in the loss, with Tensor(shape=(2, 3), float32 on cpu) and Tensor(shape=(2, 2), float32 on cpu)"
+    )
 
 
 def test_an_error_of_ones_own_step_is_explained_too():
@@ -326,7 +271,7 @@ def test_an_error_of_ones_own_step_is_explained_too():
             return {"loss": functional.cross_entropy(self.model(x), y)}
 
     trainer = make_trainer(model=one_layer(3), trainer_class=Own)
-    assert "use targets.squeeze(1)." in note_of(failure(trainer, INPUTS, CLASSES[:, None]))
+    assert "(targets.squeeze(1))" in note_of(failure(trainer, INPUTS, CLASSES[:, None]))
 
 
 def test_an_error_that_is_not_known_has_no_advice():

@@ -81,11 +81,11 @@ def test_predictions_of_other_weights_are_replaced_as_a_message_says(begin, tmp_
     begin(tmp_path, data)
     other = small_model(seed=1)
     assert sum(map(len, predict(tmp_path, data, model=other))) == 21
-    said = f"{str(tmp_path)!r} contains predictions of other weights, which are replaced: predicting all 21 samples."
-    assert capsys.readouterr().out.splitlines() == [said]
+    said = f"{str(tmp_path)!r} contains predictions of other or unknown weights, which are replaced: predicting all 21"
+    assert capsys.readouterr().out.splitlines() == [f"{said} samples."]
     assert torch.equal(read_predictions(tmp_path), quiet_trainer(other).predict(data, per_device_batch_size=4))
     assert predict(tmp_path, data, model=other) == []  # they are known now
-    assert "other weights" not in capsys.readouterr().out
+    assert "unknown weights" not in capsys.readouterr().out
 
 
 def test_predictions_that_do_not_tell_their_weights_are_replaced_too(tmp_path, capsys):
@@ -94,7 +94,7 @@ def test_predictions_that_do_not_tell_their_weights_are_replaced_too(tmp_path, c
     break_off(tmp_path, data)
     (tmp_path / "predictions.json").write_text('{"length": 21}')
     assert sum(map(len, predict(tmp_path, data))) == 21
-    assert "contains predictions of unknown weights, which are replaced" in capsys.readouterr().out
+    assert "contains predictions of other or unknown weights, which are replaced" in capsys.readouterr().out
 
 
 def test_other_buffers_count_as_other_weights(tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_other_buffers_count_as_other_weights(tmp_path, capsys):
     predict(tmp_path, regression_data(9), model=model)
     model[0].running_mean += 1
     assert len(predict(tmp_path, regression_data(9), model=model)) == 3
-    assert "other weights" in capsys.readouterr().out
+    assert "unknown weights" in capsys.readouterr().out
 
 
 class Scales(Trainer):
@@ -124,7 +124,7 @@ def test_other_weights_beside_the_model_count_if_the_trainer_uses_them(tmp_path,
     for trainer_class, counts in ((Scales, True), (Trainer, False)):
         for seed in (0, 1):
             predict_with(trainer_class, seed)
-        assert ("other weights" in capsys.readouterr().out) == counts
+        assert ("unknown weights" in capsys.readouterr().out) == counts
 
 
 def predicts_into(directory: Path, seed: int) -> Any:
@@ -141,7 +141,7 @@ def test_several_processes_replace_predictions_of_other_weights(tmp_path, two_ra
     break_off(tmp_path, data)
     first, second = two_ranks.run(predicts_into, tmp_path, 1)
     assert first["samples"] == second["samples"] == 21
-    assert first["printed"].count("predictions of other weights, which are replaced") == 1
+    assert first["printed"].count("predictions of other or unknown weights, which are replaced") == 1
     assert not second["printed"]
     expected = quiet_trainer(small_model(seed=1)).predict(data, per_device_batch_size=4)
     torch.testing.assert_close(read_predictions(tmp_path), expected)

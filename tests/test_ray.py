@@ -42,9 +42,9 @@ class StandIn(ModuleType):
 
     Checkpoint = Checkpoint
 
-    def __init__(self, storage: Path, workers: int, preempted: bool = False) -> None:
+    def __init__(self, storage: Path, workers: int) -> None:
         super().__init__("ray.train")
-        self.storage, self.workers, self.preempted = storage, workers, preempted
+        self.storage, self.workers = storage, workers
         self.reports: list[dict[str, Any]] = []
 
     def get_context(self) -> Any:
@@ -58,9 +58,6 @@ class StandIn(ModuleType):
     def get_checkpoint(self) -> Checkpoint | None:
         found = sorted(self.storage.glob("checkpoint_*"))
         return Checkpoint(found[-1]) if found else None
-
-    def get_preemption_info(self) -> object | None:
-        return object() if self.preempted else None
 
     def report(self, metrics: dict[str, Any], checkpoint: Checkpoint | None = None) -> None:
         self.reports.append(metrics)
@@ -127,13 +124,6 @@ def test_a_run_resumes_on_another_number_of_workers_with_every_sample_once(tmp_p
     trainer = train(StandIn(tmp_path, 1))
     assert trainer.progress.samples == EPOCHS * SIZE
     assert trainer.progress.update == 15
-
-
-def test_a_machine_that_will_be_taken_away_makes_a_run_report_at_once_and_continue(tmp_path):
-    ray = StandIn(tmp_path, 1, preempted=True)
-    assert train(ray).is_finished
-    assert [report["update"] for report in ray.reports] == [1, 5, 10, 15]
-    verify_state(tmp_path / "checkpoint_000")
 
 
 def test_states_and_metrics_are_reported_as_often_as_asked(tmp_path):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
-from pytorch_accel_lite.checkpoint.__main__ import inspect
+from pytorch_accel_lite.checkpoint.__main__ import print_contents
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
 from tests.cases.common import rank
 from tests.faulty_store import FaultyStore
@@ -143,7 +143,7 @@ def test_a_url_can_be_loaded_and_looked_at(folder, capsys):
     trainer.load_training_state(f"{url_of(folder)}/update-000000003")
     assert equal(trainer.get_model().state_dict(), before)
     capsys.readouterr()
-    inspect(f"{url_of(folder)}/update-000000002")
+    print_contents(f"{url_of(folder)}/update-000000002")
     assert f"training state {url_of(folder)}/update-000000002, format 2" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match=r"no training state at 'faulty://.*/update-000000009'"):
         trainer.load_training_state(f"{url_of(folder)}/update-000000009")

@@ -159,7 +159,7 @@ def test_large_values_are_abbreviated_and_secrets_left_out():
 
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     for value, text in {
-        torch.zeros(3, 4): "Tensor(shape=(3, 4))",
+        torch.zeros(3, 4): "Tensor(shape=(3, 4), float32 on cpu)",
         model: "Sequential(...)",
         partial(draw, None): "partial(draw, ...)",
         nn.Linear: "Linear",
@@ -330,7 +330,7 @@ def test_a_notebook_shows_a_row_for_each_epoch_of_a_history():
     assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
     assert [bool(row[2]) for row in rows] == [False, True, False, True, False]
     assert rows[3][1] == format_metric(history.get_latest_metric("train_loss_epoch"))
-    assert rows[4][3] == "Tensor(shape=(2, 3))"
+    assert rows[4][3] == "Tensor(shape=(2, 3), float32 on cpu)"
     assert rows[4][1] == ""
 
 

@@ -447,9 +447,6 @@ def error_of(how: str) -> str:
     elif how == "accelerate_meta":
         model = model.to("meta")
         accelerator = sharding_accelerator()
-    elif how == "accelerate_buffers":
-        model.append(nn.BatchNorm1d(1).double())
-        accelerator = sharding_accelerator(cpu_ram_efficient_loading=True)
     elif how == "tp_config":
         from accelerate.parallelism_config import ParallelismConfig  # not in all versions
 
@@ -468,7 +465,6 @@ def error_of(how: str) -> str:
     ("part", 4, "sharded over 2 of 4 processes, and nothing connects these to the others. Use a mesh of all"),
     ("meta", 2, "has parameters on the meta device, which have no values. Shard it in an overridden"),
     ("accelerate_meta", 2, "cannot tell the parameters of an optimizer apart (accelerate issue 3930)"),
-    ("accelerate_buffers", 2, "fails for buffers that are part of the model's state (accelerate issue 3898), as '6."),
     ("tp_config", 2, "has tp_size=2, but 1 process(es) share the weights of Sequential by tensor parallelism"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused(job, how, processes, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -49,7 +50,9 @@ def test_a_room_imports_only_rooms_below_it():
     climbing = [
         (name, imported)
         for name, imported in EDGES
-        if room(name) in ROOMS and room(imported) not in ROOMS[: ROOMS.index(room(name)) + 1]
+        if room(name) in ROOMS
+        and room(imported) not in ROOMS[: ROOMS.index(room(name)) + 1]
+        and not (room(name) == "experiment" and room(imported) in PUBLIC_PATHS)
     ]
     assert climbing == []
     assert {room(name) for name in FILES} - {*ROOMS} == {"", "__main__"} | PUBLIC_PATHS
@@ -70,6 +73,21 @@ def test_our_own_modules_are_imported_at_the_top_of_files():
 def test_no_two_files_have_one_name():
     names = Counter(path.name for path in FILES.values() if not path.name.startswith("__"))
     assert [name for name, count in names.items() if count > 1] == ["placeholders.py"]
+
+
+def test_experiments_use_only_what_users_can_import():
+    """Of the package, they import names of the public paths, as a program of a user does."""
+    public = {*PUBLIC_PATHS, "callbacks", "checkpoint", "data", "plotting", "schedulers"}
+    for path in (PACKAGE / "experiment").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if not module.startswith(f"{PACKAGE.name}."):
+                continue
+            if room(module) in public:
+                assert {alias.name for alias in node.names} <= {*importlib.import_module(module).__all__}, path
+                assert module.count(".") == 1, (path, module)
+            elif room(module) != "experiment":
+                assert (module, node.names[0].name) == (f"{PACKAGE.name}.trainer", "Trainer"), path
 
 
 def test_the_public_interface_is_what_is_written_down():

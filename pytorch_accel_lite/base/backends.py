@@ -104,8 +104,3 @@ def describe_settings(is_cuda: bool) -> dict[str, Any]:
     if is_cuda:
         settings["cudnn.benchmark"] = _CUDNN.benchmark
     return settings
-
-
-def create_backend_settings(*settings: bool | None) -> BackendSettings | None:
-    """Return the settings of torch that hold for a trainer's runs, if it has any."""
-    return None if settings == (None, None, None) else BackendSettings(*settings)

@@ -10,32 +10,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from pytorch_accel_lite.base.environment import LIBRARIES
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.other_libraries import suggest
-
-
-def instance_of(callback: Any) -> Any:
-    """Return a callback that was given as an instance or as a class.
-
-    :raises TypeError: if it is a class that cannot be called without arguments
-    """
-    if not isinstance(callback, type):
-        return callback
-    with suppress(ValueError):  # not written in Python
-        parameters = inspect.signature(callback).parameters.values()
-        needed = [
-            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        if needed:
-            raise TypeError(
-                f"callbacks: {callback.__name__} is a class, which needs arguments. Pass an instance: "
-                f"{callback.__name__}({', '.join(needed)})."
-            )
-    return callback()
 
 
 def check_callback(callback: Any, base: type) -> None:

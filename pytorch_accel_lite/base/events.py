@@ -9,7 +9,7 @@ from functools import wraps
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.base.callback_checks import check_call, check_callback, instance_of
+from pytorch_accel_lite.base.callback_checks import check_call, check_callback
 from pytorch_accel_lite.base.reprs import constructor_call
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class CallbackHandler:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Append a callback, given as an instance or as a class."""
-        instance = instance_of(callback)
+        instance = callback() if isinstance(callback, type) else callback
         if not isinstance(instance, TrainerCallback):
             raise TypeError(
                 f"callbacks: {callback!r} is not a TrainerCallback. "

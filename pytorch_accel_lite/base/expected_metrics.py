@@ -23,6 +23,7 @@ class Watched(Protocol):
 
 Directions = dict[str, bool | None]  # whether greater values are better, by name; None if unknown
 
+_LOSS: Directions = {"eval_loss": False}
 _NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a training metric."
 
 
@@ -49,11 +50,11 @@ class ExpectedMetrics:
     within_epochs: bool = False
     losses: set[str] = field(default_factory=set)
     may_lack_loss: bool = False
-    # By the parts of a name: metrics of evaluations have two, with the name of the dataset in between.
-    _known: dict[tuple[str, ...], bool | None] = field(default_factory=dict)
-    _recorders: dict[tuple[str, ...], object] = field(default_factory=dict)
+    _in_epochs: Directions = field(default_factory=dict)
+    _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # prefix and name
+    _recorders: dict[tuple[bool, str], object] = field(default_factory=dict)
     _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
-    _said_all: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
+    _complete: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
     _others: list[str] = field(default_factory=list)  # classes that may record some
 
     def record(
@@ -74,11 +75,12 @@ class ExpectedMetrics:
         :param and_others: whether the callback may record further metrics
         :raises ValueError: if another callback records one of them, as each epoch would have two values of it
         """
-        better = metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)
-        for name, known in better.items():
-            parts = ("", name) if in_evaluation else (name,)
-            self._known[parts] = known
-            other = self._recorders.setdefault(parts, owner)
+        for name, better in (metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)).items():
+            if in_evaluation:
+                self._in_evaluations["", name] = better
+            else:
+                self._in_epochs[name] = better
+            other = self._recorders.setdefault((in_evaluation, name), owner)
             if other is not owner:
                 raise ValueError(
                     f"Both {type(other).__name__} and {type(owner).__name__} record the metric {name!r}, so each "
@@ -90,11 +92,11 @@ class ExpectedMetrics:
         if and_others:
             self._others.append(type(owner).__name__)
         else:
-            self._said_all.append(owner)
+            self._complete.append(owner)
 
     def include(self, nested: ExpectedMetrics, prefix: str, callbacks: Iterable[object]) -> None:
         """Add the metrics that callbacks record in separate evaluations, under a prefix."""
-        self._known |= {(prefix, parts[1]): better for parts, better in nested._known.items() if len(parts) == 2}
+        self._in_evaluations |= {(prefix, name): better for (_, name), better in nested._in_evaluations.items()}
         self._others += nested._may_record_others(callbacks)
 
     def watch(self, watched: Watched) -> None:
@@ -112,45 +114,46 @@ class ExpectedMetrics:
     def settle(self, trainer: Any) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
 
-        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction, or if a
-            metric is named ``epoch``
+        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
-        known: dict[tuple[str, ...], bool | None] = {("train_loss_epoch",): False, **self._known}
         every = trainer.current_run.request.eval_every_n_epochs
         if every is None and trainer.eval_dataset is not None and not (others or self.within_epochs):
             raise ValueError(
                 "eval_every_n_epochs=None leaves evaluations to callbacks, but none makes any. Add a "
                 "StepBasedEvaluationCallback, or pass a number of epochs."
             )
-        if others or (self.within_epochs and every is not None):
-            known |= {("", f"intermediate_{parts[1]}"): known[parts] for parts in self._known if parts[0] == ""}
-            known["", "intermediate_eval_loss"] = False
-        known["", "eval_loss_epoch"] = False
+        intermediate = bool(others) or (self.within_epochs and every is not None)
         datasets = _dataset_prefixes(trainer.eval_dataset)
         prefix = trainer.run_history.metric_name_prefix
-        possible = {f"{prefix}{of.join(parts)}": known[parts] for parts in known for of in datasets or [""]}
-        self.losses = {f"{prefix}{of}eval_loss_epoch" for of in datasets}
-        has_own_loss = trainer.loss_func is None and is_overridden(trainer, "calculate_eval_batch_loss")
-        self.may_lack_loss = has_own_loss and any(name in self.losses for _, name in self._required)
-        trains_own_loss = any(is_overridden(trainer, name) for name in ("calculate_train_batch_loss", "train_step"))
-        if trainer.loss_func is None and trains_own_loss and not has_own_loss:
-            self.may_lack_loss = bool(datasets)  # unless the model returns one
-        in_epochs = {f"{prefix}{parts[0]}" for parts in known if len(parts) == 1}
-        self.directions = {name: possible[name] for name in possible if datasets or name in in_epochs}
-        self.evaluated = {name: better for name, better in self.directions.items() if name not in in_epochs}
-        if "epoch" in self.directions:
-            raise ValueError(
-                "A callback records a metric called 'epoch', like the column of epochs in tables and files. Give the "
-                "metric another name."
-            )
+        in_epochs = {"train_loss_epoch": False, **self._in_epochs}
+        in_epochs = {f"{prefix}{name}": better for name, better in in_epochs.items()}
+        self.losses = {f"{prefix}{data}eval_loss_epoch" for data in datasets}
+        self.evaluated = self._in_evaluations_of(datasets, prefix, intermediate)
+        self.directions = in_epochs | self.evaluated
+        possible = in_epochs | self._in_evaluations_of(datasets or [""], prefix, intermediate)
+        if trainer.loss_func is None and is_overridden(trainer, "calculate_eval_batch_loss"):
+            self.may_lack_loss = any(name in self.losses for _, name in self._required)
+        elif trainer.loss_func is None:  # the model may return one
+            overridden = [is_overridden(trainer, name) for name in ("calculate_train_batch_loss", "train_step")]
+            self.may_lack_loss = any(overridden) and bool(datasets)
+        warns = trainer.ranks.rank == 0
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
-                reason = _NEEDS_EVALUATION if name in possible else ""
-                refuse(where, name, reason, self.directions, others, warns=trainer.ranks.rank == 0)
-            for watched in self.watched:
-                if watched is where:
-                    watched.settle(possible.get(name), warns=trainer.ranks.rank == 0)
+                _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others, warns)
+        for watched in self.watched:
+            watched.settle(possible.get(watched.name), warns)
+
+    def _in_evaluations_of(self, datasets: list[str], prefix: str, intermediate: bool) -> Directions:
+        """Return the metrics that evaluations of datasets record.
+
+        :param intermediate: whether there may be evaluations within epochs
+        """
+        metrics = {**self._in_evaluations, ("", "eval_loss_epoch"): False}
+        if intermediate:
+            within = {name: better for (of, name), better in self._in_evaluations.items() if not of}
+            metrics |= {("", f"intermediate_{name}"): better for name, better in (within | _LOSS).items()}
+        return {f"{prefix}{of}{data}{name}": better for (of, name), better in metrics.items() for data in datasets}
 
     def check_evaluated(self, recorded: Iterable[str], prefix: str, losses_only: bool) -> None:
         """Check that an evaluation has recorded the watched metrics expected from it.
@@ -160,23 +163,21 @@ class ExpectedMetrics:
         """
         recorded = list(recorded)
         for where, name in self._required:
-            if name in self.losses and name not in recorded:
-                raise ValueError(
-                    f"{where}: the evaluation before training returned no loss. Watch what it records "
-                    f"({', '.join(recorded) or 'nothing yet'}), or return a loss in calculate_eval_batch_loss()."
-                )
             is_elsewhere = name in self.directions or "intermediate_" in name or name.startswith(f"{prefix}train_")
-            if name not in recorded and not is_elsewhere and not losses_only:
-                raise ValueError(
-                    f"{where}: the evaluation before training did not record it.{did_you_mean(name, recorded)} "
-                    f"It recorded: {', '.join(recorded)}. If one of your callbacks records it elsewhere, declare it "
-                    f"in its configure_run: request.metrics.record(self, [{name!r}])."
-                )
+            if name in recorded or (name not in self.losses and (is_elsewhere or losses_only)):
+                continue
+            problem = "returned no loss" if name in self.losses else "did not record it"
+            raise ValueError(
+                f"{where}: the evaluation before training {problem}.{did_you_mean(name, recorded)} It recorded: "
+                f"{', '.join(recorded) or 'nothing yet'}. Return a loss in calculate_eval_batch_loss(), or if one of "
+                f"your callbacks records {name!r} elsewhere, declare it in its configure_run: "
+                f"request.metrics.record(self, [{name!r}])."
+            )
 
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
         """Return the classes of those that may record undeclared metrics: in general, all outside this package."""
-        say_all = [part for part in self._said_all if "configure_run" in vars(type(part))]
-        silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in say_all]
+        complete = [part for part in self._complete if "configure_run" in vars(type(part))]
+        silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in complete]
         return [*silent, *self._others]
 
 
@@ -197,7 +198,7 @@ def _is_part_of_a_loss(name: str, of_datasets: list[str]) -> bool:
     return re.search(rf"({kinds})$", name) is not None
 
 
-def refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:
+def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:
     """Raise an error for a metric that is never recorded, or warn if a user-defined class might record it.
 
     :param warns: whether this process is the one that warns

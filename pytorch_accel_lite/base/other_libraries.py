@@ -1,311 +1,238 @@
-"""The names of arguments and events in other libraries, and the answers to them: which of ours is meant."""
+"""What people write who come from other libraries, and the answers to it: which name of ours is meant."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
-_RENAMED_METHODS = ("__init__", "train")
+C = TypeVar("C", bound=type)
 
-# Our names of arguments, whichever method takes them, and of events, with the names that other libraries use.
-_NAMES: dict[str, tuple[str, ...]] = {
-    ours: tuple(theirs.split())
-    for ours, theirs in {
-        # arguments of a trainer
-        "loss_func": "loss loss_fn loss_function criterion",
-        "optimizer": "optim optimizers",
-        "callbacks": "callback hooks",
-        "run_history": "history logger loggers",
-        "seed": "random_seed random_state",
-        "deterministic": "full_determinism use_deterministic_algorithms",
-        "cudnn_benchmark": "benchmark",
-        "tf32": "allow_tf32",
-        "compile_model": "compile torch_compile",
-        # arguments of its methods
-        "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",
-        "eval_dataset": "val_dataset valid_dataset validation_dataset validation_data val_data eval_data valid_ds "
-        "val_ds val_dataloader val_dataloaders val_loader eval_loader test_dataset",
-        "dataset": "eval_dataset test_dataset test_data data dataloaders dataloader x",
-        "num_epochs": "epochs epoch n_epochs max_epochs num_train_epochs",
-        "per_device_batch_size": "batch_size bs train_batch_size per_device_train_batch_size eval_batch_size "
-        "per_device_eval_batch_size",
-        "max_num_train_steps": "max_steps num_steps total_steps max_updates num_updates",
-        "gradient_accumulation_steps": "accumulate_grad_batches grad_accumulation_steps accumulation_steps",
-        "gradient_clip_norm": "gradient_clip_val max_grad_norm clip_grad_norm grad_clip clip_norm",
-        "gradient_clip_value": "clip_grad_value clip_value clipvalue",
-        "create_scheduler_fn": "lr_scheduler scheduler schedulers lr_schedule create_scheduler lr_scheduler_type",
-        "train_dataloader_kwargs": "dataloader_kwargs loader_kwargs dl_kwargs train_dl_kwargs",
-        "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
-        "collate_fn": "data_collator collate",
-        "resume_from": "resume resume_from_checkpoint ckpt_path checkpoint",
-        "eval_every_n_epochs": "eval_every check_val_every_n_epoch validation_freq eval_interval",
-        "auto_microbatch": "auto_find_batch_size",
-        # arguments of callbacks
-        "early_stopping_patience": "patience",
-        "early_stopping_threshold": "min_delta threshold delta",
-        "watch_metric": "monitor metric metric_for_best_model",
-        "greater_is_better": "mode maximize higher_is_better",
-        "save_path": "filepath dirpath path filename",
-        "keep": "save_top_k",
-        "load_saved_checkpoint": "load_best_model_at_end restore_best_weights",
-        # events of callbacks
-        "on_training_run_start": "on_train_begin on_train_start on_fit_start",
-        "on_training_run_end": "on_train_end on_fit_end",
-        "on_train_epoch_start": "on_epoch_begin on_epoch_start",
-        "on_training_run_epoch_end": "on_epoch_end",
-        "on_train_step_start": "on_train_batch_begin on_train_batch_start on_batch_begin on_batch_start on_step_begin",
-        "on_train_step_end": "on_train_batch_end on_batch_end on_substep_end",
-        "on_update_end": "on_step_end",
-        "on_backward_start": "on_before_backward",
-        "on_backward_end": "on_after_backward",
-        "on_optimizer_step_start": "on_before_optimizer_step on_pre_optimizer_step",
-        "on_optimizer_step_end": "on_before_zero_grad on_optimizer_step",
-        "on_eval_epoch_start": "on_validation_start on_validation_epoch_start on_test_begin on_test_start",
-        "on_eval_epoch_end": "on_validation_end on_validation_epoch_end on_test_end on_evaluate",
-        "on_eval_step_start": "on_validation_batch_start on_test_batch_begin on_test_batch_start",
-        "on_eval_step_end": "on_validation_batch_end on_test_batch_end on_prediction_step",
-        "on_epoch_checkpoint": "on_save",
-        "on_predict_run_start": "on_predict_begin on_predict_start",
-        "on_predict_run_end": "on_predict_end on_predict",
-        "on_predict_step_end": "on_predict_batch_end",
-        "state_dict": "on_save_checkpoint",
-        "load_state_dict": "on_load_checkpoint",
-    }.items()
+_PUBLIC_METHODS = (
+    "__init__ train evaluate run_evaluation predict predict_iter find_lr find_batch_size diagnose estimate_memory"
+)
+
+#: Our names of arguments, whichever method takes them, and of events, with the names in other libraries.
+_NAMES = {
+    # arguments of a trainer
+    "loss_func": "loss loss_fn loss_function criterion",
+    "optimizer": "optim optimizers",
+    "callbacks": "callback hooks",
+    "run_history": "history logger loggers",
+    "seed": "random_seed random_state",
+    "deterministic": "full_determinism use_deterministic_algorithms",
+    "cudnn_benchmark": "benchmark",
+    "tf32": "allow_tf32",
+    "compile_model": "compile torch_compile",
+    # arguments of its methods
+    "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",
+    "eval_dataset": "val_dataset valid_dataset validation_dataset validation_data val_data eval_data val_ds valid_ds "
+    "val_dataloader val_dataloaders val_loader eval_loader test_dataset",
+    "dataset": "eval_dataset test_dataset test_data data dataloaders dataloader x",
+    "num_epochs": "epochs epoch n_epochs max_epochs num_train_epochs",
+    "per_device_batch_size": "batch_size bs train_batch_size per_device_train_batch_size per_device_eval_batch_size",
+    "max_num_train_steps": "max_steps num_steps total_steps max_updates num_updates",
+    "gradient_accumulation_steps": "accumulate_grad_batches grad_accumulation_steps accumulation_steps",
+    "gradient_clip_norm": "gradient_clip_val max_grad_norm clip_grad_norm grad_clip clip_norm",
+    "gradient_clip_value": "clip_grad_value clip_value clipvalue",
+    "create_scheduler_fn": "lr_scheduler scheduler schedulers lr_schedule create_scheduler lr_scheduler_type",
+    "train_dataloader_kwargs": "dataloader_kwargs loader_kwargs dl_kwargs train_dl_kwargs",
+    "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
+    "collate_fn": "data_collator collate",
+    "resume_from": "resume resume_from_checkpoint ckpt_path checkpoint",
+    "eval_every_n_epochs": "eval_every check_val_every_n_epoch validation_freq eval_interval",
+    "auto_microbatch": "auto_find_batch_size",
+    # arguments of callbacks
+    "early_stopping_patience": "patience",
+    "early_stopping_threshold": "min_delta threshold delta",
+    "watch_metric": "monitor metric metric_for_best_model",
+    "greater_is_better": "mode maximize higher_is_better",
+    "save_path": "filepath dirpath path filename",
+    "keep": "save_top_k",
+    "load_saved_checkpoint": "load_best_model_at_end restore_best_weights",
+    # events of callbacks
+    "on_training_run_start": "on_train_begin on_train_start on_fit_start",
+    "on_training_run_end": "on_train_end on_fit_end",
+    "on_train_epoch_start": "on_epoch_begin on_epoch_start",
+    "on_training_run_epoch_end": "on_epoch_end",
+    "on_train_step_start": "on_train_batch_begin on_train_batch_start on_batch_begin on_batch_start on_step_begin",
+    "on_train_step_end": "on_train_batch_end on_batch_end on_substep_end",
+    "on_update_end": "on_step_end",
+    "on_backward_start": "on_before_backward",
+    "on_backward_end": "on_after_backward",
+    "on_optimizer_step_start": "on_before_optimizer_step on_pre_optimizer_step",
+    "on_optimizer_step_end": "on_before_zero_grad on_optimizer_step",
+    "on_eval_epoch_start": "on_validation_start on_validation_epoch_start on_test_begin on_test_start",
+    "on_eval_epoch_end": "on_validation_end on_validation_epoch_end on_test_end on_evaluate",
+    "on_eval_step_start": "on_validation_batch_start on_test_batch_begin on_test_batch_start",
+    "on_eval_step_end": "on_validation_batch_end on_test_batch_end on_prediction_step",
+    "on_epoch_checkpoint": "on_save",
+    "on_predict_run_start": "on_predict_begin on_predict_start",
+    "on_predict_run_end": "on_predict_end on_predict",
+    "on_predict_step_end": "on_predict_batch_end",
+    "state_dict": "on_save_checkpoint",
+    "load_state_dict": "on_load_checkpoint",
 }
 
-# Advice for words without a corresponding argument.
-_ADVICE: dict[str, str] = {
-    word: advice
-    for words, advice in {
-        "mixed_precision precision fp16 bf16 amp": "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer().",
-        "device devices gpus use_cpu num_gpus strategy num_nodes": (
-            "Accelerate finds the devices. Start several processes with accelerate launch, or pass "
-            "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
-        ),
-        "metrics compute_metrics metric eval_metrics": (
-            "add MetricsCallback({'accuracy': ...}) with torchmetrics metrics to the callbacks of Trainer()."
-        ),
-        "patience early_stopping early_stopping_patience": (
-            "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks of Trainer()."
-        ),
-        "monitor watch_metric metric_for_best_model load_best_model_at_end save_best": (
-            "pass watch_metric to a SaveBestModelCallback or an EarlyStoppingCallback among the callbacks of Trainer()."
-        ),
-        "num_workers shuffle drop_last pin_memory sampler batch_sampler": (
-            "pass it in train_dataloader_kwargs={'{word}': ...}, eval_dataloader_kwargs or dataloader_kwargs."
-        ),
-        "lr learning_rate weight_decay momentum": "pass it to the optimizer that you pass to Trainer().",
-        "save_every save_steps save_dir output_dir checkpoint_dir default_root_dir": (
-            "add SaveTrainingStateCallback(save_dir=...) to the callbacks of Trainer()."
-        ),
-        "verbose progress_bar enable_progress_bar disable_tqdm": (
-            "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer() for no bar, or callbacks=[] for no "
-            "output."
-        ),
-        "limit_train_batches limit_val_batches fast_dev_run": (
-            "add LimitBatchesCallback(num_batches) to the callbacks of Trainer()."
-        ),
-        "use_ema ema ema_decay": "add ModelEmaCallback(decay=...) to the callbacks of Trainer().",
-        "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
-    }.items()
-    for word in words.split()
+#: Advice for words without a corresponding argument.
+_ADVICE = {
+    "mixed_precision precision fp16 bf16 amp": "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer().",
+    "device devices gpus use_cpu num_gpus strategy num_nodes": (
+        "Accelerate finds the devices. Start several processes with accelerate launch, or pass "
+        "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
+    ),
+    "metrics compute_metrics metric eval_metrics": "add MetricsCallback({'accuracy': ...}) to the callbacks.",
+    "patience early_stopping early_stopping_patience": (
+        "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks."
+    ),
+    "monitor watch_metric metric_for_best_model load_best_model_at_end save_best": (
+        "pass watch_metric to a SaveBestModelCallback or an EarlyStoppingCallback among the callbacks."
+    ),
+    "num_workers shuffle drop_last pin_memory sampler batch_sampler": (
+        "pass it in train_dataloader_kwargs, eval_dataloader_kwargs or dataloader_kwargs."
+    ),
+    "lr learning_rate weight_decay momentum": "pass it to the optimizer that you pass to Trainer().",
+    "save_every save_steps save_dir output_dir checkpoint_dir default_root_dir": (
+        "add SaveTrainingStateCallback(save_dir=...) to the callbacks."
+    ),
+    "verbose progress_bar enable_progress_bar disable_tqdm": (
+        "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer(), or callbacks=[] for no output."
+    ),
+    "limit_train_batches limit_val_batches fast_dev_run": "add LimitBatchesCallback(num_batches) to the callbacks.",
+    "use_ema ema ema_decay": "add ModelEmaCallback(decay=...) to the callbacks.",
+    "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
+}
+
+#: Methods of pytorch-accelerated that are not called here: what replaces them, and advice.
+_REPLACED = {
+    "_clip_gradients": ("clip_gradients", "Override clip_gradients(), which is called once per update."),
+    "_prepare_model_optimizer_and_dataloaders": (
+        "",
+        "Configure Accelerate with Trainer(accelerator=Accelerator(...)), build loaders in create_train_dataloader() "
+        "and create_eval_dataloader(), and prepare anything else in training_run_start().",
+    ),
+    "_perform_forward_and_backward_passes": (
+        "calculate_train_batch_loss backward_step",
+        "Override calculate_train_batch_loss(batch) or backward_step(loss).",
+    ),
+    "_run_evaluation": (
+        "evaluation_run_start evaluation_run_end evaluate",
+        "Override evaluation_run_start() and evaluation_run_end(), or evaluate().",
+    ),
+    "_update_loss_tracker": (
+        "calculate_train_batch_loss calculate_eval_batch_loss",
+        "Override calculate_train_batch_loss() and calculate_eval_batch_loss(), whose 'loss' and 'batch_size' are "
+        "tracked.",
+    ),
+    "_add_epoch_loss_to_run_history": (
+        "train_epoch_end eval_epoch_end",
+        "Record your own metrics with run_history.update_metric() in train_epoch_end() and eval_epoch_end().",
+    ),
+    "_check_eval_batch_size": ("", "Remove it: every sample is evaluated exactly once, whatever the batch size."),
 }
 
 
-def suggest(word: str, known: Collection[str], cutoff: float = 0.6) -> str:
-    """Return ``" Did you mean 'x'?"`` for what others call ``word``, or for what is spelt alike, or nothing.
+def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
+    """Return ``" Did you mean 'x'?"`` for what others call ``word``, or for what is spelt similarly, or nothing.
 
     :param cutoff: how similar a word must be, from 0 to 1
     """
-    ours = next((ours for ours, theirs in _NAMES.items() if word in theirs and ours in known), None)
-    return f" Did you mean {ours!r}?" if ours else did_you_mean(word, known, cutoff)
+    ours = next((ours for ours in _our_names(word) if ours in existing), None)
+    return f" Did you mean {ours!r}?" if ours else did_you_mean(word, existing, cutoff)
 
 
-def answers(cls: type, method: Callable[..., Any], words: set[str]) -> Iterator[str]:
-    """Yield a sentence for each argument that a method does not have."""
-    for word in sorted(words):
-        yield f"{_called(cls, method.__name__)} has no argument {word!r}: {_answer(cls, method, word)}"
+def _our_names(word: str) -> list[str]:
+    return [ours for ours, theirs in _NAMES.items() if word in theirs.split()]
 
 
-def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
-    candidates = [word, *(ours for ours, theirs in _NAMES.items() if word in theirs)]
-    known = list(inspect.signature(method).parameters)[1:]
-    for ours in candidates:
-        if ours in known:
-            return f"it is called {ours}."
-    for other in _RENAMED_METHODS:
-        for ours in candidates if hasattr(cls, "train") and method.__name__ != other else ():
-            if ours in inspect.signature(getattr(cls, other)).parameters:
-                return f"pass {ours} to {_called(cls, other)}."
-    if word in _ADVICE:
-        return _ADVICE[word].replace("{word}", word)
-    return did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
-
-
-def _called(cls: type, name: str) -> str:
-    return f"{cls.__name__}()" if name == "__init__" else f"{name}()"
-
-
-C = TypeVar("C", bound=type)
-
-#: Attributes that a trainer sets and relies on, with the names of their classes; no property, so that reading is fast.
-_OWN_ATTRIBUTES = {
-    "current_run": ("Run",),
-    "open_runs": ("list",),
-    "prepared_model": ("PreparedModel", "NoneType"),
-    "logical": ("LogicalProcesses", "NoneType"),
-    "registered_objects": ("dict",),
-}
-_METHODS = (
-    "__init__",
-    "train",
-    "evaluate",
-    "run_evaluation",
-    "predict",
-    "predict_iter",
-    "find_lr",
-    "find_batch_size",
-    "diagnose",
-    "estimate_memory",
-)
-
-
-def answering(cls: C) -> C:
-    """Make the methods of a class answer an unknown argument with ours, in the ``TypeError``."""
-    for name in _METHODS:
+def suggest_arguments(cls: C) -> C:
+    """Make the public methods of a class answer an unknown argument with ours, in the ``TypeError``."""
+    for name in _PUBLIC_METHODS.split():
         if name in vars(cls):
-            setattr(cls, name, answering_method(vars(cls)[name], cls))
+            setattr(cls, name, _suggesting(vars(cls)[name], cls))
     return cls
 
 
-def answering_method(method: Callable[..., Any], cls: type | None = None) -> Callable[..., Any]:
-    """Make a single method answer.
-
-    :param cls: the class it belongs to; by default that of the instance
-    """
+def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
     known = inspect.signature(method).parameters.keys()
-    own = _OWN_ATTRIBUTES if hasattr(cls, "train") else {}  # none in callbacks
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         if not kwargs.keys() <= known:
-            raise TypeError(" ".join(answers(cls or type(self), method, kwargs.keys() - known)))
-        for name, kinds in own.items():
-            if name in vars(self) and type(vars(self)[name]).__name__ not in kinds:
-                raise AttributeError(Refusal(name, "").message(type(self)))
+            unknown = sorted(kwargs.keys() - known)
+            where = _called(cls, method.__name__)
+            raise TypeError(
+                " ".join(f"{where} has no argument {word!r}: {_answer(cls, method, word)}" for word in unknown)
+            )
         if method.__name__ != "__init__" and "current_run" not in vars(self):
-            needed = "super().__init__(model, loss_func, optimizer)"
-            raise RuntimeError(f"{type(self).__name__}.__init__ does not call {needed}.")
+            raise RuntimeError(
+                f"{type(self).__name__}.__init__ does not call super().__init__(model, loss_func, optimizer)."
+            )
         return method(self, *args, **kwargs)
 
     return call
 
 
-class KnownElsewhere:
-    """A method name that the class does not have, but users of other libraries expect.
+def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
+    candidates = [word, *_our_names(word)]
+    known = list(inspect.signature(method).parameters)[1:]
+    renamed = next((ours for ours in candidates if ours in known), None)
+    if renamed:
+        return f"it is called {renamed}."
+    for other in ("__init__", "train") if hasattr(cls, "train") else ():
+        parameters = inspect.signature(getattr(cls, other)).parameters
+        moved = next((ours for ours in candidates if ours in parameters), None)
+        if moved:
+            return f"pass {moved} to {_called(cls, other)}."
+    advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), None)
+    return advice or did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
 
-    :param answer: advice on what to call instead
-    """
 
-    def __init__(self, name: str, answer: str) -> None:
+def _called(cls: type, method: str) -> str:
+    return f"{cls.__name__}()" if method == "__init__" else f"{method}()"
+
+
+class MethodElsewhere:
+    """A method of other libraries' trainers: reading it raises an ``AttributeError`` that says what to call instead."""
+
+    def __init__(self, name: str, advice: str) -> None:
         self._name = name
-        self._answer = answer
+        self._advice = advice
 
-    def __get__(self, instance: object, owner: type) -> KnownElsewhere:
+    def __get__(self, instance: object, owner: type) -> MethodElsewhere:
         if instance is None:
             return self
-        raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._answer}")
+        raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._advice}")
 
 
 METHODS = [
-    KnownElsewhere("fit", "Call train(train_dataset, num_epochs, eval_dataset)."),
-    KnownElsewhere("test", "Call evaluate(dataset)."),
-    KnownElsewhere("validate", "Call evaluate(dataset)."),
-    KnownElsewhere("add_callback", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
+    MethodElsewhere("fit", "Call train(train_dataset, num_epochs, eval_dataset)."),
+    MethodElsewhere("test", "Call evaluate(dataset)."),
+    MethodElsewhere("validate", "Call evaluate(dataset)."),
+    MethodElsewhere("add_callback", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
 ]
-
-
-class Refusal:
-    """The setter of a read-only property: raises an error that explains the name and suggests another."""
-
-    def __init__(self, name: str, doc: str) -> None:
-        meaning = " ".join(doc.split(".")[0].split())
-        self._text = f"{name} is reserved: it is an attribute of the trainer itself"
-        self._text += f" ({meaning}). " if meaning else ". "
-        self._text += f"Choose another name, for example my_{name.strip('_')}."
-
-    def message(self, cls: type) -> str:
-        """Return the refusal of a name that a class has taken."""
-        return f"{cls.__name__}.{self._text}"
-
-    def __call__(self, trainer: Any, value: Any) -> None:
-        """Refuse an assignment."""
-        raise AttributeError(self.message(type(trainer)))
-
-
-def explain_names(cls: C) -> C:
-    """Make every read-only property of a class explain itself when it is assigned to."""
-    for name, held in list(vars(cls).items()):
-        if isinstance(held, property) and held.fset is None:
-            setattr(cls, name, held.setter(Refusal(name, held.__doc__ or "")))
-    return cls
-
-
-#: Methods of pytorch-accelerated that are not called here, with the methods that replace them and advice.
-REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
-    "_clip_gradients": (("clip_gradients",), "Override clip_gradients(), which is called once per update."),
-    "_prepare_model_optimizer_and_dataloaders": (
-        (),
-        "Configure Accelerate with Trainer(accelerator=Accelerator(...)), build loaders in create_train_dataloader() "
-        "and create_eval_dataloader(), and prepare anything else in training_run_start().",
-    ),
-    "_perform_forward_and_backward_passes": (
-        ("calculate_train_batch_loss", "backward_step"),
-        "Override calculate_train_batch_loss(batch) or backward_step(loss).",
-    ),
-    "_run_evaluation": (
-        ("evaluation_run_start", "evaluation_run_end", "evaluate"),
-        "Override evaluation_run_start() and evaluation_run_end(), or evaluate().",
-    ),
-    "_update_loss_tracker": (
-        ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
-        "Override calculate_train_batch_loss() and calculate_eval_batch_loss(), whose 'loss' and 'batch_size' are "
-        "tracked.",
-    ),
-    "_add_epoch_loss_to_run_history": (
-        ("train_epoch_end", "eval_epoch_end"),
-        "Record your own metrics with run_history.update_metric() in train_epoch_end() and eval_epoch_end().",
-    ),
-    "_check_eval_batch_size": ((), "Remove it: every sample is evaluated exactly once, whatever the batch size."),
-}
-#: Internal methods that no subclass should override.
-_INTERNAL = ("_check_data", "_check_scheduler")
 
 
 def check_subclass(cls: type, trainer_class: type) -> None:
     """Warn of overrides that are never called when a subclass of the trainer is defined.
 
-    :raises TypeError: if it redefines a name on which the trainer relies
+    :raises TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
     """
     own = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
-    defined = {name: held for c in reversed(own) for name, held in vars(c).items()}
-    for name in defined.keys() & REPLACED.keys():
-        methods, advice = REPLACED[name]
-        if not defined.keys() & set(methods):
+    defined = {name: value for c in reversed(own) for name, value in vars(c).items()}
+    for name in defined.keys() & _REPLACED.keys():
+        methods, advice = _REPLACED[name]
+        if not defined.keys() & set(methods.split()):
             text = f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}"
             warnings.warn(text, stacklevel=3)
-    if is_ours(cls):
-        return
-    for name, held in defined.items():
-        refusal = getattr(vars(trainer_class).get(name), "fset", None)
-        if name in _INTERNAL:
-            refusal = Refusal(name, "")
-        if isinstance(refusal, Refusal) and not isinstance(held, property):
-            raise TypeError(refusal.message(cls))
+    for name, value in defined.items() if not is_ours(cls) else ():
+        existing = vars(trainer_class).get(name)
+        is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)
+        if is_read_only or name in ("_check_data", "_check_scheduler"):
+            raise TypeError(f"{cls.__name__}.{name} is reserved: the trainer itself has and uses it. Rename yours.")

@@ -35,7 +35,7 @@ class TrainerLike(Protocol):
     compile_model: bool | dict[str, Any]
     channels_last: bool
     check_replicas: bool
-    backend_settings: BackendSettings | None
+    backend_settings: BackendSettings
     logical: Any
     compiled_forward: Any
     registered_objects: dict[str, Any]

@@ -56,8 +56,14 @@ class _Short(reprlib.Repr):
             return f"partial({self.repr1(x.func, level)}, ...)"
         if isinstance(x, np.generic):
             return self.repr1(x.item(), level)
-        if isinstance(x, (torch.Tensor, np.ndarray)):  # without its values, which may be on a device
-            return f"{name}(shape={tuple(x.shape)})"
+        if isinstance(x, torch.Tensor):  # without its values, which may be on a device
+            return f"{name}(shape={tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')} on {x.device})"
+        if isinstance(x, np.ndarray):
+            return f"{name}(shape={x.shape}, {x.dtype})"
+        if isinstance(x, Mapping):
+            return f"{name}({self.repr_dict(x, level)})"
+        if isinstance(x, tuple):
+            return f"{name}{self.repr_tuple(x, level)}"
         if isinstance(x, type) or inspect.isroutine(x):
             return str(x.__name__)
         is_large = isinstance(x, nn.Module) and any(x.children())
@@ -121,6 +127,15 @@ def constructor_call(made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     return wrapped(f"{type(made).__name__}(", parts, ")")
 
 
-def table(title: str, rows: Iterable[Sequence[Any]], columns: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Return an HTML table; without columns, its rows are names and values."""
-    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes)
+def table(
+    title: str,
+    rows: Iterable[Sequence[Any]],
+    columns: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    bold: tuple[int, int] | None = None,
+) -> str:
+    """Return an HTML table; without columns, its rows are names and values.
+
+    :param bold: row and column of the cell to be shown in bold
+    """
+    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=bold)

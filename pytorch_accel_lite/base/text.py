@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytorch_accel_lite.base.environment import is_terminal
@@ -29,6 +29,17 @@ def wrapped(text: str, indent: str = "") -> str:
         return text
     columns = shutil.get_terminal_size().columns
     return textwrap.fill(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
+    """Return rows of cells as lines with aligned columns: the first ones to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

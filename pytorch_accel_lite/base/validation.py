@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def check_number(name: str, value: Any, kind: type = numbers.Real, called: str = "a number") -> Any:
@@ -45,6 +47,16 @@ def check_range(
         limits += f" and at most {most}" if math.isfinite(most) else ""
         raise ValueError(f"{name}={value!r} must be {limits}.")
     return number
+
+
+def optional(check: Callable[[str, object], T], name: str, value: object) -> T | None:
+    """Return ``None``, or a value that passes a check."""
+    return None if value is None else check(name, value)
+
+
+def is_multiple(count: int, every: int | None) -> bool:
+    """Whether what happens every n updates or epochs, or never if ``every`` is ``None``, is due after some of them."""
+    return every is not None and count % every == 0
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:

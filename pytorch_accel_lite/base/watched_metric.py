@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import reprlib
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
+
+Key = TypeVar("Key")
 
 
 class WatchedMetric:
@@ -26,8 +28,8 @@ class WatchedMetric:
         self.greater_is_better = greater_is_better
         self.seen = 0
         self._where = f"{type(owner).__name__}({argument}={name!r})"
-        self._given = greater_is_better
-        self._came = False
+        self._argument = greater_is_better
+        self._has_value = False
         self._history: Any = None
 
     def __str__(self) -> str:
@@ -45,7 +47,7 @@ class WatchedMetric:
         :param warns: whether this process warns if neither says it
         :raises ValueError: if the argument and the metric contradict each other
         """
-        if self._given is None:
+        if self._argument is None:
             if known is None and "loss" not in self.name and warns:
                 warnings.warn(
                     f"{self}: whether greater values are better is unknown, so smaller ones are assumed to be better. "
@@ -53,9 +55,9 @@ class WatchedMetric:
                     stacklevel=7,  # the call of train()
                 )
             self.greater_is_better = bool(known)
-        elif known not in (None, self._given):
+        elif known not in (None, self._argument):
             raise ValueError(
-                f"{self}: greater_is_better={self._given}, but according to the metric itself {_in_words(known)}. "
+                f"{self}: greater_is_better={self._argument}, but according to the metric itself {_in_words(known)}. "
                 "Omit greater_is_better."
             )
 
@@ -63,7 +65,7 @@ class WatchedMetric:
         """Skip the values of earlier runs."""
         self._history = trainer.run_history
         self.seen = len(self._history.get_metric_values(self.name))
-        self._came = False
+        self._has_value = False
         if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
             known = trainer.current_run.request.metrics.directions.get(self.name)
             self.settle(known, warns=trainer.ranks.rank == 0)
@@ -77,14 +79,14 @@ class WatchedMetric:
         """
         values = trainer.run_history.get_metric_values(self.name)
         count = len(values)
-        number = _latest_own(trainer, self.name, range(min(self.seen, count), count))
-        if number is None:
-            if self._came or self._is_to_come(trainer, mid_epoch):
+        index = _latest_of_run(trainer, self.name, range(min(self.seen, count), count))
+        if index is None:
+            if self._has_value or self._is_to_come(trainer, mid_epoch):
                 return None
             raise _missing(self, self.name, trainer)
         self.seen = count
-        self._came = True
-        return _as_number(self, values[number])
+        self._has_value = True
+        return _as_number(self, values[index])
 
     def _is_to_come(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
         is_intermediate = "intermediate_" in self.name
@@ -98,6 +100,11 @@ class WatchedMetric:
             return not math.isnan(value)
         return value > best if self.greater_is_better else value < best
 
+    def best_of(self, values: dict[Key, float], n: int) -> dict[Key, float]:
+        """Return the n best values, best first."""
+        ranking = sorted(values.items(), key=lambda item: item[1], reverse=bool(self.greater_is_better))
+        return dict(ranking[:n])
+
     def state_dict(self) -> dict[str, Any]:
         """Return the metric watched, its direction, and how many values have been seen."""
         return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
@@ -109,20 +116,21 @@ class WatchedMetric:
 
         :param owner: the callback whose state it is
         """
-        mine = self.state_dict()
-        theirs = mine | {key: value for key, value in state.items() if key in mine}  # older states lack the metric
-        directions = {mine["greater_is_better"], theirs["greater_is_better"]} - {None}  # unknown before a run
-        if self.name != theirs["watch_metric"] or len(directions) > 1:
+        name = state.get("watch_metric", self.name)  # older states lack it
+        direction = state.get("greater_is_better")  # unknown before a run
+        known = {direction, self.greater_is_better} - {None}
+        if name != self.name or len(known) > 1:
             warnings.warn(
-                f"{type(owner).__name__} starts afresh: it watches {_described(mine)}, but its training state is for "
-                f"{_described(theirs)}. Pass callbacks of the same class in the order in which they were saved.",
+                f"{type(owner).__name__} starts afresh: it watches {self.name!r} ({self.direction}), but its training "
+                f"state is for {name!r} ({_in_words(direction)}). Pass callbacks of the same class in the order in "
+                "which they were saved.",
                 stacklevel=3,
             )
             return False
         if self.greater_is_better is None:
-            self.greater_is_better = theirs["greater_is_better"]
-        self.seen = theirs["seen"]
-        self._came = self.seen > 0
+            self.greater_is_better = direction
+        self.seen = state.get("seen", self.seen)
+        self._has_value = self.seen > 0
         if self._history is not None:  # a history that is not saved has none of the values seen
             self.seen = min(self.seen, len(self._history.get_metric_values(self.name)))
         return True
@@ -137,10 +145,10 @@ def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
     """
     values = trainer.run_history.get_metric_values(name)
     is_evaluated = name in trainer.current_run.request.metrics.evaluated
-    number = _latest_own(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
-    if number is None:
+    index = _latest_of_run(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
+    if index is None:
         raise _missing(where, name, trainer)
-    return _as_number(where, values[number])
+    return _as_number(where, values[index])
 
 
 def _as_number(where: object, value: Any) -> float:
@@ -153,17 +161,17 @@ def _as_number(where: object, value: Any) -> float:
         ) from None
 
 
-def _latest_own(trainer: TrainerLike, name: str, numbers: range) -> int | None:
-    """Return the number of the latest of some values of a metric, or ``None`` if there is none.
+def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | None:
+    """Return the index of the latest of some values of a metric, or ``None`` if there is none.
 
     One that ``evaluate`` has recorded within the run counts only if there is no other, and evaluations of the run are
     not known to record the metric.
     """
     run = trainer.current_run
-    apart = run.set_apart.get(name, ())
-    own = next((number for number in reversed(numbers) if number not in apart), None)
-    is_known = name in run.request.metrics.evaluated
-    return numbers[-1] if own is None and numbers and not is_known else own
+    of_run = [index for index in indices if index not in run.set_apart.get(name, ())]
+    if not of_run and name not in run.request.metrics.evaluated:
+        of_run = list(indices)
+    return of_run[-1] if of_run else None
 
 
 def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
@@ -184,7 +192,3 @@ def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
 
 def _in_words(greater_is_better: bool | None) -> str:
     return "greater is better" if greater_is_better else "smaller is better"
-
-
-def _described(state: dict[str, Any]) -> str:
-    return f"{state['watch_metric']!r} ({_in_words(state['greater_is_better'])})"

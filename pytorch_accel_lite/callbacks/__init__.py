@@ -9,6 +9,7 @@ from pytorch_accel_lite.base.events import RunInterruptedError as RunInterrupted
 from pytorch_accel_lite.base.events import RunPausedError as RunPausedError
 from pytorch_accel_lite.base.events import StopTrainingError as StopTrainingError
 from pytorch_accel_lite.base.events import TrainerCallback as TrainerCallback
+from pytorch_accel_lite.base.watched_metric import WatchedMetric as WatchedMetric
 from pytorch_accel_lite.callbacks.advice import AdviceCallback as AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback as SaveBestModelCallback
 from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback as OutOfMemoryCallback
@@ -27,15 +28,17 @@ from pytorch_accel_lite.callbacks.monitoring import ModelSummaryCallback as Mode
 from pytorch_accel_lite.callbacks.monitoring import ThroughputCallback as ThroughputCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback as NaNReportCallback
+from pytorch_accel_lite.callbacks.nan_report import replay as replay
 from pytorch_accel_lite.callbacks.outputs import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import SnapshotCallback as SnapshotCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback as PredictionWriterCallback
+from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions as iterate_predictions
+from pytorch_accel_lite.callbacks.prediction_writer import read_failures as read_failures
 from pytorch_accel_lite.callbacks.prediction_writer import read_predictions as read_predictions
 from pytorch_accel_lite.callbacks.progress_bar import LogMetricsCallback as LogMetricsCallback
 from pytorch_accel_lite.callbacks.progress_bar import PrintProgressCallback as PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback as ProgressBarCallback
-from pytorch_accel_lite.callbacks.replay import replay as replay
 from pytorch_accel_lite.callbacks.replica_check import ReplicaCheckCallback as ReplicaCheckCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback as RunLogCallback
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback as GradientSpikeCallback
@@ -79,7 +82,7 @@ class _DefaultCallbacks(tuple[type[TrainerCallback], ...]):
 
 DEFAULT_CALLBACKS = _DefaultCallbacks(get_default_callbacks())
 
-_ROOMS = "pytorch_accel_lite.callbacks", "pytorch_accel_lite.base.events"
+_ROOMS = "pytorch_accel_lite.callbacks", "pytorch_accel_lite.base.events", "pytorch_accel_lite.base.watched_metric"
 __all__ = [
     name
     for name, value in globals().items()

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import math
-import numbers
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import to_float
+from pytorch_accel_lite.base.devices import is_asynchronous, record_event, to_float
 from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
-from pytorch_accel_lite.callbacks.slow_ranks import PartTimes
 from pytorch_accel_lite.optimizers.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
-    from pytorch_accel_lite.callbacks.slow_ranks import PartTimes
-
 
 _STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
 _TIMED_EVENTS = ("on_train_step_start", "on_backward_start")
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
 _FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
+# Forward passes that are timed.
+_WARM_UP_STEPS = 3
+_STEPS = 20
+# Reported is a forward pass that takes this many times as long as the others' and costs this share of the epoch.
+_FACTOR = 1.3
+_SHARE = 0.1
 
 
 class AdviceCallback(TrainerCallback):
@@ -39,7 +42,6 @@ class AdviceCallback(TrainerCallback):
     It reports that
 
     - the model waited for data for at least a fifth of the epoch and at least ``min_seconds``;
-    - updates take at least a tenth of the epoch and at least ``min_seconds``, with an Adam or AdamW that is not fused;
     - one of several processes keeps the others waiting, because it reads or computes more slowly;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
@@ -52,7 +54,7 @@ class AdviceCallback(TrainerCallback):
     first steps are timed. For a closer look at speed before a run, see
     :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
 
-    :param min_seconds: shortest time in seconds, of waiting or of updates, that is worth reporting
+    :param min_seconds: shortest time of waiting in seconds that is worth reporting
     """
 
     def __init__(self, min_seconds: float = 1.0) -> None:
@@ -60,8 +62,7 @@ class AdviceCallback(TrainerCallback):
         self._watches = False
         self._trained = True
         self._advice: list[str] = []
-        self._times: PartTimes | None = None  # with several processes
-        self._update_times: PartTimes | None = None  # of optimizers with a faster variant
+        self._times: _ForwardTimes | None = None  # with several processes
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.measures_waiting = True
@@ -81,19 +82,12 @@ class AdviceCallback(TrainerCallback):
         self._clippings = 0  # several in an update, where train_step updates several optimizers
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
-        self._update_times = None
-        if not_fused(trainer.optimizer):
-            self._update_times = PartTimes(trainer.device)
-        self._listen_to_updates(trainer, times=self._update_times is not None)
-        trainer.callback_handler.set_listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
-        if trainer.ranks.world_size > 1:
-            self._times = PartTimes(trainer.device)
-
-    def _listen_to_updates(self, trainer: TrainerLike, times: bool) -> None:
         listening = trainer.callback_handler.set_listening
-        looks_before = self._limit is not None or trainer.scheduler is not None
-        listening(self, times or looks_before, "on_optimizer_step_start")
-        listening(self, times or trainer.accelerator.scaler is not None, "on_optimizer_step_end")
+        listening(self, self._limit is not None or trainer.scheduler is not None, "on_optimizer_step_start")
+        listening(self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
+        listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
+        if trainer.ranks.world_size > 1:
+            self._times = _ForwardTimes(trainer.device)
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._times is not None:
@@ -113,13 +107,9 @@ class AdviceCallback(TrainerCallback):
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
-        if self._update_times is not None:
-            self._update_times.start()
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._skipped += trainer.update_was_skipped and not trainer.current_run.step.skips_update
-        if self._update_times is not None and self._update_times.stop():
-            self._listen_to_updates(trainer, times=False)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
@@ -148,12 +138,6 @@ class AdviceCallback(TrainerCallback):
                 f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
                 f"{faster_data(trainer)}"
             )
-        updating = 0.0 if self._update_times is None else self._update_times.seconds() * self._updates
-        if updating >= max(0.1 * epoch, self.min_seconds):
-            yield (
-                f"Updates took {updating:.1f} of {epoch:.1f} seconds ({updating / epoch:.0%}). A fused optimizer makes "
-                f"each in one operation: {not_fused(trainer.optimizer)}(..., fused=True)."
-            )
         if self._times is not None:
             yield from self._times.advise(trainer, epoch, self.min_seconds)
         clipped = float(self._clipped) / max(self._clippings, 1)
@@ -164,7 +148,13 @@ class AdviceCallback(TrainerCallback):
                 "unless you intend to clip nearly every update."
             )
         if self._skipped > 0.05 * self._updates:
-            yield f"{self._skipped} of {self._updates} updates were skipped{_why_skipped(trainer)}"
+            reason = " by callbacks."
+            if trainer.accelerator.scaler is not None:
+                reason = (
+                    ": their gradients overflowed in fp16. If the device supports bf16, use "
+                    "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
+                )
+            yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
         step = trainer.current_run.step
         for name in [name for name in step.optimizers if name not in step.updated]:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
@@ -209,39 +199,21 @@ def not_fused(optimizer: Any) -> str:
 
 def _learning_rate(trainer: TrainerLike) -> float:
     """Return the largest rate of all groups, or NaN, which gives no advice, if there is none or it is on a device."""
-    rates = [_as_number(group.get("lr")) for group in trainer.optimizer.param_groups]
-    return math.nan if not rates or math.isnan(sum(rates)) else max(rates)
-
-
-def _as_number(rate: Any) -> float:
-    if type(rate) is float:
-        return rate  # the usual case, without slow checks of abstract types
-    if isinstance(rate, torch.Tensor):
-        return to_float(rate) if rate.is_cpu else math.nan
-    return float(rate) if isinstance(rate, numbers.Real) else math.nan
+    rates = [group.get("lr") for group in trainer.optimizer.param_groups]
+    if not rates or any(rate is None or (isinstance(rate, torch.Tensor) and not rate.is_cpu) for rate in rates):
+        return math.nan
+    return float(max(rates))
 
 
 def _why_nothing_was_trained(trainer: TrainerLike) -> str:
-    found = "The learning rate was 0 throughout this epoch, so no weight has changed. "
+    advice = "The learning rate was 0 throughout this epoch, so no weight has changed."
     next_rate = _learning_rate(trainer)
     if trainer.scheduler is None:
-        return f"{found}The optimizer was created that way: set 'lr' in trainer.optimizer.param_groups before the run."
+        return f"{advice} Set 'lr' in trainer.optimizer.param_groups before the run."
     name = type(trainer.scheduler).__name__
     if next_rate:
-        return f"{found}The next rate of {name} is {next_rate:.3g}: start its warm-up above 0."
-    return (
-        f"{found}{name} keeps it there. Check the rates and lengths it was created with; plot_schedule draws the "
-        "resulting schedule."
-    )
-
-
-def _why_skipped(trainer: TrainerLike) -> str:
-    if trainer.accelerator.scaler is None:
-        return " by callbacks."
-    return (
-        ": their gradients overflowed in fp16. If the device supports bf16, use "
-        "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate, or look for layers with large outputs."
-    )
+        return f"{advice} The next rate of {name} is {next_rate:.3g}: start its warm-up above 0."
+    return f"{advice} {name} keeps it there: check its rates and lengths with plot_schedule."
 
 
 def faster_data(trainer: TrainerLike) -> str:
@@ -249,11 +221,77 @@ def faster_data(trainer: TrainerLike) -> str:
     workers = getattr(trainer.train_dataloader, "num_workers", 0)
     cores = cores_per_process(trainer.accelerator.num_processes)
     if workers < cores:
-        how = f"Use {'more ' * bool(workers)}workers"
-        first = f"{how}: train_dataloader_kwargs={{'num_workers': {min(cores, max(8, 2 * workers))}}}, or precompute"
+        more = "more workers" if workers else "workers"
+        count = min(cores, max(8, 2 * workers))
+        advice = f"Use {more}: train_dataloader_kwargs={{'num_workers': {count}}}, or precompute"
     else:
-        first = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
+        advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
     return (
-        f"{first} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
+        f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
         "read a batch at a time."
     )
+
+
+class _ForwardTimes:
+    """Times the forward passes of some steps; on a GPU by device events, which are read at the end of the epoch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = is_asynchronous(device)
+        self._marks: list[tuple[Any, Any]] = []
+        self._start: Any = None
+
+    def _now(self) -> Any:
+        return record_event(self._device, enable_timing=True) if self._on_gpu else time.perf_counter()
+
+    def start(self) -> None:
+        """Note the start of a forward pass."""
+        self._start = self._now()
+
+    def stop(self) -> bool:
+        """Note its end; return whether enough have been timed. Only the first of a step counts."""
+        if self._start is not None:
+            self._marks.append((self._start, self._now()))
+        self._start = None
+        return len(self._marks) >= _WARM_UP_STEPS + _STEPS
+
+    def seconds(self) -> float:
+        """Return the median time; 0 if too few were timed."""
+        marks = self._marks[_WARM_UP_STEPS:]
+        if not marks:
+            return 0.0
+        if not self._on_gpu:
+            return float(median(end - start for start, end in marks))
+        marks[-1][1].synchronize()
+        return float(median(start.elapsed_time(end) for start, end in marks)) / 1e3
+
+    def advise(self, trainer: TrainerLike, epoch: float, min_seconds: float) -> Iterator[str]:
+        """Yield advice on the slowest process. Call it on every process.
+
+        In forward passes, processes do not wait for each other, unlike in backward passes.
+
+        :param epoch: seconds that the epoch took
+        :param min_seconds: shortest time lost in the epoch that is worth reporting
+        """
+        mine = trainer.train_dataloader.seconds_waited, self.seconds(), trainer.progress.step
+        waits, forwards, steps = zip(*trainer.all_gather_object(mine), strict=True)
+        lost = max(_SHARE * max(epoch, 1e-9), min_seconds)
+        rank, longest, others = _slowest(waits)
+        if longest - others >= lost:
+            yield (
+                f"Rank {rank} waited for data for {longest:.1f} seconds, the other processes for {others:.1f}, and "
+                "every step waits for all of them. Look at the disk, the network and the cores of its machine."
+            )
+        rank, longest, others = _slowest(forwards)
+        if longest >= _FACTOR * others > 0 and (longest - others) * steps[rank] >= lost:
+            yield (
+                f"Forward passes take {longest * 1e3:.3g} ms on rank {rank}, {longest / others:.1f} times as long as "
+                f"on the other processes ({others * 1e3:.3g} ms), and every step waits for it. Look whether its device "
+                "is shared, throttled or a slower one, and whether its samples are longer."
+            )
+
+
+def _slowest(seconds: Sequence[float]) -> tuple[int, float, float]:
+    """Return the rank with the most seconds, its seconds, and the median of the others."""
+    rank = max(range(len(seconds)), key=seconds.__getitem__)
+    return rank, seconds[rank], median([*seconds[:rank], *seconds[rank + 1 :]])

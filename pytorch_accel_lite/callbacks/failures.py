@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 class SkipFailedBatchesCallback(TrainerCallback):
@@ -38,11 +36,11 @@ class SkipFailedBatchesCallback(TrainerCallback):
 
     def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for failure in kwargs["failures"]:
-            place = {"epoch": trainer.progress.epoch, "step": kwargs["step"]}
-            self.failures.append(place | failure._asdict())
+            position = {"epoch": trainer.progress.epoch, "step": kwargs["step"]}
+            self.failures.append(position | failure._asdict())
             samples = "" if failure.indices is None else f", samples {failure.indices}"
             trainer.print(
-                f"Batch skipped: epoch {place['epoch']}, step {place['step']}, process {failure.rank}{samples}: "
+                f"Batch skipped: epoch {position['epoch']}, step {position['step']}, process {failure.rank}{samples}: "
                 f"{failure.error}"
             )
         if len(self.failures) > self.max_failures:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from pytorch_accel_lite.base.environment import LIBRARIES
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -25,8 +27,7 @@ from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect
 #: Exit code of a program ended by the watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
 EXIT_CODE = 75
 _LONGEST_INTERVAL = 5.0
-_END = "end"
-_STAY = "stay"
+_stores: Any = dist  # which does not declare them as its own
 
 
 class HangWatchCallback(TrainerCallback):
@@ -58,18 +59,18 @@ class HangWatchCallback(TrainerCallback):
         self.end = end
         self._timeouts = GroupTimeouts()
         self._watch: _Watch | None = None
-        self._steps = 0
+        self.steps = 0  # and ends of epochs, for the watching thread
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._stop()
-        self._steps = 0
+        self.steps = 0
         trainer.callback_handler.set_listening(self, True, "on_update_end")
         name = trainer.broadcast_object(uuid.uuid4().hex)  # a restarted job may find the keys of the one before it
         self._watch = _Watch(self, trainer, connect(f"hang_watch/{name}"))
         self._watch.start()
 
     def _count(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
-        self._steps += 1
+        self.steps += 1
 
     on_train_epoch_start = on_train_step_end = on_train_batch_skipped = on_train_epoch_end = _count
     on_eval_epoch_start = on_eval_step_end = on_eval_epoch_end = on_training_run_epoch_end = _count
@@ -92,24 +93,19 @@ class HangWatchCallback(TrainerCallback):
             self._watch.stop(reason)
         self._watch = None
 
-    @property
-    def steps(self) -> int:
-        """Number of steps and ends of epochs so far, for the watching thread."""
-        return self._steps
-
 
 class _Position(NamedTuple):
     """Where a process is.
 
     :param waits: whether it seems to wait for other processes
-    :param place: what it does, in a line
+    :param activity: what it does, in a line
     :param stack: its stack, as Python prints it
     """
 
     epoch: int
     step: int
     waits: bool
-    place: str
+    activity: str
     stack: str
 
 
@@ -128,8 +124,8 @@ class _Watch(threading.Thread):
         self._callback = callback
         self._trainer = trainer
         self._rank = trainer.ranks.rank
-        self._world_size = trainer.ranks.world_size
-        self._store = store
+        self._others = set() if store is None else set(range(trainer.ranks.world_size)) - {self._rank}
+        self._store = _stores.HashStore() if store is None else store
         self._watched = threading.get_ident()
         self._interval = min(callback.seconds / 10, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
@@ -144,7 +140,7 @@ class _Watch(threading.Thread):
             try:
                 self._look()
             except RuntimeError:  # the process that serves the store has ended
-                self._store = None
+                self._store = _stores.HashStore()
 
     def stop(self, reason: str) -> None:
         """End the watch of this process.
@@ -155,19 +151,19 @@ class _Watch(threading.Thread):
         self.join(2 * _LONGEST_INTERVAL)
         self._note_progress()
         faulthandler.cancel_dump_traceback_later()
-        if self._store is not None and reason:
+        if reason:
             with suppress(RuntimeError):
                 self._store.set(f"left/{self._rank}", reason)
-        self._store = None
 
     def _look(self) -> None:
         self._note_progress()
         is_late = time.monotonic() - self._since >= self._callback.seconds and not self._is_reported
-        reports = self._reports if self._store is None else self._store.add("reports", 0)
+        reports = self._store.add("reports", 0)
         if reports > self._reports:
             self._reports = reports
             self._answer()
-        elif is_late and self._opens_report():
+        elif is_late and self._store.add(f"{self._reports + 1}/opened", 1) == 1:  # no other process was first
+            self._reports = self._store.add("reports", 1)
             self._report()
 
     def _note_progress(self) -> None:
@@ -175,19 +171,10 @@ class _Watch(threading.Thread):
             return
         now = time.monotonic()
         if self._is_reported:
-            _say(f"Rank {self._rank} makes progress again after {now - self._since:.0f} seconds.")
+            _print(f"Rank {self._rank} makes progress again after {now - self._since:.0f} seconds.")
         self._steps = self._callback.steps
         self._since = now
         self._is_reported = False
-
-    def _opens_report(self) -> bool:
-        """Whether this process, rather than another one, makes the next report."""
-        if self._store is None:
-            return True
-        if self._store.add(f"{self._reports + 1}/opened", 1) > 1:
-            return False
-        self._reports = self._store.add("reports", 1)
-        return True
 
     def _position(self) -> _Position:
         stack = stack_of(self._watched)
@@ -200,39 +187,38 @@ class _Watch(threading.Thread):
         self._store.set(f"{self._reports}/{self._rank}", json.dumps(self._position()))
         if not self._callback.end:
             return
-        verdict = _END if self.may_end else _STAY
+        ends = self.may_end
         with suppress(RuntimeError):  # the process that reports may serve the store, and have ended
-            self._store.wait([f"{self._reports}/verdict"], timedelta(seconds=4 * _LONGEST_INTERVAL))
-            verdict = self._store.get(f"{self._reports}/verdict").decode()
-        if verdict == _END:
+            self._store.wait([f"{self._reports}/ends"], timedelta(seconds=4 * _LONGEST_INTERVAL))
+            ends = self._store.get(f"{self._reports}/ends") == b"True"
+        if ends:
             _end()
 
     def _report(self) -> None:
         positions = {self._rank: self._position()}
         deadline = time.monotonic() + 2 * self._interval + 2
-        others = set(range(self._world_size)) - {self._rank} if self._store is not None else set()
-        while others and time.monotonic() < deadline:
-            for rank in [rank for rank in others if self._store.check([f"{self._reports}/{rank}"])]:
+        missing = set(self._others)
+        while missing and time.monotonic() < deadline:
+            for rank in [rank for rank in missing if self._store.check([f"{self._reports}/{rank}"])]:
                 positions[rank] = _Position(*json.loads(self._store.get(f"{self._reports}/{rank}")))
-                others.discard(rank)
+                missing.discard(rank)
             time.sleep(0.05)
-        left = {
-            rank: self._store.get(f"left/{rank}").decode() for rank in others if self._store.check([f"left/{rank}"])
-        }
-        silent = {rank: left.get(rank, _SILENCE) for rank in others}
-        ending = f"The job ends with exit code {EXIT_CODE}." if self.may_end else ""
-        _say(describe(self._callback.seconds, positions, silent, ending))
-        if self._store is not None:
-            self._store.set(f"{self._reports}/verdict", _END if self.may_end else _STAY)
+        silent = {}
+        for rank in missing:
+            has_left = self._store.check([f"left/{rank}"])
+            silent[rank] = self._store.get(f"left/{rank}").decode() if has_left else _SILENCE
+        _print(describe(self._callback.seconds, positions, silent))
+        self._store.set(f"{self._reports}/ends", str(self.may_end))
         if self.may_end:
-            time.sleep(1)  # if this process serves the store: until the others have read the verdict
+            _print(f"The job ends with exit code {EXIT_CODE}.")
+            time.sleep(1)  # if this process serves the store: until the others have read that
             _end()
 
 
 _SILENCE = "does not answer: its process has ended, or native code keeps Python from running"
 
 
-def describe(seconds: float, positions: dict[int, _Position], silent: dict[int, str], ending: str = "") -> str:
+def describe(seconds: float, positions: dict[int, _Position], silent: dict[int, str]) -> str:
     """Return a report: a line for each place, then the stacks.
 
     Processes that are behind, and those that do not wait for others, come first.
@@ -245,26 +231,16 @@ def describe(seconds: float, positions: dict[int, _Position], silent: dict[int, 
         together[position[:4]].append(rank)
     groups = sorted(together.items(), key=lambda item: (item[0][:3], len(item[1])))
     lines = [f"No progress for {seconds:g} seconds."]
-    lines += [f"  rank {rank} {said}" for rank, said in sorted(silent.items())]
-    lines += [f"  {_ranks(ranks)}, epoch {epoch}, step {step}: {place}" for (epoch, step, _, place), ranks in groups]
+    lines += [f"  rank {rank} {reason}" for rank, reason in sorted(silent.items())]
+    for (epoch, step, _, activity), ranks in groups:
+        several = "ranks" if len(ranks) > 1 else "rank"
+        lines.append(f"  {several} {', '.join(map(str, ranks))}, epoch {epoch}, step {step}: {activity}")
     for _, ranks in groups:
-        lines += [f"Stack of {_ranks(ranks[:1])}:", positions[ranks[0]].stack.rstrip("\n")]
-    return "\n".join([*lines, *filter(None, [ending])])
+        lines += [f"Stack of rank {ranks[0]}:", positions[ranks[0]].stack.rstrip("\n")]
+    return "\n".join(lines)
 
 
-def _ranks(ranks: list[int]) -> str:
-    """Return ranks in a few words: ``ranks 0-3, 7``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    said = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(said)}"
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -310,18 +286,15 @@ def where(stack: Sequence[traceback.FrameSummary]) -> str:
     """
     if not stack:
         return "its thread has ended"
-    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
-    activities = list(filter(None, (_activity(stack[index]) for index in ours)))
-    doing = f"{activities[-1]}, " if activities else ""
+    doing = [activity for frame in stack if (activity := _activity(frame))][-1:]
     if any(frame.name == "_try_get_data" for frame in stack):  # of torch's DataLoader
-        doing += "waiting for its workers, "
-    last = stack[-1]
-    said = f"{doing}in {_named(last)}"
-    within = stack[ours[0] :] if ours else []
-    callers = [frame for frame in within if not is_library(frame)]
-    if is_library(last) and callers:
-        said += f", called by {_named(callers[-1])}"
-    return said
+        doing.append("waiting for its workers")
+    doing.append(f"in {_named(stack[-1])}")
+    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
+    callers = [frame for frame in stack[ours[0] :] if not is_library(frame)] if ours else []
+    if is_library(stack[-1]) and callers:
+        doing.append(f"called by {_named(callers[-1])}")
+    return ", ".join(doing)
 
 
 def waits_for_others(stack: Sequence[traceback.FrameSummary]) -> bool:
@@ -330,8 +303,11 @@ def waits_for_others(stack: Sequence[traceback.FrameSummary]) -> bool:
 
 
 def _activity(frame: traceback.FrameSummary) -> str:
+    if not frame.filename.startswith(_PACKAGE):
+        return ""
     file = frame.filename[len(_PACKAGE) :].replace(os.sep, "/")
-    return next((said for part, name, said in _ACTIVITIES if file.startswith(part) and name in ("", frame.name)), "")
+    matches = (doing for part, name, doing in _ACTIVITIES if file.startswith(part) and name in ("", frame.name))
+    return next(matches, "")
 
 
 def _named(frame: traceback.FrameSummary) -> str:

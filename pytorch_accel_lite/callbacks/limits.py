@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 class LimitBatchesCallback(TrainerCallback):

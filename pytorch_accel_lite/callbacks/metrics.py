@@ -13,11 +13,11 @@ import torch
 from pytorch_accel_lite.base.batches import TARGET_KEYS
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
-    from pytorch_accel_lite.base.run_settings import RunRequest
     from pytorch_accel_lite.distributed import Ranks
 
 
@@ -66,9 +66,8 @@ class MetricsCallback(TrainerCallback):
         self.transform = transform or default_transform
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
-        #: Each logical process has metrics of its own, merged in their order; the only ones without are at 0.
-        self._numbers = range(1)
-        self._copies: dict[tuple[int, int], MetricCollection] = {}
+        #: The copies of each collection that are updated, by logical process; itself without these.
+        self._copies: dict[int, dict[int, MetricCollection]] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         named = list(self.metrics.items())
@@ -97,8 +96,9 @@ class MetricsCallback(TrainerCallback):
         if trainer.logical is None:
             self._update(self.train_metrics, batch, batch_output)
             return
+        copies = self._copies_of(self.train_metrics)
         for number, (share, output) in trainer.logical.outputs.items():
-            self._update(self._of_share(self.train_metrics, number), share.data, output)
+            self._update(copies[number], share.data, output)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.train_metrics is not None:
@@ -109,22 +109,19 @@ class MetricsCallback(TrainerCallback):
 
     def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         number = 0 if trainer.logical is None else trainer.logical.current
-        self._update(self._of_share(self.metrics, number), batch, batch_output)
+        self._update(self._copies_of(self.metrics)[number], batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
 
     def _reset(self, trainer: TrainerLike, metrics: MetricCollection) -> None:
-        self._numbers = range(1) if trainer.logical is None else trainer.logical.shares.own
         metrics.to(trainer.device).reset()
-        for number in self._numbers:
-            self._copies.pop((id(metrics), number), None)
-            if trainer.logical is not None:
-                self._copies[id(metrics), number] = metrics.clone()
+        logical = trainer.logical
+        copies = {} if logical is None else {number: metrics.clone() for number in logical.shares.own}
+        self._copies[id(metrics)] = copies or {0: metrics}
 
-    def _of_share(self, metrics: MetricCollection, number: int) -> MetricCollection:
-        """Return the metrics that a share updates: copies of its logical process, if there are any."""
-        return self._copies.get((id(metrics), number), metrics)
+    def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:
+        return self._copies.get(id(metrics), {0: metrics})
 
     def _update(self, metrics: MetricCollection, batch: Any, batch_output: Any) -> None:
         if batch_output["batch_size"] == 0:  # a copy of another process's sample, only here to keep ranks in step
@@ -139,8 +136,7 @@ class MetricsCallback(TrainerCallback):
         with warnings.catch_warnings():
             # A process without its own samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            shares = [self._of_share(metrics, number) for number in self._numbers]
-            _merge_over_ranks(metrics, shares, trainer.data_ranks)
+            _merge_over_ranks(metrics, list(self._copies_of(metrics).values()), trainer.data_ranks)
             values = metrics.compute()
         for name in values if self.only is None else self.only:
             if name not in values:
@@ -153,15 +149,7 @@ class MetricsCallback(TrainerCallback):
         """Return the state of the training metrics so far. Must be called on every process."""
         if self.train_metrics is None:
             return {}
-        states: list[dict[str, Any]] = []
-        for number in self._numbers:
-            states.append({})
-            for name, metric in self._of_share(self.train_metrics, number).items(keep_base=True):
-                parts = _metrics_in(metric)
-                for part in parts:
-                    part.persistent(True)
-                states[-1][name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
-                states[-1][name][_UPDATES] = [part._update_count for part in parts]
+        states = [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
         gathered = [states] if self._ranks is None else self._ranks.all_gather_object(states)
         return {"ranks": list(chain.from_iterable(gathered))}
 
@@ -169,8 +157,9 @@ class MetricsCallback(TrainerCallback):
         """Load the state returned by :meth:`state_dict`; each process loads its own part."""
         if self.train_metrics is None or "ranks" not in state:
             return
-        gathered = [self._numbers] if self._ranks is None else self._ranks.all_gather_object(self._numbers)
-        count = sum(map(len, gathered))
+        copies = list(self._copies_of(self.train_metrics).values())
+        counts = [len(copies)] if self._ranks is None else self._ranks.all_gather_object(len(copies))
+        count = sum(counts)
         if len(state["ranks"]) != count:
             warnings.warn(
                 f"Training metrics cover only the rest of this epoch: they were saved by {len(state['ranks'])} "
@@ -178,30 +167,41 @@ class MetricsCallback(TrainerCallback):
                 stacklevel=2,
             )
             return
-        first = sum(map(len, gathered[: 0 if self._ranks is None else self._ranks.rank]))
-        for index, number in enumerate(self._numbers, first):
-            self._load(self._of_share(self.train_metrics, number), state["ranks"][index])
+        first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
+        for copy, states in zip(copies, state["ranks"][first:], strict=False):
+            _load_state(copy, states)
 
-    def _load(self, own: MetricCollection, states: dict[str, Any]) -> None:
-        metrics = dict(own.items(keep_base=True))
-        if states.keys() != metrics.keys():
-            listed = ", ".join(sorted(states.keys() ^ metrics.keys()))
-            warnings.warn(
-                "These training metrics have been added since the state was saved, and cover only the rest of this "
-                f"epoch, or have been removed: {listed}.",
-                stacklevel=2,
-            )
-        for name in states.keys() & metrics.keys():
-            saved = dict(states[name])
-            parts = _metrics_in(metrics[name])
-            counts = saved.pop(_UPDATES, 1)  # without updates, a state would not be merged
-            counts = counts if isinstance(counts, list) else [counts] * len(parts)  # one before 0.2
-            device = metrics[name].device
-            for part, count in zip(parts, counts, strict=True):
-                part.persistent(True)
-                part._update_count = count
-            metrics[name].load_state_dict(saved)
-            metrics[name].to(device)  # torchmetrics keeps the tensors of a state where they are
+
+def _state_of(metrics: MetricCollection) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for name, metric in metrics.items(keep_base=True):
+        parts = _metrics_in(metric)
+        for part in parts:
+            part.persistent(True)
+        states[name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
+        states[name][_UPDATES] = [part._update_count for part in parts]
+    return states
+
+
+def _load_state(metrics: MetricCollection, states: dict[str, Any]) -> None:
+    named = dict(metrics.items(keep_base=True))
+    if states.keys() != named.keys():
+        warnings.warn(
+            "These training metrics have been added since the state was saved, and cover only the rest of this epoch, "
+            f"or have been removed: {', '.join(sorted(states.keys() ^ named.keys()))}.",
+            stacklevel=2,
+        )
+    for name in states.keys() & named.keys():
+        saved = dict(states[name])
+        parts = _metrics_in(named[name])
+        counts = saved.pop(_UPDATES, 1)  # without updates, a state would not be merged
+        counts = counts if isinstance(counts, list) else [counts] * len(parts)  # one before 0.2
+        device = named[name].device
+        for part, count in zip(parts, counts, strict=True):
+            part.persistent(True)
+            part._update_count = count
+        named[name].load_state_dict(saved)
+        named[name].to(device)  # torchmetrics keeps the tensors of a state where they are
 
 
 def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection], ranks: Ranks) -> None:
@@ -211,11 +211,10 @@ def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection],
     """
     if ranks.world_size == 1 and shares[0] is metrics:
         return
-    mine = [
-        [_to_cpu(dict(part.metric_state)) if part.update_called else None for part in _metrics_in(share)]
-        for share in shares
+    local = [
+        [dict(part.metric_state) if part.update_called else None for part in _metrics_in(share)] for share in shares
     ]
-    gathered = chain.from_iterable(ranks.all_gather_object(mine))
+    gathered = chain.from_iterable(ranks.all_gather_object(local))
     for part, *states in zip(_metrics_in(metrics), *gathered, strict=True):
         part.distributed_available_fn = _never  # so that compute() does not merge them again
         present = [state for state in states if state is not None]

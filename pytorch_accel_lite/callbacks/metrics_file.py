@@ -7,14 +7,13 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.engine.history import InMemoryRunHistory, count_values
+from pytorch_accel_lite.engine.history import InMemoryRunHistory
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
@@ -44,8 +43,8 @@ class MetricsFileCallback(StepLogger):
         if self.path.suffix not in (".jsonl", ".csv"):
             raise ValueError(f"path={os.fspath(path)!r} must end in .jsonl (JSON lines) or .csv.")
         self.updates_path = self.path.with_name(f"{self.path.stem}_updates{self.path.suffix}")
-        self._columns: list[str] = []
-        self._epochs = _EpochFile(self.path)
+        self._epochs = _RowFile(self.path)
+        self._updates = _RowFile(self.updates_path)
         self._trained = False
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
@@ -65,88 +64,91 @@ class MetricsFileCallback(StepLogger):
         trainer.ranks.run_together(lambda: self._begin_files(trainer), only_first=True)
 
     def _begin_files(self, trainer: TrainerLike) -> None:
-        self._epochs.replace(trainer.run_history)
+        self._epochs.replace(trainer.run_history.rows())
         if self.every_n_updates is not None:
             update = trainer.progress.update
-            rows = [row for row in _read(self.updates_path) if int(row["update"]) <= update] if update else []
-            self._columns = list(dict.fromkeys(name for row in rows for name in row))
-            _replace(self.updates_path, rows)
+            rows = [row for row in self._updates.read() if int(row["update"]) <= update] if update else []
+            self._updates.replace(rows)
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
-        row = {"update": update, "epoch": epoch, **values}
-        if self.path.suffix == ".csv" and not row.keys() <= set(self._columns):
-            self._columns = list(dict.fromkeys([*self._columns, *row]))
-            _replace(self.updates_path, [*_read(self.updates_path), row], self._columns)
-            return
-        with self.updates_path.open("a") as file:
-            file.write(_as_text([row], self.path.suffix, self._columns, header=False))
+        self._updates.append([{"update": update, "epoch": epoch, **values}])
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._update(trainer)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_end(trainer)
-        self._update(trainer)
+        if trainer.accelerator.is_main_process and self._trained:
+            self._epochs.replace(trainer.run_history.rows())
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._trained:  # otherwise an existing file belongs to another program's run
-            self._update(trainer, is_later=trainer.current_run.outer is None)
+            self._update(trainer)
 
-    def _update(self, trainer: TrainerLike, is_later: bool = False) -> None:
-        """Write what is new in the history, or all of it after an evaluation later than the run."""
-        if trainer.accelerator.is_main_process:
-            (self._epochs.replace if is_later else self._epochs.update)(trainer.run_history)
+    def _update(self, trainer: TrainerLike) -> None:
+        """Append the rows of new epochs, or replace the file if a row in it has changed."""
+        if not trainer.accelerator.is_main_process:
+            return
+        written = self._epochs.last_row
+        rows = _rows_from(trainer.run_history, written.get("epoch", 0))
+        if rows and written and _is_same(rows[0], written):
+            self._epochs.append(rows[1:])
+        else:
+            self._epochs.replace(trainer.run_history.rows())
 
 
-class _EpochFile:
-    """A file with a row for each epoch of a history. Updates take the same time however many rows there are."""
+class _RowFile:
+    """A file of rows, as JSON lines or CSV by its suffix.
+
+    :ivar last_row: the row that was written last
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
-        self._counts: dict[str, int] = {}  # of values in the history, by metric
-        self._epoch = 0  # of the last row, which may still change
-        self._begin = self._end = 0  # offsets in bytes of the last row
+        self.last_row: Row = {}
 
-    def replace(self, history: Any) -> None:
-        """Write all rows to a new file, which replaces the old one atomically."""
-        rows = history.rows()
+    def replace(self, rows: list[Row]) -> None:
+        """Replace the file atomically with one that has these rows."""
         self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        self._counts = count_values(history)
-        _replace(self._path, rows, self._columns)
-        self._epoch = rows[-1]["epoch"] if rows else 0
-        self._end = self._path.stat().st_size
-        self._begin = self._end - len(self._encode(rows[-1:]))
+        with replacing(self._path) as temporary:
+            temporary.write_text(self._as_text(rows, header=bool(rows)))
+        self.last_row = rows[-1] if rows else {}
 
-    def update(self, history: Any) -> None:
-        """Write the last row again and those after it, in a single write, if the rows before it are as they were."""
-        counts = count_values(history)
-        rows = _rows_from(history, self._epoch)
-        shrank = any(count > counts.get(name, 0) for name, count in self._counts.items())
-        if shrank or not self._holds(rows):
-            self.replace(history)
-            return
-        begin = self._begin if rows and rows[0]["epoch"] == self._epoch else self._end
-        text = self._encode(rows)
-        if begin + len(text) < self._end or not self._path.is_file() or self._path.stat().st_size != self._end:
-            self.replace(history)  # the rest of a longer row must not remain; someone else has changed the file
-            return
-        self._counts = counts
+    def append(self, rows: list[Row]) -> None:
+        """Append rows in a single write, unless they need new columns."""
         if not rows:
             return
-        with self._path.open("r+b") as file:
-            file.seek(begin)
-            file.write(text)
-        self._epoch = rows[-1]["epoch"]
-        self._end = begin + len(text)
-        self._begin = self._end - len(self._encode(rows[-1:]))
+        if self._path.suffix == ".csv" and any(not row.keys() <= {*self._columns} for row in rows):
+            self.replace([*self.read(), *rows])
+            return
+        with self._path.open("a") as file:
+            file.write(self._as_text(rows))
+        self.last_row = rows[-1]
 
-    def _holds(self, rows: list[Row]) -> bool:
-        """Whether the columns of the file are those of these rows, too."""
-        return self._path.suffix != ".csv" or all(row.keys() <= set(self._columns) for row in rows)
+    def read(self) -> list[Row]:
+        """Read the complete rows of the file, whose last row may be partial."""
+        if not self._path.is_file():
+            return []
+        text = self._path.read_text()
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        return list(csv.DictReader(lines)) if self._path.suffix == ".csv" else [json.loads(line) for line in lines]
 
-    def _encode(self, rows: list[Row]) -> bytes:
-        return _as_text(rows, self._path.suffix, self._columns, header=False).encode()
+    def _as_text(self, rows: list[Row], header: bool = False) -> str:
+        written = [{name: plain(value) for name, value in row.items()} for row in rows]
+        if self._path.suffix == ".jsonl":
+            return "".join(json.dumps(row) + "\n" for row in written)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
+        if header:
+            writer.writeheader()
+        writer.writerows(written)
+        return text.getvalue()
+
+
+def _is_same(row: Row, other: Row) -> bool:
+    """Whether two rows hold the same objects, of which some may not be comparable."""
+    return row.keys() == other.keys() and all(value is other[name] for name, value in row.items() if name != "epoch")
 
 
 def _rows_from(history: Any, epoch: int) -> list[Row]:
@@ -158,42 +160,17 @@ def _rows_from(history: Any, epoch: int) -> list[Row]:
 
 def plain(value: Any) -> Any:
     """Return a value in the form in which it is written."""
-    if isinstance(value, (str, bool, int)) or value is None:
+    value = None if value is None else as_number_or_text(value)
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def as_number_or_text(value: Any) -> Any:
+    """Return a number, also one in a tensor, as one of Python's, and anything else as text."""
+    if isinstance(value, (str, bool, int)):
         return value
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError):
         return str(value)
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-
-
-def _as_text(rows: Iterable[Row], suffix: str, columns: list[str], header: bool) -> str:
-    written = [{name: plain(value) for name, value in row.items()} for row in rows]
-    if suffix == ".jsonl":
-        return "".join(json.dumps(row) + "\n" for row in written)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(written)
-    return text.getvalue()
-
-
-def _replace(path: Path, rows: list[Row], columns: list[str] | None = None) -> None:
-    """Replace a file atomically with one that has these rows."""
-    columns = columns or list(dict.fromkeys(name for row in rows for name in row))
-    with replacing(path) as temporary:
-        temporary.write_bytes(_as_text(rows, path.suffix, columns, header=bool(columns)).encode())
-
-
-def _read(path: Path) -> list[Row]:
-    """Read the complete rows of a file, whose last row may be partial."""
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    if path.suffix == ".csv":
-        return [dict(row) for row in csv.DictReader(lines)]
-    return [json.loads(line) for line in lines]

@@ -5,28 +5,27 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.validation import check_choice
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import sharded_like
 from pytorch_accel_lite.optimizers.weight_averages import ModelEma, ShardedEma
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
-
-@answering
+@suggest_arguments
 class ModelEmaCallback(TrainerCallback):
     """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
 
@@ -65,12 +64,10 @@ class ModelEmaCallback(TrainerCallback):
         warmup: bool = False,
         prefix: str = "ema_model_",
     ) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
-            raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
         check_choice("update_every", update_every, ("update", "epoch"))
         if not prefix:
             raise ValueError(f"prefix={prefix!r} must not be empty: it distinguishes the averaged model's metrics.")
-        self.decay = decay
+        self.decay = check_range("decay", decay, most=1)
         self.evaluate_during_training = evaluate_during_training
         self.save_path = save_path
         self.watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
@@ -152,12 +149,11 @@ class ModelEmaCallback(TrainerCallback):
                 "eval_every_n_epochs=None there are none. Pass evaluate_during_training=False, or a number of epochs."
             )
         averages = [other for other in trainer.callback_handler if isinstance(other, ModelEmaCallback)]
-        for other in averages:
-            if other is not self and other.evaluate_during_training and other.prefix == self.prefix:
-                raise ValueError(
-                    f"prefix={self.prefix!r} is used by two ModelEmaCallbacks, which would record the same metric "
-                    "names. Give each its own prefix."
-                )
+        if [other.prefix for other in averages if other.evaluate_during_training].count(self.prefix) > 1:
+            raise ValueError(
+                f"prefix={self.prefix!r} is used by two ModelEmaCallbacks, which would record the same metric names. "
+                "Give each its own prefix."
+            )
 
     @property
     def _average(self) -> ModelEma:
@@ -166,8 +162,7 @@ class ModelEmaCallback(TrainerCallback):
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.update_every == "update" and not trainer.update_was_skipped:
-            assert self.ema is not None
-            self.ema.update(trainer.get_model(keep_torch_compile=False))
+            self._average.update(trainer.get_model(keep_torch_compile=False))
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.update_every == "epoch":
@@ -186,13 +181,12 @@ class ModelEmaCallback(TrainerCallback):
             self._save(trainer, {self.watch_metric: metric})
 
     def _evaluate(self, trainer: TrainerLike) -> None:
-        how: dict[str, Any] = {"is_intermediate": False, "callbacks": self._handler}
-        if not trainer.is_sharded:
-            trainer.run_evaluation(self._average.module, self.prefix, **how)
-            return
         average: Any = self._average
-        with average.in_place_of(trainer.get_model(keep_torch_compile=False)):
-            trainer.run_evaluation(None, self.prefix, **how)
+        in_place, module = nullcontext(), average.module
+        if trainer.is_sharded:
+            in_place, module = average.in_place_of(trainer.get_model(keep_torch_compile=False)), None
+        with in_place:
+            trainer.run_evaluation(module, self.prefix, is_intermediate=False, callbacks=self._handler)
 
     def _save(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         if self.save_path is None:

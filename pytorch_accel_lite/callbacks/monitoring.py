@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +21,11 @@ from pytorch_accel_lite.base.devices import accumulation_dtype, module_of, to_fl
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.text import align
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.optimizers.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_made, parts_of
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _MIB = 2**20
 
@@ -40,20 +39,15 @@ class LearningRateMonitorCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {}
-        self._names: list[str] | None = None
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
-            knows = is_made(trainer.optimizer)  # else how many groups there will be is not known
-            self._names = None  # it may have been used by another trainer
-            request.metrics.record(self, _rate_names(trainer) if knows else (), and_others=not knows)
+            is_known = is_made(trainer.optimizer)  # else how many groups there will be is not known
+            request.metrics.record(self, _rate_names(trainer) if is_known else (), and_others=not is_known)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        groups = trainer.optimizer.param_groups
-        if self._names is None or len(self._names) != len(groups):
-            self._names = _rate_names(trainer)
-        rates = {name: group.get("lr") for name, group in zip(self._names, groups, strict=True)}
-        self._latest = {name: rate for name, rate in rates.items() if rate is not None}
+        groups = zip(_rate_names(trainer), trainer.optimizer.param_groups, strict=True)
+        self._latest = {name: group["lr"] for name, group in groups if group.get("lr") is not None}
         trainer.step_metrics.update(self._latest)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -70,7 +64,12 @@ class LearningRateMonitorCallback(TrainerCallback):
 
 
 def _rate_names(trainer: TrainerLike) -> list[str]:
-    return ["_".join(filter(None, ("lr", name))) for name in group_names(trainer.optimizer)]
+    return [_of("lr", name) for name in group_names(trainer.optimizer)]
+
+
+def _of(metric: str, part: str) -> str:
+    """Return the name of the metric of a part, such as an optimizer, or of the whole if the part has no name."""
+    return f"{metric}_{part}" if part else metric
 
 
 class GradientNormCallback(TrainerCallback):
@@ -88,12 +87,12 @@ class GradientNormCallback(TrainerCallback):
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "training":
             return
-        knows = is_made(trainer.optimizer) or not is_overridden(trainer, "train_step")
+        is_known = is_made(trainer.optimizer) or not is_overridden(trainer, "train_step")
         names = list(parts_of(trainer.optimizer)) if is_overridden(trainer, "train_step") else []
-        recorded = [f"{_norm_name(name)}_{kind}" for name in names or [""] for kind in ("mean", "max")]
+        recorded = [f"{_of('gradient_norm', name)}_{kind}" for name in names or [""] for kind in ("mean", "max")]
         if request.gradient_clip_norm is not None:
-            recorded += map(_clipped_name, names or [""])
-        request.metrics.record(self, recorded if knows else (), and_others=not knows)
+            recorded += [_of("clipped_updates", name) for name in names or [""]]
+        request.metrics.record(self, recorded if is_known else (), and_others=not is_known)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._norms = {}
@@ -103,15 +102,16 @@ class GradientNormCallback(TrainerCallback):
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
         name = trainer.current_run.step.updating if parts_of(trainer.optimizer) else ""
         value = to_float(norm) if norm.is_cpu else norm
-        trainer.step_metrics[_norm_name(name)] = value
+        trainer.step_metrics[_of("gradient_norm", name)] = value
         self._norms.setdefault(name, _Norms()).add(value, limit)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for name, norms in self._norms.items():
-            trainer.run_history.update_metric(f"{_norm_name(name)}_mean", float(norms.sum) / norms.count)
-            trainer.run_history.update_metric(f"{_norm_name(name)}_max", float(norms.max))
+            metric = _of("gradient_norm", name)
+            trainer.run_history.update_metric(f"{metric}_mean", float(norms.sum) / norms.count)
+            trainer.run_history.update_metric(f"{metric}_max", float(norms.max))
             if norms.clipped is not None:
-                trainer.run_history.update_metric(_clipped_name(name), float(norms.clipped) / norms.count)
+                trainer.run_history.update_metric(_of("clipped_updates", name), float(norms.clipped) / norms.count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the epoch so far, by optimizer."""
@@ -147,14 +147,6 @@ class _Norms:
         self.count += 1
         if limit is not None:
             self.clipped = (norm > limit) + (0.0 if self.clipped is None else self.clipped)
-
-
-def _norm_name(optimizer: str) -> str:
-    return "_".join(filter(None, ("gradient_norm", optimizer)))
-
-
-def _clipped_name(optimizer: str) -> str:
-    return "_".join(filter(None, ("clipped_updates", optimizer)))
 
 
 class ThroughputCallback(TrainerCallback):
@@ -197,12 +189,12 @@ class ThroughputCallback(TrainerCallback):
         trainer.step_metrics["samples_per_second"] = (samples - before) / (now - since)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        mine = time.perf_counter() - self._start, None if self._items is None else float(self._items)
-        everyone = trainer.all_gather_object(mine)
-        seconds = max(taken for taken, _ in everyone)
+        local = time.perf_counter() - self._start, None if self._items is None else float(self._items)
+        per_rank = trainer.all_gather_object(local)
+        seconds = max(taken for taken, _ in per_rank)
         rate = (trainer.progress.samples_in_epoch - self._first) / seconds
         trainer.run_history.update_metric("samples_per_second_epoch", rate)
-        items = [count for _, count in everyone if count is not None]
+        items = [count for _, count in per_rank if count is not None]
         if items:
             trainer.run_history.update_metric("items_per_second_epoch", sum(items) / seconds)
 
@@ -298,26 +290,19 @@ def summarise(model: nn.Module, depth: int = 1) -> str:
         is_leaf = level == depth or not any(True for _ in module.children())
         if level > depth or (not is_leaf and not list(module.parameters(recurse=False))):
             continue
-        own = list(module.parameters(recurse=level == depth))
-        rows.append((name or "(itself)", type(module).__name__, *_count([p for p in own if p not in counted])))
-        counted.update(own)
-    everything = _count(list(model.parameters()))
-    rows.append(("total", type(model).__name__, *everything))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        parameters = list(module.parameters(recurse=level == depth))
+        new = [parameter for parameter in parameters if parameter not in counted]
+        rows.append((name or "(itself)", type(module).__name__, *_count(new)))
+        counted.update(parameters)
+    rows.append(("total", type(model).__name__, *_count(list(model.parameters()))))
+    lines = align(rows, num_left=2)
     rule = "-" * max(map(len, lines))
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 
 def _count(parameters: list[nn.Parameter]) -> tuple[str, str, str]:
-    known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
-    unknown = "" if len(known) == len(parameters) else " + ?"  # lazy modules, known after the first batch
-    trained = sum(p.numel() for p in known if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in known) / _MIB
-    return f"{sum(p.numel() for p in known):,}{unknown}", f"{trained:,}{unknown}", f"{size:.2f}{unknown}"
+    sized = [p for p in parameters if not isinstance(p, UninitializedParameter)]
+    unknown = "" if len(sized) == len(parameters) else " + ?"  # lazy modules, known after the first batch
+    trained = sum(p.numel() for p in sized if p.requires_grad)
+    size = sum(p.numel() * p.element_size() for p in sized) / _MIB
+    return f"{sum(p.numel() for p in sized):,}{unknown}", f"{trained:,}{unknown}", f"{size:.2f}{unknown}"

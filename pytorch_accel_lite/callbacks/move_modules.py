@@ -15,15 +15,8 @@ class MoveModulesToDeviceCallback(TrainerCallback):
     The model is excluded: Accelerate places it.
     """
 
-    def _move(self, trainer: TrainerLike) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for module in attributes.modules(trainer).values():
             module.to(trainer.device)
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._move(trainer)
-
-    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._move(trainer)
-
-    def on_predict_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._move(trainer)
+    on_evaluation_run_start = on_predict_run_start = on_training_run_start

@@ -1,4 +1,4 @@
-"""Reporting a loss or gradient that is not finite, with all that is needed to reproduce it."""
+"""Reporting a loss or gradient that is not finite, with all that is needed to reproduce it, and reproducing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
 from pytorch_accel_lite.base.batches import total_loss
@@ -18,8 +18,10 @@ from pytorch_accel_lite.base.devices import mixed_precision, to_float
 from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
-from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
+from pytorch_accel_lite.checkpoint import fit_model_state, model_state, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.engine.lifecycle import computing
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
+from pytorch_accel_lite.engine.trial import prepared_for_trial
 from pytorch_accel_lite.optimizers.gradients import total_norm
 
 
@@ -42,12 +44,9 @@ class NonFinite:
         if self.layer is None:
             return "The outputs of all layers are finite."
         where = f"The first layer with a non-finite output is {self.layer or 'the model itself'} ({self.kind})"
-        causes = [
-            name
-            for name, fine in (("inputs", self.inputs_are_finite), ("weights", self.weights_are_finite))
-            if not fine
-        ]
-        return f"{where}; its {' and its '.join(causes)} are not finite either." if causes else f"{where}."
+        are_finite = {"inputs": self.inputs_are_finite, "weights": self.weights_are_finite}
+        causes = " and its ".join(name for name, is_finite in are_finite.items() if not is_finite)
+        return f"{where}; its {causes} are not finite either." if causes else f"{where}."
 
 
 @dataclass
@@ -80,15 +79,15 @@ class NaNReportCallback(TrainerCallback):
         self.check_gradients = check_gradients
         self._clear()
 
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._clear()
+
     def _clear(self) -> None:
         self.report: Path | None = None
         self._window: list[RecordedStep] = []
         self._done = 0  # recorded steps of the window before the current one
         self._parts = 1  # parts that the current batch is split into
         self._buffers: dict[str, torch.Tensor] = {}
-
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._clear()
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._window:
@@ -199,18 +198,62 @@ def find_non_finite(
 
 
 def _is_finite(value: Any) -> bool:
-    finite = True
+    tensors: list[torch.Tensor] = []
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal finite
-        if tensor.is_floating_point():
-            finite = finite and bool(torch.isfinite(tensor).all())
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
         return tensor
 
-    recursively_apply(look, value)
-    return finite
+    recursively_apply(collect, value)
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
 def non_finite_gradients(model: nn.Module) -> list[str]:
     """Return the names of the parameters whose gradients are not finite."""
     return [name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+
+
+@dataclass
+class Replay:
+    """The result of :func:`replay`.
+
+    :param losses: the loss of each batch of the accumulation window
+    :param origin: where numbers stopped being finite, in the first batch where they did
+    :param gradients: names of the parameters whose gradients are not finite
+    """
+
+    losses: list[float]
+    origin: NonFinite
+    gradients: list[str]
+
+
+def replay(path: str | os.PathLike[str], trainer: TrainerLike) -> Replay:
+    """Reproduce the step of a report, forward and backward, and restore the trainer afterwards.
+
+    To look closer, set a breakpoint in the model, or wrap the call in ``torch.autograd.detect_anomaly()``.
+
+    :param path: a report written by :class:`NaNReportCallback`
+    :param trainer: a trainer created as in the run that failed, outside a run
+    :raises ValueError: if the file is not a report, or does not fit the trainer's model
+    :raises RuntimeError: if the trainer is within a run
+    """
+    report = read_checkpoint(path)
+    if "steps" not in report:
+        raise ValueError(f"The file {os.fspath(path)!r} is not a NaNReportCallback report: it has no 'steps'.")
+    if trainer.is_running:
+        raise RuntimeError("replay() cannot be called within a run.")
+    with computing(trainer), prepared_for_trial(trainer):
+        model = trainer.get_model()
+        model.load_state_dict(fit_model_state(model, report["model_state_dict"], path))
+        for name, module in model.named_modules():
+            module.training = report["modes"].get(name, module.training)
+        seen = Replay([], NonFinite(), [])
+        for step in report["steps"]:
+            batch = send_to_device(step["batch"], trainer.device)
+            loss, origin = find_non_finite(trainer, RecordedStep(step["generators"], batch), keep_buffers=False)
+            seen.losses.append(float(loss.detach()))
+            trainer.backward_step(loss / len(report["steps"]))
+            if seen.origin.layer is None:
+                seen.origin = origin
+        seen.gradients = non_finite_gradients(model)
+    return seen

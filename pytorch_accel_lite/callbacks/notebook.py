@@ -56,10 +56,9 @@ def leave_page(trainer: object) -> None:
 
 
 def _bar_html(bar: Any) -> str:
-    numbers = " ".join(f"{name}={value}" for name, value in bar.numbers.items())
     share = "" if bar.total is None else f' value="{bar.n}" max="{bar.total}"'
     return (
-        f'<div style="margin: 0.4em 0; font-variant-numeric: tabular-nums">{escape(bar.description)} '
+        f'<div style="margin: 0.4em 0; font-variant-numeric: tabular-nums">{escape(bar.desc)} '
         f'<progress{share} style="width: 16em; margin: 0 0.6em; vertical-align: middle"></progress>'
-        f"{escape(bar.count)} &nbsp; {escape(numbers)}</div>"
+        f"{escape(bar.count)} &nbsp; {escape(bar.postfix or '')}</div>"
     )

@@ -9,19 +9,17 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.inspection import find_length, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.checkpoint.files import load_plain, replacing, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.optimizers import attributes
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _ABOUT = "predictions.json"
 
@@ -67,10 +65,9 @@ class PredictionWriterCallback(TrainerCallback):
         if request.kind != "prediction":
             return
         self._clear()
-        try:
-            length = len(trainer.eval_dataset)
-        except TypeError as error:
-            raise TypeError("PredictionWriterCallback needs a dataset with a length.") from error
+        length = find_length(trainer.eval_dataset)
+        if length is None:
+            raise TypeError("PredictionWriterCallback needs a dataset with a length.")
         weights = _fingerprint(trainer)
         start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(length, weights))
         request.first_sample = start
@@ -78,17 +75,17 @@ class PredictionWriterCallback(TrainerCallback):
             request.on_failed_batch = partial(self._note_failure, trainer)
         if replaced:
             trainer.print(
-                f"{os.fspath(self.directory)!r} contains predictions of {replaced} weights, which are replaced: "
+                f"{os.fspath(self.directory)!r} contains predictions of other or unknown weights, which are replaced: "
                 f"predicting all {length} samples."
             )
         if start:
             trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
 
-    def _begin(self, length: int, weights: str) -> tuple[int, str]:
+    def _begin(self, length: int, weights: str) -> tuple[int, bool]:
         """Remove predictions of other weights, and return the number of leading samples that have all been written.
 
         :param weights: fingerprint of the weights
-        :return: that number, and which predictions were removed: those of ``"other"`` or ``"unknown"`` weights, if any
+        :return: that number, and whether predictions of other or unknown weights were removed
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         about = self.directory / _ABOUT
@@ -98,21 +95,21 @@ class PredictionWriterCallback(TrainerCallback):
                 f"{os.fspath(self.directory)!r} contains predictions for {before['length']} samples, not {length}. "
                 "Choose another directory, or pass overwrite=True."
             )
-        replaced = ""
+        shards = list(self.directory.glob("shard-*.pt"))
         now = {"length": length, "weights": weights}
-        if self.overwrite or before != now:
-            for path in self.directory.glob("shard-*.pt"):  # before the new fingerprint is there: it is not theirs
+        is_of_other = self.overwrite or before != now
+        if is_of_other:
+            for path in shards:  # before the new fingerprint is there: it is not theirs
                 path.unlink()
-                replaced = "" if self.overwrite else "other" if "weights" in before else "unknown"
             with replacing(about) as temporary:
                 temporary.write_text(json.dumps(now) + "\n")
-        written = {path: _samples_in(load_plain(path)) for path in self.directory.glob("shard-*.pt")}
+        written = {} if is_of_other else {path: _samples_in(load_plain(path)) for path in shards}
         done = set(chain.from_iterable(written.values()))
         start = next((index for index in range(length) if index not in done), length)
         for path, samples in written.items():
             if max(samples) >= start:  # of a process that was ahead of the others
                 _shorten(path, start)
-        return start, replaced
+        return start, bool(shards) and is_of_other and not self.overwrite
 
     def _note_failure(self, trainer: TrainerLike, indices: list[int], error: str) -> None:
         self._failures.append({"indices": indices, "error": error})
@@ -137,12 +134,11 @@ class PredictionWriterCallback(TrainerCallback):
             self._write(trainer)
 
     def _write(self, trainer: TrainerLike) -> None:
-        outputs = concatenate(self._outputs) if self._outputs else None
-        shard = {"indices": self._indices, **_stored(outputs), "failures": self._failures}
-        samples = _samples_in(shard)
+        samples = _samples_in({"indices": self._indices, "failures": self._failures})
         if samples and trainer.data_ranks.is_first_alike:
             name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
-            write_checkpoint(shard, self.directory / name)
+            outputs = concatenate(self._outputs) if self._outputs else None
+            _write_shard(self.directory / name, self._indices, outputs, self._failures)
         self._clear()
 
 
@@ -168,23 +164,23 @@ def _samples_in(shard: dict[str, Any]) -> list[int]:
 def _shorten(path: Path, end: int) -> None:
     """Remove from a shard all but the first ``end`` samples of the dataset, as the others will be predicted again."""
     shard = load_plain(path)
-    kept = [place for place, index in enumerate(shard["indices"]) if index < end]
-    failures = [
-        {**failure, "indices": [index for index in failure["indices"] if index < end]}
-        for failure in shard.get("failures", [])
-    ]
-    failures = [failure for failure in failures if failure["indices"]]
-    if not kept and not failures:
+    positions = [position for position, index in enumerate(shard["indices"]) if index < end]
+    indices = [shard["indices"][position] for position in positions]
+    failures = []
+    for failure in shard.get("failures", []):
+        if kept := [index for index in failure["indices"] if index < end]:
+            failures.append(failure | {"indices": kept})
+    if indices or failures:
+        _write_shard(path, indices, reorder(_outputs_of(shard), positions) if indices else None, failures)
+    else:
         path.unlink()
-        return
-    shard["indices"] = [shard["indices"][place] for place in kept]
-    outputs = reorder(_outputs_of(shard), kept) if kept else None
-    write_checkpoint(shard | _stored(outputs) | {"failures": failures}, path)
 
 
-def _stored(outputs: Any) -> dict[str, Any]:
+def _write_shard(path: Path, indices: list[int], outputs: Any, failures: list[dict[str, Any]]) -> None:
     is_list = isinstance(outputs, ListOfSamples)
-    return {"outputs": list(outputs) if is_list else outputs, "is_list_of_samples": is_list}
+    outputs = list(outputs) if is_list else outputs
+    shard = {"indices": indices, "outputs": outputs, "is_list_of_samples": is_list, "failures": failures}
+    write_checkpoint(shard, path)
 
 
 def _outputs_of(shard: dict[str, Any]) -> Any:
@@ -202,15 +198,11 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     if not about.is_file():
         raise FileNotFoundError(f"{os.fspath(directory)!r} contains no predictions.")
     length = json.loads(about.read_text())["length"]
-    indices = list[int]()
-    outputs = list[Any]()
-    for index, output in iterate_predictions(directory):
-        indices += index
-        outputs.append(output)
-    place = {index: position for position, index in enumerate(indices)}  # the latest if a sample was predicted twice
-    missing = length - len(place)
-    failures = read_failures(directory) if missing else []
-    if failures and missing == sum(len(failure["indices"]) for failure in failures):
+    shards = list(iterate_predictions(directory))
+    indices = chain.from_iterable(indices for indices, _ in shards)
+    positions = {index: position for position, index in enumerate(indices)}  # the latest if predicted twice
+    missing = length - len(positions)
+    if missing and missing == sum(len(failure["indices"]) for failure in read_failures(directory)):
         raise ValueError(
             f"{missing} of {length} samples in {os.fspath(directory)!r} failed and have no prediction. Use "
             "iterate_predictions() for the others, with their indices, and read_failures() for the errors."
@@ -219,8 +211,7 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{missing} of {length} predictions are missing in {os.fspath(directory)!r}. Run the prediction again."
         )
-    order = [place[index] for index in range(length)]
-    return reorder(concatenate(outputs), order)
+    return reorder(concatenate([outputs for _, outputs in shards]), [positions[index] for index in range(length)])
 
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:

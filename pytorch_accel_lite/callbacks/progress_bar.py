@@ -15,12 +15,12 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, check_range
-from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TqdmBars
+from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TerminalBars
+from pytorch_accel_lite.callbacks.new_metrics import NewMetrics
 from pytorch_accel_lite.optimizers.operations import parts_of
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import TrainerRunConfig
-    from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TqdmBars
 
 
 class PrintProgressCallback(TrainerCallback):
@@ -79,52 +79,53 @@ class ProgressBarCallback(TrainerCallback):
         self.refresh_seconds = refresh_seconds
         self.line_every_seconds = line_every_seconds
         self._config: TrainerRunConfig | None = None
-        self._run_start = 0.0
-        self._updates_before = 0
+        self._run_start = self._epoch_start = self._next_refresh = 0.0
+        self._updates_before = self._samples_before = 0
+        self._interval = refresh_seconds
         self.pbar: Any = None
         self.eval_pbar: Any = None
-        self._bars: TqdmBars | RichBars | NotebookBars
-        if check_choice("style", style, ("tqdm", "rich")) == "rich" and not in_notebook():
-            self._bars = RichBars(refresh_seconds, show_always)
-        else:
-            self._bars = NotebookBars(refresh_seconds) if in_notebook() else TqdmBars(refresh_seconds)
-        self._since = self._next_refresh = 0.0
-        self._samples_before = 0
-        self._steps_shown = 0
-        self._interval = refresh_seconds
+        use_rich = check_choice("style", style, ("tqdm", "rich")) == "rich"
+        self._bars: TerminalBars | RichBars | NotebookBars = TerminalBars()
+        if in_notebook():
+            self._bars = NotebookBars()
+        elif use_rich:
+            self._bars = RichBars(show_always)
 
     def _start(self, trainer: TrainerLike, loader: Any, description: str, before: Any) -> Any:
         if before is not None:  # for example, of an evaluation that failed
             self._bars.finish(before)
-        disable = not self._shows_bars(trainer)
-        return self._bars.start(trainer, description, find_length(loader), "batches", disable)
+        return self._bars.start(
+            trainer,
+            desc=description,
+            total=find_length(loader),
+            unit="batches",
+            mininterval=self.refresh_seconds,
+            disable=not self._shows_bars(trainer),
+        )
+
+    def _shows_bars(self, trainer: TrainerLike) -> bool:
+        is_watched = self.show_always or in_notebook() or is_terminal(sys.stderr)
+        return bool(trainer.accelerator.is_local_main_process and is_watched)
 
     def _begin_run(self, trainer: TrainerLike) -> None:
         self._config = trainer.run_config
         self._run_start = time.monotonic()
         self._updates_before = trainer.progress.update
-        # Without bars, this is the time of the next line, which is never on processes that show nothing.
         self._interval = self.refresh_seconds
-        self._next_refresh = 0.0
         if not self._shows_bars(trainer):
-            prints = self.line_every_seconds is not None and trainer.accelerator.is_local_main_process
-            self._interval = float(self.line_every_seconds) if prints and self.line_every_seconds else math.inf
-            self._next_refresh = self._run_start + self._interval
-
-    def _shows_bars(self, trainer: TrainerLike) -> bool:
-        return bool(trainer.accelerator.is_local_main_process and (self.show_always or _is_watched()))
+            seconds = self.line_every_seconds if trainer.accelerator.is_local_main_process else None
+            self._interval = math.inf if seconds is None else seconds
+        self._next_refresh = self._run_start + self._interval
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.run_config is not self._config:  # a run's first epoch, even if a subclass overrides the start event
             self._begin_run(trainer)
         self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
-        self._since = time.monotonic()
-        if not self.pbar.disable:
-            self._next_refresh = self._since
+        self._epoch_start = time.monotonic()
         self._samples_before = trainer.progress.samples_in_epoch
-        self._steps_shown = trainer.progress.step
-        if self._steps_shown:
-            self.pbar.update(self._steps_shown)
+        if not self.pbar.disable:
+            self._next_refresh = self._epoch_start
+            self.pbar.update(trainer.progress.step)
 
     def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         now = time.monotonic()
@@ -133,34 +134,32 @@ class ProgressBarCallback(TrainerCallback):
         self._next_refresh = now + self._interval
         if self.pbar.disable:
             numbers = ", ".join(f"{name} {value}" for name, value in self._numbers(trainer, now).items())
-            of = "" if self.pbar.total is None else f"/{self.pbar.total}"
-            trainer.print(f"Epoch {epoch_of(trainer)}, step {trainer.progress.step}{of}: {numbers}")
+            of_all = "" if self.pbar.total is None else f"/{self.pbar.total}"
+            trainer.print(f"Epoch {epoch_of(trainer)}, step {trainer.progress.step}{of_all}: {numbers}")
         else:
             self._show(trainer, now)
 
     def _numbers(self, trainer: TrainerLike, now: float) -> dict[str, str]:
-        """Return the values to show, by name."""
-        parts = {"loss": f"{trainer.current_run.loss_trackers['loss'].average:.4g}"}
+        """Return the values to show by name, the most important first."""
+        numbers = {"loss": f"{trainer.current_run.loss_trackers['loss'].average:.4g}"}
         config = trainer.run_config
         progress = trainer.progress
         made = progress.update - self._updates_before
         if config is not None and config.max_num_train_steps is not None and made:
             # Includes the evaluations and saving done so far.
             left = (now - self._run_start) / made * (config.max_num_train_steps - progress.update)
-            parts["run left"] = tqdm.format_interval(left)
+            numbers["run left"] = tqdm.format_interval(left)
+        seconds = now - self._epoch_start
+        if seconds > 0:
+            numbers["samples/s"] = f"{(progress.samples_in_epoch - self._samples_before) / seconds:,.0f}"
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
         if evaluated:
-            parts["eval_loss"] = f"{float(evaluated[-1]):.4g}"
-        parts |= {name: f"{rate:.3g}" for name, rate in shown_rates(trainer).items()}
-        seconds = now - self._since
-        if seconds > 0:
-            parts["samples/s"] = f"{(progress.samples_in_epoch - self._samples_before) / seconds:,.0f}"
-        return parts
+            numbers["eval_loss"] = f"{float(evaluated[-1]):.4g}"
+        return numbers | {name: f"{rate:.3g}" for name, rate in shown_rates(trainer).items()}
 
     def _show(self, trainer: TrainerLike, now: float) -> None:
         self.pbar.set_postfix(self._numbers(trainer, now), refresh=False)
-        self.pbar.update(trainer.progress.step - self._steps_shown)
-        self._steps_shown = trainer.progress.step
+        self.pbar.update(trainer.progress.step - self.pbar.n)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self.pbar.disable:
@@ -193,19 +192,16 @@ class ProgressBarCallback(TrainerCallback):
 
     def _end(self, trainer: TrainerLike) -> None:
         if not trainer.is_running or trainer.train_dataloader is None:  # outside a training run
-            self._close()
-
-    def _close(self) -> None:
-        self._bars.close()
+            self._bars.close()
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._close()
+        self._bars.close()
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._close()
+        self._bars.close()
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._close()
+        self._bars.close()
 
 
 def epoch_of(trainer: TrainerLike) -> str:
@@ -223,11 +219,6 @@ def shown_rates(trainer: TrainerLike) -> dict[str, float]:
     return {name: float(group["lr"]) for name, group in first.items() if group.get("lr") is not None}
 
 
-def _is_watched() -> bool:
-    """Whether bars go to a terminal or a notebook rather than to a file."""
-    return in_notebook() or is_terminal(sys.stderr)
-
-
 class LogMetricsCallback(TrainerCallback):
     """Print newly recorded metrics, once per machine.
 
@@ -236,18 +227,17 @@ class LogMetricsCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._logged: dict[str, int] = {}
+        self._new = NewMetrics()
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._skip_earlier(trainer)
+        self._new.skip(trainer.run_history)
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._skip_earlier(trainer)
+        self._new.skip(trainer.run_history)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        # The history may have been reset; a subclass may have overridden the start event.
-        counts = self._counts(trainer)
-        self._logged = {name: min(count, counts.get(name, 0)) for name, count in self._logged.items()}
+        self._new.follow(trainer.run_history)  # a subclass may have overridden the start event
+        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._log_new(trainer)
@@ -270,21 +260,11 @@ class LogMetricsCallback(TrainerCallback):
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def _counts(self, trainer: TrainerLike) -> dict[str, int]:
-        history = trainer.run_history
-        return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
-
-    def _skip_earlier(self, trainer: TrainerLike) -> None:
-        self._logged = self._counts(trainer)
-        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
-
     def _log_new(self, trainer: TrainerLike) -> None:
-        counts = self._counts(trainer)
-        new = [name for name, count in counts.items() if count > self._logged.get(name, 0)]
-        self._logged = counts
         trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
-        if new:
-            self.log_metrics(trainer, {name: trainer.run_history.get_latest_metric(name) for name in new})
+        metrics = self._new.take(trainer.run_history)
+        if metrics:
+            self.log_metrics(trainer, metrics)
 
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
         """Print metrics on one line.

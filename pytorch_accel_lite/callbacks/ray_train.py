@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.validation import check_positive_int, is_multiple, optional
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_directory
-
-if TYPE_CHECKING:
-    import os
-
-    from pytorch_accel_lite.base.run_settings import RunRequest
-
-_SECONDS_BETWEEN_LOOKS = 10.0
 
 
 class RayReportCallback(TrainerCallback):
     """Report metrics and training states to Ray Train, in the function that is given to its ``TorchTrainer``.
 
     With ``train(..., resume_from="latest")``, a run that Ray starts again, with as many workers or with others, resumes
-    from ``ray.train.get_checkpoint()``: with as many, to the same bits. When Ray announces that a machine will be taken
-    away, a state is reported at once. The data order is seeded even if the trainer has no seed.
+    from ``ray.train.get_checkpoint()``: with as many, to the same bits. The data order is seeded even if the trainer
+    has no seed.
 
     :param every_n_epochs: report the latest metrics and a state after every n epochs, and at the end of the run
     :param every_n_steps: report a state, and the metrics known by then, also after every n optimizer updates
@@ -46,11 +41,9 @@ class RayReportCallback(TrainerCallback):
     ) -> None:
         self._ray: Any = import_extra("ray.train", "ray", "RayReportCallback")
         self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
-        self.every_n_steps = None if every_n_steps is None else check_positive_int("every_n_steps", every_n_steps)
+        self.every_n_steps = optional(check_positive_int, "every_n_steps", every_n_steps)
         self.directory = None if directory is None else Path(directory)
         self._resumed = ExitStack()
-        self._looked = -_SECONDS_BETWEEN_LOOKS
-        self._is_leaving = False
         self._reported: dict[str, Any] | None = None
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
@@ -81,39 +74,22 @@ class RayReportCallback(TrainerCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Release the state that the run was resumed from."""
         self._resumed.close()
-        self._looked = -_SECONDS_BETWEEN_LOOKS
-        self._is_leaving = False
         self._reported = None
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        """Report a state if it is due, or if a machine will be taken away."""
-        every = self.every_n_steps
-        if (every is not None and trainer.progress.update % every == 0) or self._will_be_preempted(trainer):
+        """Report a state if it is due."""
+        if is_multiple(trainer.progress.update, self.every_n_steps):
             self._report(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Report the metrics of the epoch, and a state."""
-        is_due = trainer.progress.epochs_completed % self.every_n_epochs == 0
-        if is_due or trainer.current_run.is_finished or self._will_be_preempted(trainer):
+        if trainer.current_run.is_finished or is_multiple(trainer.progress.epochs_completed, self.every_n_epochs):
             self._report(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Report the end of a run that was stopped early."""
         if trainer.train_dataloader is not None and trainer.current_run.window.is_between_updates:
             self._report(trainer)
-
-    def _will_be_preempted(self, trainer: TrainerLike) -> bool:
-        """Whether Ray has announced, since the last report of that, that a machine will be taken away.
-
-        Asking is a barrier between the workers, so all do it at the same updates, and rarely.
-        """
-        clock = trainer.current_run.clock
-        ask = getattr(self._ray, "get_preemption_info", None)  # older versions have none
-        if ask is None or self._is_leaving or clock - self._looked < _SECONDS_BETWEEN_LOOKS:
-            return False
-        self._looked = clock
-        self._is_leaving = ask() is not None
-        return self._is_leaving
 
     def _report(self, trainer: TrainerLike) -> None:
         moment = trainer.progress.state_dict()
@@ -129,8 +105,8 @@ class RayReportCallback(TrainerCallback):
         try:
             state = folder / f"update-{trainer.progress.update:09d}"
             trainer.save_training_state(state)
-            mine = self._ray.Checkpoint.from_directory(state) if trainer.ranks.rank == 0 else None
-            self._ray.report(metrics, checkpoint=mine)
+            checkpoint = self._ray.Checkpoint.from_directory(state) if trainer.ranks.rank == 0 else None
+            self._ray.report(metrics, checkpoint=checkpoint)
         finally:
             if trainer.ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -47,8 +47,8 @@ class RunLogCallback(TrainerCallback):
     repository), and the commands to repeat and resume the run. The page is a single file that includes the curves
     (extra ``plot``; without it, only tables) and adapts to dark and light screens and to phones.
 
-    The files are written at the start and the end of the run, and replaced atomically after epochs as long as writing
-    and drawing each take less than a fiftieth of the time. Resuming a run adds an attempt to its record; a new run in
+    The files are written at the start and the end of the run, and replaced atomically after epochs as long as that
+    takes less than a fiftieth of the time. Resuming a run adds an attempt to its record; a new run in
     the same directory replaces it.
 
     :param directory: where the files are written
@@ -67,14 +67,8 @@ class RunLogCallback(TrainerCallback):
         self.config = dict(config or {})
         self.name = self.directory.resolve().name if name is None else name
         self._record: dict[str, Any] = {}
-        self._restart()
-
-    def _restart(self) -> None:
-        self._curves: list[str] = []
-        self._drawn = 0
         self._start = time.monotonic()
-        self._writing = TimeBudget(1 / 50, expected=0.02)
-        self._drawing = TimeBudget(1 / 50, expected=0.5)
+        self._budget = TimeBudget(1 / 50, expected=0.5)
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
@@ -84,7 +78,8 @@ class RunLogCallback(TrainerCallback):
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def _begin(self, trainer: TrainerLike) -> None:
-        self._restart()
+        self._start = time.monotonic()
+        self._budget = TimeBudget(1 / 50, expected=0.5)
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
         request = trainer.current_run.request
@@ -116,11 +111,11 @@ class RunLogCallback(TrainerCallback):
         return attempts
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.accelerator.is_main_process and self._writing.is_due:
+        if trainer.accelerator.is_main_process and self._budget.is_due:
             self._write(trainer)
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._record and trainer.accelerator.is_main_process and (not self._is_running or self._writing.is_due):
+        if self._record and trainer.accelerator.is_main_process and (not self._is_running or self._budget.is_due):
             self._write(trainer)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -150,20 +145,15 @@ class RunLogCallback(TrainerCallback):
         return round(time.monotonic() - self._start, 2)
 
     def _write(self, trainer: TrainerLike) -> None:
-        is_running = self._is_running
-        if is_running:
+        if self._is_running:
             self._record["attempts"][-1]["seconds"] = self._seconds()
         history = trainer.run_history
         rows = history.rows() if hasattr(history, "rows") else []
         self._record |= {"progress": trainer.progress.state_dict(), "metrics": rows}
-        recorded = sum(len(history.get_metric_values(name)) for name in history.get_metric_names())
-        if rows and recorded != self._drawn and (not is_running or self._drawing.is_due):
-            with self._drawing.measured():
-                self._curves = _curves(trainer)
-                self._drawn = recorded
-        with self._writing.measured():
+        with self._budget.measured():
             text = json.dumps(_as_json(self._record), indent=2, allow_nan=False)
-            for name, content in {"run.json": text + "\n", **pages(json.loads(text), self._curves)}.items():
+            curves = _curves(trainer) if rows else []
+            for name, content in {"run.json": text + "\n", **pages(json.loads(text), curves)}.items():
                 with replacing(self.directory / name) as temporary:
                     temporary.write_text(content)
 
@@ -222,21 +212,17 @@ def _device(trainer: TrainerLike) -> str:
 def launch_command(trainer: TrainerLike) -> list[str] | None:
     """Return the command line that started this program, or ``None`` in a notebook.
 
-    A launched process knows only its own command line, so that of its launcher is reconstructed: ``accelerate launch``,
-    or on the CPU, where that starts a single process, torchrun.
+    A launched process knows only its own command line, so that of its launcher is reconstructed, as torchrun.
     """
     if in_notebook():
         return None
     if trainer.ranks.world_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return sys.orig_argv
-    count, precision = str(trainer.ranks.world_size), trainer.accelerator.mixed_precision
+    names = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION")
+    variables = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     program = sys.orig_argv[1:]
     program = program[program[:1] == ["-u"] :]
-    if trainer.device.type == "cpu":
-        variables = ["ACCELERATE_USE_CPU=true", *([f"ACCELERATE_MIXED_PRECISION={precision}"] * (precision != "no"))]
-        return [*variables, "torchrun", "--standalone", "--nproc_per_node", count, *program]
-    options = ["--num_processes", count, *(["--mixed_precision", precision] if precision != "no" else [])]
-    return ["accelerate", "launch", *options, *program]
+    return [*variables, "torchrun", "--standalone", "--nproc_per_node", str(trainer.ranks.world_size), *program]
 
 
 def describe(trainer: TrainerLike) -> dict[str, str]:

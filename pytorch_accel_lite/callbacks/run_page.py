@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.templates import render
 from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.callbacks.epochs import format_duration
 from pytorch_accel_lite.plotting.panels import best_of, direction_of, place_of_each
 
 
@@ -50,7 +51,7 @@ def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
         "error": attempts[-1].get("traceback", "").rstrip(),
         "lead": _lead(record),
         "results": _results(record),
-        "facts": [_of_training(record), _of_environment(record)],
+        "facts": _facts(record),
         "tables": {"Epochs": main} if record["metrics"] else {},
         "command": f"cd {shlex.quote(record['folder'])}\n{shlex.join(command)}" if command else "",
         "how_to_resume": _how_to_resume(record),
@@ -61,17 +62,6 @@ def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
         "summary.md": render("run.md", **values),
         "summary.html": render("run.html", **values, curves=curves, how_to_plot=how_to_plot),
     }
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration in its two largest units: ``3.4 s``, ``2 min 5 s``, ``1 h 12 min``, ``2 d 3 h``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    whole = round(seconds)
-    index = next(index for index, (_, size) in enumerate(units) if whole >= size)
-    (large, size), (small, part) = units[index : index + 2]
-    return f"{whole // size} {large} {whole % size // part} {small}"
 
 
 def _lead(record: Mapping[str, Any]) -> str:
@@ -109,33 +99,27 @@ def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(results, key=lambda result: len(result["notes"]), reverse=True)[:12]
 
 
-def _of_training(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    config = record["config"]
-    batch = [f"{config['train_per_device_batch_size']} per process"] if "train_per_device_batch_size" in config else []
-    if batch and config["train_total_batch_size"] != config["train_per_device_batch_size"]:
-        batch.append(f"{config['train_total_batch_size']} in an update")
-    return [
-        ("Model", record["model"]),
-        ("Loss", record["loss"]),
-        ("Optimizer", record["optimizer"]),
-        ("Schedule", record["schedule"]),
-        ("Batch size", ", ".join(batch)),
+def _facts(record: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
+    """Return what is said of the training and of its environment, by name."""
+    config, git, processes = record["config"], record["git"], record["processes"]
+    batch, total = config.get("train_per_device_batch_size"), config.get("train_total_batch_size")
+    batch_size = "" if batch is None else f"{batch} per process"
+    if total != batch:
+        batch_size += f", {total} in an update"
+    training = [
+        *((name.capitalize(), record[name]) for name in ("model", "loss", "optimizer", "schedule")),
+        ("Batch size", batch_size),
         ("Precision", "float32" if config.get("mixed_precision") == "no" else str(config.get("mixed_precision"))),
         ("Seed", str(config.get("seed"))),
     ]
-
-
-def _of_environment(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    git = record["git"]
-    commit = "no repository" if git is None else git["commit"] + (", with changes" if git["has_changes"] else "")
-    processes = record["processes"]
-    return [
+    environment = [
         ("Device", record["device"] + (f", {processes} processes" if processes > 1 else "")),
         ("Host", record["host"]),
         ("Folder", record["folder"]),
-        ("Git commit", commit),
+        ("Git commit", git["commit"] + ", with changes" * git["has_changes"] if git else "no repository"),
         ("Versions", ", ".join(f"{name} {number}" for name, number in record["versions"].items())),
     ]
+    return [training, environment]
 
 
 def _how_to_resume(record: Mapping[str, Any]) -> str:
@@ -149,18 +133,17 @@ def _how_to_resume(record: Mapping[str, Any]) -> str:
 def _details(record: Mapping[str, Any], monitors: Table) -> dict[str, Table]:
     details = {"Monitors": monitors} if len(monitors.columns) > 1 else {}
     attempts = [
-        [
-            Cell(_moment(attempt["started"])),
-            Cell(format_duration(attempt.get("seconds", 0))),
-            Cell(f"{attempt['from_update']:,}"),
-            Cell(attempt["outcome"]),
-        ]
-        for attempt in record["attempts"]
+        (_moment(it["started"]), format_duration(it.get("seconds", 0)), f"{it['from_update']:,}", it["outcome"])
+        for it in record["attempts"]
     ]
-    details["Attempts"] = Table(["started", "duration", "from update", "outcome"], attempts, {1, 2})
-    settings = [[Cell(name), Cell(format_metric(value))] for name, value in record["config"].items()]
-    details["Configuration"] = Table(["name", "value"], settings, set())
+    settings = [(name, format_metric(value)) for name, value in record["config"].items()]
+    details["Attempts"] = _plain_table(["started", "duration", "from update", "outcome"], attempts, {1, 2})
+    details["Configuration"] = _plain_table(["name", "value"], settings)
     return details
+
+
+def _plain_table(columns: list[str], rows: Iterable[Iterable[str]], numbers: Iterable[int] = ()) -> Table:
+    return Table(columns, [[Cell(text) for text in row] for row in rows], set(numbers))
 
 
 def _names(record: Mapping[str, Any]) -> list[str]:

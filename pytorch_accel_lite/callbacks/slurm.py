@@ -62,6 +62,6 @@ def requeue_after(interruption: Exception | None) -> str:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        return f"Job {job} could not be returned to Slurm's queue: {said}"
+        reason = (getattr(error, "stderr", None) or str(error)).strip()
+        return f"Job {job} could not be returned to Slurm's queue: {reason}"
     return f"Job {job} is back in Slurm's queue."

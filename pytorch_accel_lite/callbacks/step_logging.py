@@ -110,8 +110,7 @@ class StepLogger(TrainerCallback, ABC):
         if every_n_updates is not None:
             check_positive_int("every_n_updates", every_n_updates)
         self.every_n_updates = every_n_updates
-        self._ranks: Ranks | None = None
-        self._logged_by: TrainerLike | None = None
+        self._trainer: TrainerLike | None = None
         self._loaded_latest: list[dict[str, float]] = []
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
@@ -139,8 +138,7 @@ class StepLogger(TrainerCallback, ABC):
         self._background.do(job)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._ranks = trainer.ranks
-        self._logged_by = trainer
+        self._trainer = trainer
         self._background = None
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
@@ -179,13 +177,14 @@ class StepLogger(TrainerCallback, ABC):
 
     def _averaged(self, row: _Row) -> tuple[float, float, dict[str, float]]:
         """Return the sums of losses and weights over all processes, and the means of the step metrics."""
-        assert self._ranks is not None
+        assert self._trainer is not None
+        ranks = self._trainer.ranks
         # Unless all rows are flushed, the copy has long since arrived.
         copied = iter([] if row.copied is None else row.copied.read().tolist())
         mine = [next(copied) if number is None else number for number in row.numbers]
         if row.logical is not None:
-            return row.logical.mean_row(self._ranks, row.names, mine)
-        return self._sum_by_name(self._ranks, row.names, mine)
+            return row.logical.mean_row(ranks, row.names, mine)
+        return self._sum_by_name(ranks, row.names, mine)
 
     def _sum_by_name(self, ranks: Ranks, names: list[str], mine: list[float]) -> tuple[float, float, dict[str, float]]:
         """Do this for numbers that processes may have logged under different names, as their steps decide."""
@@ -203,17 +202,16 @@ class StepLogger(TrainerCallback, ABC):
 
     def _sums_before(self, epoch: int) -> tuple[float, float]:
         """Return the sums from which the mean of the next row in an epoch starts."""
-        of_epoch, total, count = self._sums
-        return (total, count) if of_epoch == epoch else (0.0, 0.0)
+        summed_epoch, total, count = self._sums
+        return (total, count) if summed_epoch == epoch else (0.0, 0.0)
 
     def _finish_row(self, row: _Row, total: float, count: float, values: dict[str, float]) -> None:
-        assert self._ranks is not None
         total_before, count_before = self._sums_before(row.epoch)
         self._sums = row.epoch, total, count
         if count > count_before:
             values = {"loss": (total - total_before) / (count - count_before), **values}
         self._last_row = {"update": row.update, "epoch": row.epoch, "values": values}
-        if self._ranks.rank == 0:
+        if self._trainer is not None and self._trainer.ranks.rank == 0:
             self.in_background(lambda: self.write_row(row.update, row.epoch, values))
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -257,7 +255,7 @@ class StepLogger(TrainerCallback, ABC):
 
     def _latest_by_rank(self) -> list[dict[str, float]]:
         """Return the step metrics of all processes: some may not be measured again before the next row."""
-        trainer = self._logged_by
+        trainer = self._trainer
         if trainer is None:
             return self._loaded_latest
         if self.every_n_updates is None or trainer.logical is not None:
@@ -272,7 +270,7 @@ class StepLogger(TrainerCallback, ABC):
         self._sums = (int(epoch), total, count)
         self._last_row = dict(state["last_row"])
         self._loaded_latest = latest = state.get("latest_by_rank", [])  # older states have none
-        trainer = self._logged_by
+        trainer = self._trainer
         if trainer is not None and len(latest) == trainer.ranks.world_size:
             trainer.step_metrics.update(latest[trainer.ranks.rank])
 

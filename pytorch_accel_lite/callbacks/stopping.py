@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
-from pytorch_accel_lite.base.watched_metric import WatchedMetric
+from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.engine.run import Run
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
+_StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
 
 
 class TerminateOnNaNCallback(TrainerCallback):
@@ -42,9 +39,9 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        self._recent: deque[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = deque(maxlen=2 * self.LOOK_EVERY)
-        self._copy: AsyncCopy | None = None  # of the sum of self._copied
-        self._copied: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = []
+        self._recent: deque[_StepLosses] = deque(maxlen=2 * self.LOOK_EVERY)
+        self._copied: list[_StepLosses] = []
+        self._copy: AsyncCopy | None = None  # of the sum of the losses of self._copied
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.triggered = False
@@ -54,19 +51,16 @@ class TerminateOnNaNCallback(TrainerCallback):
         latest = trainer.current_run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # the loss is in host memory and has already been read
-        loss = batch_output["loss"].detach()
-        named = {name: value.detach() for name, value in batch_output.get("losses", {}).items()}
+        losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
         step = trainer.progress.step - 1
+        self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
         if isinstance(latest, float):
-            self._terminate(trainer, step, loss, named)
-        self._recent.append((step, loss, named))
-        if step % self.LOOK_EVERY == 0:
-            self._look_late(trainer, loss)
+            self._search(trainer, self._recent)
+        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # others wait for the epoch's end
+            self._look_late(trainer)
 
-    def _look_late(self, trainer: TrainerLike, loss: torch.Tensor) -> None:
+    def _look_late(self, trainer: TrainerLike) -> None:
         """Read the copy started some steps ago, if it has arrived, and start another."""
-        if not is_asynchronous(loss.device):
-            return  # checked at the end of the epoch
         if self._copy is not None:
             if not self._copy.has_arrived:
                 return
@@ -74,7 +68,7 @@ class TerminateOnNaNCallback(TrainerCallback):
                 self._search(trainer, self._copied)
         # Sums the latest steps: a single non-finite loss makes the sum non-finite.
         self._copied = list(self._recent)
-        self._copy = AsyncCopy(torch.stack([recent for _, recent, _ in self._copied]).float().sum())
+        self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._search(trainer, [*self._copied, *self._recent])
@@ -92,37 +86,29 @@ class TerminateOnNaNCallback(TrainerCallback):
         metrics = [form.format(name) for form in formats for name in names]
         losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
         if not all(map(math.isfinite, losses.values())):
-            self.triggered = True
-            listed = ", ".join(f"{metric}={loss}" for metric, loss in losses.items())
-            raise NonFiniteLossError(
-                f"The {phase} loss of epoch {trainer.progress.epoch} is not finite after step "
-                f"{trainer.progress.step}: {listed}. {_ADVICE}"
-            )
+            progress = trainer.progress
+            where = f"The {phase} loss of epoch {progress.epoch} is not finite after step {progress.step}"
+            self._terminate(where, losses)
 
-    def _search(self, trainer: TrainerLike, steps: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]]) -> None:
+    def _search(self, trainer: TrainerLike, steps: Collection[_StepLosses]) -> None:
         if not steps:
             return
-        finite = torch.stack([loss for _, loss, _ in steps]).isfinite().tolist()
-        for is_finite, recent in zip(finite, steps, strict=True):
+        finite = torch.stack([losses["loss"] for _, losses in steps]).isfinite().tolist()
+        for is_finite, (step, losses) in zip(finite, steps, strict=True):
             if not is_finite:
-                self._terminate(trainer, *recent)
+                where = f"The training loss is not finite in epoch {trainer.progress.epoch}, step {step}"
+                self._terminate(where, losses)
 
-    def _terminate(
-        self, trainer: TrainerLike, step: int, loss: torch.Tensor, named: dict[str, torch.Tensor]
-    ) -> NoReturn:
+    def _terminate(self, where: str, losses: Mapping[str, Any]) -> NoReturn:
         self.triggered = True
-        losses = {"loss": loss, **named}
         listed = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
         raise NonFiniteLossError(
-            f"The training loss is not finite in epoch {trainer.progress.epoch}, step {step}: {listed}. {_ADVICE}"
+            f"{where}: {listed}. Lower the learning rate, clip the gradients, or inspect the data of this step."
         )
 
 
-_ADVICE = "Lower the learning rate, clip the gradients, or inspect the data of this step."
-
-
-@answering
-class EarlyStoppingCallback(TrainerCallback):
+@suggest_arguments
+class EarlyStoppingCallback(MetricWatcher):
     """Stop the run when a metric has stopped improving.
 
     The defaults are those of pytorch-accelerated: the run stops at the first epoch whose loss is not lower than the
@@ -137,15 +123,10 @@ class EarlyStoppingCallback(TrainerCallback):
         with a warning unless it is a loss. A value that contradicts the metric raises an error.
     :param reset_on_train: reset the best value and the patience at the start of every training run
     :param threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value
-    :param baseline: value that must be improved upon from the start; ``None`` accepts any first value
     :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including values
         within an epoch such as ``intermediate_eval_loss`` of a
         :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
     """
-
-    _message = ""  # printed after the metrics of the epoch
-    _stop = ""  # why the run is to stop, until it does
-    _trainer: TrainerLike | None = None
 
     def __init__(
         self,
@@ -156,76 +137,49 @@ class EarlyStoppingCallback(TrainerCallback):
         reset_on_train: bool = True,
         *,
         threshold_mode: str = "absolute",
-        baseline: float | None = None,
         patience_in: str = "epochs",
     ) -> None:
-        self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
+        super().__init__(watch_metric, greater_is_better, reset_on_train)
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
-        if baseline is not None and not math.isfinite(baseline):
-            raise ValueError(f"baseline={baseline!r} must be a finite number, or None.")
+        self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = early_stopping_threshold
-        self.watch_metric = watch_metric
-        self.greater_is_better = greater_is_better
-        self.reset_on_train = reset_on_train
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
-        self.baseline = baseline
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
-        self.best_metric = baseline
+        self._handles_values_within_epochs = patience_in == "evaluations"
+        self._run: Run | None = None
+        self._message = ""  # printed after the metrics of the epoch
+        self._stops_at_once = False  # whether the state from which the run resumed was saved when it was about to stop
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the best value and the patience used."""
+        self.best_metric = None
         self.early_stopping_patience_counter = 0
-        self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
-        self._evaluated = False
-
-    @property
-    def operator(self) -> Callable[[Any, Any], bool]:
-        """The function that compares whether one value is better than another."""
-        return operator.gt if self._watched.greater_is_better else operator.lt
-
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            request.metrics.watch(self._watched)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._trainer = trainer
-        self._stop = ""
-        trainer.callback_handler.set_listening(self, True, "on_train_step_start")
-        self._watched.start(trainer)
-        self._evaluated = False
-        if self.reset_on_train:
-            self.best_metric = self.baseline
-            self.early_stopping_patience_counter = 0
+        self._run = trainer.current_run
+        self._stops_at_once = False
+        super().on_training_run_start(trainer)
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not is_overridden(self, "on_train_step_start"):
-            trainer.callback_handler.set_listening(self, False, "on_train_step_start")
-        self._stop_if_due()  # the resumed state was saved when the run was about to stop
-
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._evaluated = True
+        super().on_train_step_start(trainer)
+        if self._stops_at_once:
+            self._stops_at_once = False
+            self._stop_if_patience_is_used_up()
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._evaluated and self.patience_in == "evaluations":
-            self._look(trainer, mid_epoch=True)
-            self._evaluated = False
-            self._stop_if_due()
-            self._say(trainer)
-
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._look(trainer, mid_epoch=False)
-        self._evaluated = False
-        self._stop_if_due()
+        super().on_train_step_checkpoint(trainer)
+        self._print_message(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._say(trainer)
+        self._print_message(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._say(trainer)
+        self._print_message(trainer)
 
-    def _look(self, trainer: TrainerLike, mid_epoch: bool) -> None:
-        """Take account of a new value of the metric, if there is one."""
-        metric = self._watched.new_value(trainer, mid_epoch)
-        if metric is None:
-            return
+    def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
+        """Count a value that is no improvement, and stop the run when patience is used up."""
         best = self.best_metric
         threshold = self.early_stopping_threshold
         if best is None:
@@ -239,65 +193,46 @@ class EarlyStoppingCallback(TrainerCallback):
             self.early_stopping_patience_counter = 0
             return
         self.early_stopping_patience_counter += 1
+        used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
         self._message = (
-            f"{self.watch_metric}: {metric:.6g} has not improved by more than {threshold:.6g} ({self._stands_at}); "
-            f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in} of patience "
-            "used."
+            f"{self.watch_metric}: {metric:.6g} has not improved by more than {threshold:.6g} "
+            f"({self._describe_best()}); {used} of patience used."
         )
-        self._use_up_patience()
+        self._stop_if_patience_is_used_up()
 
-    @property
-    def _stands_at(self) -> str:
+    def _describe_best(self) -> str:
         best = self.best_metric
         return f"best {'none' if best is None else format(best, '.6g')}, {self._watched.direction}"
 
-    def _use_up_patience(self) -> None:
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            patience = self.early_stopping_patience
+    def _stop_if_patience_is_used_up(self) -> None:
+        patience = self.early_stopping_patience
+        if self.early_stopping_patience_counter >= patience:
             units = self.patience_in if patience > 1 else self.patience_in[:-1]
             of_best = " of the best value" if self.threshold_mode == "relative" else ""
-            self._stop = (
+            raise StopTrainingError(
                 f"Stopping: {self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g}"
                 f"{of_best} (early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
-                f"{self._stands_at}."
+                f"{self._describe_best()}."
             )
 
-    def _stop_if_due(self) -> None:
-        reason, self._stop = self._stop, ""
-        if reason:
-            raise StopTrainingError(reason)
-
-    def _say(self, trainer: TrainerLike) -> None:
+    def _print_message(self, trainer: TrainerLike) -> None:
         if self._message:
             trainer.print(wrapped(self._message))
         self._message = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the patience used so far."""
-        trainer = self._trainer
-        counts = trainer is not None and trainer.progress.is_mid_epoch and self.patience_in == "evaluations"
-        if trainer is not None and counts and self._evaluated:
-            self._look(trainer, mid_epoch=True)  # the state may be taken before this callback's turn
-        return {
-            **self._watched.state_dict(),
-            "best_metric": self.best_metric,
-            "patience_counter": self.early_stopping_patience_counter,
-            "stopped": trainer is not None and _is_stopped(trainer.current_run),
-        }
+        """Return the best value, the patience used so far, and whether the run has been stopped for good."""
+        end = None if self._run is None else self._run.end
+        stopped = end is not None and end.reason is not None and end.pause is None
+        return {**super().state_dict(), "patience_counter": self.early_stopping_patience_counter, "stopped": stopped}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`, unless it belongs to another metric."""
-        if self._watched.load_state_dict(state, self):
-            self.best_metric = state["best_metric"]
-            self.early_stopping_patience_counter = state["patience_counter"]
-            if not state.get("stopped"):
-                self._use_up_patience()
-            elif self.early_stopping_patience_counter >= self.early_stopping_patience:
-                self.early_stopping_patience_counter = 0  # the stopped run is to be trained further
-
-
-def _is_stopped(run: Run) -> bool:
-    return run.end.reason is not None and run.end.pause is None
+    def _load_progress(self, state: dict[str, Any]) -> None:
+        """Load the patience used so far; a run that was stopped for good is to be trained further, with all of it."""
+        self.early_stopping_patience_counter = state["patience_counter"]
+        if not state.get("stopped"):
+            self._stops_at_once = True
+        elif self.early_stopping_patience_counter >= self.early_stopping_patience:
+            self.early_stopping_patience_counter = 0
 
 
 class TimeLimitCallback(TrainerCallback):

@@ -38,30 +38,13 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Replace the batch norms within a model, and return it; if the model itself is one, return its replacement.
-
-    An existing ``SyncBatchNorm``, which may have its own process group, is left unchanged.
-    """
-    replaced: dict[nn.Module, nn.Module] = {}  # a module that is used twice stays one
-    for norm in model.modules():
-        if isinstance(norm, _BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
-            replaced[norm] = _synchronised_norm(norm)
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if child in replaced:
-                setattr(module, name, replaced[child])
-    return replaced.get(model, model)
-
-
-def _synchronised_norm(norm: _BatchNorm) -> nn.Module:
-    kind = type(norm)
-    if kind.forward is not _BatchNorm.forward:
-        raise ValueError(
-            f"{kind.__name__} has its own forward pass, which SyncBatchNorm would ignore. Convert the model yourself "
-            "before creating the optimizer; for timm models, use timm.layers.convert_sync_batchnorm."
-        )
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(norm)  # type: ignore[no-untyped-call]
-    for name, value in vars(norm).items():  # its hooks
-        if name.endswith("_hooks") or "_hooks_" in name:
-            vars(converted)[name] = value
+    """Replace the batch norms within a model, and return it; if the model itself is one, return its replacement."""
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, _BatchNorm) and kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            raise ValueError(
+                f"{kind.__name__} has its own forward pass, which SyncBatchNorm would ignore. Convert the model "
+                "yourself before creating the optimizer; for timm models, use timm.layers.convert_sync_batchnorm."
+            )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.events import RunInterruptedError
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.callbacks.epochs import EpochTable, Row, format_duration, format_value
+from pytorch_accel_lite.callbacks.epochs import EpochTable, format_duration, format_value
 from pytorch_accel_lite.callbacks.notebook import open_page
 from pytorch_accel_lite.callbacks.progress_bar import LogMetricsCallback, PrintProgressCallback, epoch_of, shown_rates
 
@@ -51,37 +49,30 @@ class ProgressTableCallback(LogMetricsCallback):
         self._messages = PrintProgressCallback()
         self._shows_table = False
         self._view: _View | None = None  # while a training run is shown
-        self._evaluated_since: float | None = None  # start of an evaluation outside training
-        self._config: Any = None
+        self._evaluation_start = 0.0
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             for name in self.metrics or ():
                 request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
 
-    def _look_for_table(self) -> bool:
+    def _look_for_terminal(self) -> None:
         self._shows_table = self.show_always or in_notebook() or is_terminal(sys.stdout)
-        return self._shows_table
 
     # ------------------------------------------------------------------------------------------ training
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
-        self._begin(trainer)
-        if not self._shows_table:
-            self._messages.on_training_run_start(trainer)
-
-    def _begin(self, trainer: TrainerLike) -> None:
-        self._config = trainer.run_config
-        self._evaluated_since = None
-        self._view = _View(trainer, self.metrics) if self._look_for_table() else None
-        if self._view is not None:
+        self._look_for_terminal()
+        self._view = None
+        if self._shows_table:
+            self._view = _View(trainer, self.metrics)
             trainer.current_run.end.messages.append(lambda: self._end(trainer))
+        else:
+            self._messages.on_training_run_start(trainer)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)
-        if trainer.run_config is not self._config:  # a subclass has overridden the start event
-            self._begin(trainer)
         if self._view is None:
             self._messages.on_train_epoch_start(trainer)
         else:
@@ -99,16 +90,15 @@ class ProgressTableCallback(LogMetricsCallback):
             super().log_metrics(trainer, metrics)
         elif self._view is not None:
             self._view.add_row(trainer, metrics)
-        elif self._evaluated_since is not None:
-            taken = format_duration(time.monotonic() - self._evaluated_since)
-            found = ", ".join(f"{name} {format_value(value) or value}" for name, value in metrics.items())
-            trainer.print(wrapped(f"Evaluated in {taken}: {found}"))
+        else:
+            taken = format_duration(time.monotonic() - self._evaluation_start)
+            values = ", ".join(f"{name} {format_value(value) or value}" for name, value in metrics.items())
+            trainer.print(wrapped(f"Evaluated in {taken}: {values}"))
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._messages.on_exception(trainer)
-        error = kwargs["exception"]
-        how = "Interrupted" if isinstance(error, KeyboardInterrupt) else f"Failed ({type(error).__name__})"
-        self._end(trainer, how)
+        name = type(kwargs["exception"]).__name__
+        self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._shows_table:
@@ -130,8 +120,10 @@ class ProgressTableCallback(LogMetricsCallback):
         if self._view is not None:  # within a training run, metrics belong to the next row
             return
         super().on_evaluation_run_start(trainer)
-        self._evaluated_since = time.monotonic()
-        if not (trainer.current_run.outer is None and self._look_for_table()):
+        self._evaluation_start = time.monotonic()
+        if trainer.current_run.outer is None:
+            self._look_for_terminal()
+        if not self._shows_table:
             self._messages.on_evaluation_run_start(trainer)
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -155,7 +147,7 @@ class _View:
         self._best: tuple[float, str] | None = None
         self._rates = shown_rates(trainer)
         self._table = EpochTable(_label(self._key) if self._key else None)
-        self._table.order(self._ranked(self._expected.directions))
+        self._table.columns = self._ranked(self._expected.directions)
         self._layout: object = None
         self._start = self._epoch_start = time.monotonic()
         self._first_update = trainer.progress.update
@@ -179,22 +171,22 @@ class _View:
         """Find the best value of the epochs before a resumed run."""
         history: Any = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
-        with suppress(AttributeError):  # a history without rows
-            for row in history.rows():
-                if row["epoch"] > offset and self._key in row:
-                    self._note(row[self._key], f"epoch {row['epoch'] - offset}")
+        for row in history.rows() if hasattr(history, "rows") else ():
+            if row["epoch"] > offset:
+                self._note(row, f"epoch {row['epoch'] - offset}")
 
-    def _note(self, value: Any, where: str) -> bool:
-        """Record the value of an epoch, and return whether it is the best so far."""
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
+    def _note(self, metrics: dict[str, Any], where: str) -> bool:
+        """Record the value to be marked, and return whether it is the best so far."""
+        if self._key not in metrics:
             return False
-        best = self._best and self._best[0]
-        if math.isnan(number) or (best is not None and not (number > best if self._greater else number < best)):
-            return False
-        self._best = number, where
-        return True
+        value = float(metrics[self._key])
+        if self._best is None:
+            is_better = value == value  # not NaN
+        else:
+            is_better = value > self._best[0] if self._greater else value < self._best[0]
+        if is_better:
+            self._best = value, where
+        return is_better
 
     def _ranked(self, names: Iterable[str]) -> list[str]:
         """Return the columns of metrics in order of importance."""
@@ -212,7 +204,9 @@ class _View:
                 return 2
             return 3 if label in evaluated else 4 if label not in declared else 5
 
-        return sorted(dict.fromkeys([*self._rates, *map(_label, names)]), key=rank)
+        labels = dict.fromkeys([*self._rates, *map(_label, names)])
+        labels.pop("time", None)  # of an epoch, which the table has
+        return sorted(labels, key=rank)
 
     def start_epoch(self) -> None:
         self._epoch_start = time.monotonic()
@@ -225,61 +219,61 @@ class _View:
         """Show new metrics of an epoch or of an evaluation within one."""
         progress = trainer.progress
         is_whole = self._trained == progress.epoch
-        epoch = epoch_of(trainer) if is_whole else f"step {progress.step}"
         where = f"epoch {progress.epoch}" + ("" if is_whole else f", step {progress.step}")
         cells = {_label(name): format_value(value) for name, value in metrics.items()}
         for name, rate in (self._rates if is_whole else shown_rates(trainer)).items():
             cells[name] = f"{metrics.get(name, rate):.2e}"  # a callback may have recorded the last update's rate
-        is_best = self._key in metrics and self._note(metrics[self._key], where)
-        row = Row(epoch, cells, format_duration(time.monotonic() - self._epoch_start), is_best)
-        self._table.add(row, self._ranked([*self._expected.directions, *metrics]))
-        self._show(trainer)
-
-    def _show(self, trainer: TrainerLike) -> None:
+        cells["epoch"] = epoch_of(trainer) if is_whole else f"step {progress.step}"
+        cells["time"] = format_duration(time.monotonic() - self._epoch_start)
+        self._table.add(cells, self._note(metrics, where), self._ranked([*self._expected.directions, *metrics]))
         if self._page is not None:
-            self._page.html = self._table.html(_NOTEBOOK_COLUMNS)
-            self._page.text = self._table.text(_NOTEBOOK_COLUMNS)
-            self._page.refresh()
+            self._update(self._page)
             return
         layout = self._table.layout(shutil.get_terminal_size().columns)
         head = [] if layout == self._layout else self._table.head(layout)
         self._layout = layout
-        trainer.print("\n".join([*head, self._table.line(self._table.rows[-1], layout)]))
+        trainer.print("\n".join([*head, self._table.last_line(layout)]))
+
+    def _update(self, page: Page, below: Sequence[str] = ()) -> None:
+        page.html = self._table.html(_NOTEBOOK_COLUMNS, below)
+        page.text = "\n".join([self._table.text(_NOTEBOOK_COLUMNS), *below])
+        page.refresh()
 
     def end(self, trainer: TrainerLike, how: str | None) -> None:
         """Show the summary, unless nothing was trained."""
         if trainer.progress.update == self._first_update and how is None:
             return
-        lines = list(self._summary(trainer, how or _how_it_ended(trainer)))
+        summary = self._summary(trainer, how or _how_it_ended(trainer))
+        files = self._written_files(trainer)
         if self._page is None:
-            trainer.print("\n".join(["", *lines]))
-            return
-        self._page.html = self._table.html(_NOTEBOOK_COLUMNS, lines)
-        self._page.text = "\n".join([self._table.text(_NOTEBOOK_COLUMNS), "", *lines])
-        self._page.bars.clear()
-        self._page.refresh()
+            trainer.print("\n".join(["", wrapped(summary), *files]))
+        else:
+            self._page.bars.clear()
+            self._update(self._page, [summary, *files])
 
-    def _summary(self, trainer: TrainerLike, how: str) -> Iterator[str]:
+    def _summary(self, trainer: TrainerLike, how: str) -> str:
         progress = trainer.progress
         taken = format_duration(time.monotonic() - self._start)
         if how == "Trained":
             first, last = self._first_epoch, progress.epochs_completed
             epochs = f"{last} epoch{'s' * (last > 1)}" if first == 1 else f"epochs {first} to {last}"
-            said = f"Trained {epochs}, {progress.update:,} updates, in {taken}."
+            summary = f"Trained {epochs}, {progress.update:,} updates, in {taken}."
         else:
-            said = f"{how} in epoch {progress.epoch}, after update {progress.update:,}, in {taken}."
+            summary = f"{how} in epoch {progress.epoch}, after update {progress.update:,}, in {taken}."
         if self._best is not None and self._key is not None:
-            said += f" Best: {self._best[1]}, {_label(self._key)} {format_value(self._best[0])}."
-        yield said if self._page is not None else wrapped(said)
-        written = trainer.current_run.request.paths
+            summary += f" Best: {self._best[1]}, {_label(self._key)} {format_value(self._best[0])}."
+        return summary
+
+    def _written_files(self, trainer: TrainerLike) -> Iterator[str]:
+        """Yield a line for each file or directory that the run has written."""
         is_resumed = self._first_update > 0
-        there = {
+        existing = {
             path: content
-            for path, content in written.items()
+            for path, content in trainer.current_run.request.paths.items()
             if (now := _changed(path)) is not None and (is_resumed or now != self._before.get(path))
         }
-        width = max(map(len, there.values()), default=0) + 1
-        for path, content in there.items():
+        width = max(map(len, existing.values()), default=0) + 1
+        for path, content in existing.items():
             yield f"  {content + ':':<{width}} {path}"
 
 

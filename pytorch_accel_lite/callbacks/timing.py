@@ -68,9 +68,10 @@ class TimingCallback(TrainerCallback):
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
         self._names = {}
+        counts: Counter[str] = Counter()
         for callback, name in zip(trainer.callback_handler, trainer.callback_handler.callback_list, strict=True):
-            number = sum(known == name or known.startswith(f"{name} (") for known in self._names.values()) + 1
-            self._names[id(callback)] = name if number == 1 else f"{name} ({number})"
+            counts[name] += 1
+            self._names[id(callback)] = name if counts[name] == 1 else f"{name} ({counts[name]})"
         self._device = trainer.device
         self._is_running = True
         self._on_gpu = is_asynchronous(trainer.device)
@@ -209,8 +210,7 @@ class ProfilerCallback(TrainerCallback):
 
     A trainer can have only one, because ``torch.profiler`` cannot run twice at a time.
 
-    :param output_dir: where traces are written, as ``trace-rank0-update10.json``; another trace of the same update,
-        possible with gradient accumulation, becomes ``trace-rank0-update10-2.json``
+    :param output_dir: where traces are written, as ``rank0.TIME.pt.trace.json``
     :param wait: number of steps to skip before each trace
     :param warmup: number of steps before each trace that are profiled but discarded
     :param active: number of steps in a trace
@@ -235,20 +235,11 @@ class ProfilerCallback(TrainerCallback):
         self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self.profile_kwargs = profile_kwargs
         self._profiler: torch.profiler.profile | None = None
-        self._traces: Counter[int] = Counter()  # number of traces by update
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         _refuse_second(trainer, self, "torch.profiler cannot run twice at a time")
-        self._traces.clear()
         trainer.ranks.run_together(lambda: self.output_dir.mkdir(parents=True, exist_ok=True), only_first=True)
-        rank = trainer.ranks.rank
-
-        def write(profiler: torch.profiler.profile) -> None:
-            update = trainer.progress.update
-            self._traces[update] += 1
-            number = "" if self._traces[update] == 1 else f"-{self._traces[update]}"
-            profiler.export_chrome_trace(str(self.output_dir / f"trace-rank{rank}-update{update}{number}.json"))
-
+        write = torch.profiler.tensorboard_trace_handler(os.fspath(self.output_dir), f"rank{trainer.ranks.rank}")
         self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
         self._profiler.start()
 

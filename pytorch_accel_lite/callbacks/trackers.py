@@ -16,6 +16,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
+from pytorch_accel_lite.callbacks.new_metrics import NewMetrics
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 
 
@@ -63,9 +65,8 @@ class TrackerCallback(StepLogger):
         self.run_id: str | None = None
         self._started: Any = None
         self._client: Any = None
-        self._trainer: TrainerLike | None = None
         self._is_over = True
-        self._logged: dict[str, int] = {}
+        self._new = NewMetrics()
         #: The metrics of the run history that were logged last, and at which update.
         self._latest: dict[str, Any] = {}
         self._evaluated = False
@@ -74,20 +75,20 @@ class TrackerCallback(StepLogger):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
-        self._trainer = trainer
         self._started = None
         self._known = {}
         self._first_update = trainer.progress.update
         self._is_over = False
         self.run_id = None
-        self._logged = self._counts(trainer)
+        self._new.skip(trainer.run_history)
         self._latest = {}
         self._evaluated = False
-        trainer.ranks.run_together(self._check_directory, only_first=True)
-
-    def _check_directory(self) -> None:
         if self.tracker == "tensorboard":
-            os.makedirs(os.path.join(self.project_dir, self.project_name), exist_ok=True)
+            trainer.ranks.run_together(lambda: os.makedirs(self._folder, exist_ok=True), only_first=True)
+
+    @property
+    def _folder(self) -> str:
+        return os.path.join(self.project_dir, self.project_name)
 
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a job in the background, or immediately for a user's own tracker, which may be bound to this thread."""
@@ -105,14 +106,14 @@ class TrackerCallback(StepLogger):
             return
         tracker = self._create(trainer)
         if self.tracker == "tensorboard":
-            _wait_for_a_later_second(os.path.join(self.project_dir, self.project_name))
+            _wait_for_a_later_second(self._folder)
         tracker.start()
         self._started = tracker
         trainer.accelerator.trackers.append(tracker)
         if not self._first_update:
             configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
             self._started.store_init_configuration(
-                {name: _plain(value) for name, value in {**configuration, **self.config}.items()}
+                {name: as_number_or_text(value) for name, value in {**configuration, **self.config}.items()}
             )
         self._note_run()
 
@@ -163,17 +164,11 @@ class TrackerCallback(StepLogger):
 
     def _log_new(self, trainer: TrainerLike) -> None:
         self._average(keep=0)  # trackers do not accept rows of earlier updates afterwards
-        counts = self._counts(trainer)
-        new = {
-            name: trainer.run_history.get_latest_metric(name)
-            for name, count in counts.items()
-            if count > self._logged.get(name, 0)
-        }
-        self._logged = counts
+        new = self._new.take(trainer.run_history)
         self._evaluated = False
         if new:
             update = trainer.progress.update
-            values = {name: _plain(value) for name, value in new.items()}
+            values = {name: as_number_or_text(value) for name, value in new.items()}
             earlier = self._latest["values"] if self._latest.get("update") == update else {}
             self._latest = {"update": update, "values": earlier | values}
             if trainer.accelerator.is_main_process:
@@ -244,16 +239,12 @@ class TrackerCallback(StepLogger):
             trainer.accelerator.trackers.remove(tracker)
             tracker.finish()
 
-    def _counts(self, trainer: TrainerLike) -> dict[str, int]:
-        history = trainer.run_history
-        return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
-
     def state_dict(self) -> dict[str, Any]:
         """Write pending rows, and return the run's id and what was logged last."""
         trainer = None if self._is_over else self._trainer
         if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
             self._log_new(trainer)  # the state may be taken before this callback's turn
-        state = super().state_dict() | {"logged": dict(self._logged), "latest": dict(self._latest)}
+        state = super().state_dict() | {"logged": dict(self._new.counts), "latest": dict(self._latest)}
         if self._started is not None and self.tracker == "tensorboard":
             self._started.writer.flush()  # buffered records would be lost if the program were killed
         run_id = self.run_id
@@ -269,11 +260,11 @@ class TrackerCallback(StepLogger):
         super().load_state_dict(state)
         self.run_id = state["run_id"]
         trainer = self._trainer
-        counts = state["logged"] if trainer is None else self._counts(trainer)  # 0 in a history that is not saved
-        self._logged = {name: min(count, counts.get(name, 0)) for name, count in state["logged"].items()}
+        self._new.counts = dict(state["logged"])
+        if trainer is not None:
+            self._new.follow(trainer.run_history)  # which may not be saved
         self._latest = dict(state.get("latest", {}))
-        row = self._last_row
-        latest = self._latest
+        row, latest = self._last_row, self._latest
         if trainer is None or self._is_over or not trainer.accelerator.is_main_process:
             return
         update = trainer.progress.update
@@ -289,28 +280,16 @@ def _wait_for_a_later_second(directory: str) -> None:
     Files are read in the order of their names, which begin with the second in which they were made. Were two attempts
     made in the same second, the rest of the name would decide which one discards the other's rows: host and process.
     """
-    found = (re.match(r"events\.out\.tfevents\.(\d+)\.", name) for name in os.listdir(directory))
-    latest = max((int(match[1]) for match in found if match), default=0)
-    ahead = latest + 1 - time.time()
+    names = [re.match(r"events\.out\.tfevents\.(\d+)\.", name) for name in os.listdir(directory)]
+    ahead = max((int(match[1]) for match in names if match), default=0) + 1 - time.time()
     if ahead > 5:
         warnings.warn(
             f"The latest file in {directory!r} was made {ahead:.0f} s in the future, by the clock of this machine. "
-            "TensorBoard may hide rows of this run, as it reads files in the order of the times in their names. "
-            "Set the clocks of your machines, or log to another project_dir.",
+            "TensorBoard may hide rows of this run: set the clocks of your machines, or use another project_dir.",
             stacklevel=2,
         )
     elif ahead > 0:
         time.sleep(ahead)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as a type that every tracker accepts."""
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return str(value)
 
 
 def _check_tracker(name: str) -> None:

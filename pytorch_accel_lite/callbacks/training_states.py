@@ -7,15 +7,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
+from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, is_multiple, optional
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
@@ -25,9 +25,6 @@ from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class KeepBest:
     greater_is_better: bool | None = None
 
 
-@answering
+@suggest_arguments
 class SaveTrainingStateCallback(TrainerCallback):
     """Save training states, from which ``train(resume_from="latest")`` resumes.
 
@@ -95,22 +92,16 @@ class SaveTrainingStateCallback(TrainerCallback):
         trainable_only: bool = False,
         sharded: bool | Literal["auto"] = False,
     ) -> None:
-        for name, value in (
-            ("save_every_n_epochs", save_every_n_epochs),
-            ("save_every_n_steps", save_every_n_steps),
-            ("max_checkpoints", max_checkpoints),
-        ):
-            if value is not None:
-                check_positive_int(name, value)
-        if save_every_n_minutes is not None:
-            check_positive_number("save_every_n_minutes", save_every_n_minutes)
-        _check_settings(requeue, save_on_signal, sharded)
+        if requeue and not save_on_signal:
+            raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
+        if not isinstance(sharded, bool) and sharded != "auto":
+            raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
         self.save_dir = parse_location(save_dir)
-        self.save_every_n_epochs = save_every_n_epochs
-        self.save_every_n_steps = save_every_n_steps
-        self.save_every_n_minutes = save_every_n_minutes
+        self.save_every_n_epochs = optional(check_positive_int, "save_every_n_epochs", save_every_n_epochs)
+        self.save_every_n_steps = optional(check_positive_int, "save_every_n_steps", save_every_n_steps)
+        self.save_every_n_minutes = optional(check_positive_number, "save_every_n_minutes", save_every_n_minutes)
         self.save_at_end = save_at_end
-        self.max_checkpoints = max_checkpoints
+        self.max_checkpoints = optional(check_positive_int, "max_checkpoints", max_checkpoints)
         self.save_on_signal = save_on_signal
         self.requeue = requeue
         self.asynchronous = asynchronous
@@ -121,16 +112,17 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._created_weights: dict[str, int] | None = None
         self._store = open_store(self.save_dir)
         self._writer: BackgroundWriter | None = None
-        self._best: dict[str, float] = {}
-        self._best_before: dict[str, float] = {}
         watched = keep_best or KeepBest(metric="")
         self._watched = WatchedMetric(self, "keep_best.metric", watched.metric, watched.greater_is_better)
-        self._value = math.nan  # value of the metric in the epoch that has just ended
-        self._saved: dict[str, Any] | None = None
-        self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
+        self._newest_time = 0.0  # of all states in save_dir
+        self._clear()
+
+    def _clear(self) -> None:
+        self._best: dict[str, float] = {}  # values of the states to keep, by name
+        self._best_before: dict[str, float] = {}
+        self._saved: dict[str, Any] | None = None  # what was saved last
         self._saved_clock = 0.0
-        self._measured_at = -1  # samples seen when a metric was recorded last
-        self._newest_time = 0.0  # of all states in save_dir, on the first process
+        self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
@@ -144,20 +136,17 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
         """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
-        self._lock(trainer)
+        trainer.ranks.broadcast_object(self._store.lock)
         try:
             return self._store.read_latest(trainer.ranks, trainer.print)
         except Exception:
             self._store.unlock()
             raise
 
-    def _lock(self, trainer: TrainerLike) -> None:
-        trainer.ranks.run_together(self._store.lock, only_first=True)
-
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:
             return
-        self._lock(trainer)
+        trainer.ranks.broadcast_object(self._store.lock)
         if self.trainable_only and trainer.run_config is None:  # no state has been restored yet
             self._created_weights = model_fingerprints(trainer.get_model(keep_torch_compile=False))
 
@@ -170,23 +159,16 @@ class SaveTrainingStateCallback(TrainerCallback):
             )
         if self.keep_best is not None:
             self._watched.start(trainer)
-        self._saved = None
+        self._clear()
         path, resumed = self._store.path_for(trainer.progress.update), trainer.current_run.resumed
-        is_own = resumed is not None and resumed.directory == path
-        self._complete = (path, trainer.progress.update) if is_own else None
-        self._saved_clock = 0.0
-        trainer.ranks.run_together(self._note_newest_time, only_first=True)
+        if resumed is not None and resumed.directory == path:
+            self._complete = path, trainer.progress.update
+        self._newest_time = trainer.ranks.broadcast_object(self._store.newest_time)
         self._resumed_at = trainer.progress.samples or None
-        self._measured_at = -1
-        self._best = {}
-        self._value = math.nan
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:
-            trainer.ranks.run_together(lambda: self._check_requeue(trainer), only_first=True)
-
-    def _note_newest_time(self) -> None:
-        self._newest_time = self._store.newest_time()
+            trainer.ranks.broadcast_object(lambda: self._check_requeue(trainer))
 
     def next_time(self) -> float:
         """Return the time of the state to be saved now: later than that of all others, whatever the clock says."""
@@ -201,39 +183,27 @@ class SaveTrainingStateCallback(TrainerCallback):
                 "train() was not asked to resume: it would start over each time. Pass resume_from='latest'."
             )
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not is_overridden(self, "on_train_step_checkpoint"):
-            listens = self.save_every_n_steps is not None or self.save_every_n_minutes is not None
-            trainer.callback_handler.set_listening(self, listens, "on_train_step_checkpoint")
-
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._resumed_at = None
-        self._measured_at = trainer.progress.samples
-
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._measured_at = trainer.progress.samples
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        every = self.save_every_n_steps
         minutes = self.save_every_n_minutes
-        due = every is not None and trainer.progress.update % every == 0
-        if minutes is not None and trainer.current_run.clock - self._saved_clock >= 60 * minutes:
-            due = True
-        if due:
+        is_time = minutes is not None and trainer.current_run.clock - self._saved_clock >= 60 * minutes
+        if is_time or is_multiple(trainer.progress.update, self.save_every_n_steps):
             self._save(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        every = self.save_every_n_epochs
-        due = every is not None and trainer.progress.epochs_completed % every == 0
-        is_best = self._look_at_metric(trainer)
-        if due or is_best or (self.save_at_end and trainer.current_run.is_finished):
-            self._save(trainer)
+        is_due = is_multiple(trainer.progress.epochs_completed, self.save_every_n_epochs)
+        value = self._new_value(trainer)
+        is_best = self._ranked(trainer, value) != self._best
+        if is_due or is_best or (self.save_at_end and trainer.current_run.is_finished):
+            self._save(trainer, value)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:  # an evaluation
             return
-        is_measured = self._measured_at == trainer.progress.samples
-        is_best = is_measured and self._look_at_metric(trainer, mid_epoch=True)
+        value = self._new_value(trainer, mid_epoch=True) if trainer.current_run.epoch_phase else None
+        is_best = self._ranked(trainer, value) != self._best
         if not (is_best or self.save_at_end or trainer.current_run.end.pause is not None):
             return
         if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
@@ -246,26 +216,26 @@ class SaveTrainingStateCallback(TrainerCallback):
                 "on_train_step_checkpoint."
             )
             return
-        self._save(trainer, is_best)
+        self._save(trainer, value)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
             if self._writer is not None:
                 self._attempt(trainer, self._writer.wait)
             if trainer.progress.samples == self._resumed_at:  # killed after its last save, it may have left old states
-                self._attempt(trainer, lambda: trainer.ranks.run_together(self._rotation(trainer), only_first=True))
+                self._attempt(trainer, lambda: trainer.ranks.broadcast_object(self._rotation(trainer)))
         finally:
             self._writer = None
             self._store.unlock()
         if trainer.current_run.end.pause is not None:
-            self._say_how_to_resume(trainer)
+            self._print_how_to_resume(trainer)
             if self.requeue and trainer.accelerator.is_main_process:
                 trainer.current_run.end.messages.append(lambda: self._requeue(trainer))
         self._complete = None
 
     def _requeue(self, trainer: TrainerLike) -> None:
-        if said := slurm.requeue_after(trainer.current_run.end.pause):
-            trainer.print(said)
+        if message := slurm.requeue_after(trainer.current_run.end.pause):
+            trainer.print(message)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
@@ -273,39 +243,40 @@ class SaveTrainingStateCallback(TrainerCallback):
                 self._attempt(trainer, self._writer.wait)
         finally:
             self._store.unlock()
-            self._say_how_to_resume(trainer)
+            self._print_how_to_resume(trainer)
 
-    def _say_how_to_resume(self, trainer: TrainerLike) -> None:
+    def _print_how_to_resume(self, trainer: TrainerLike) -> None:
         """Print where an unfinished run was last saved, if it was."""
         complete, self._complete = self._complete, None
         if complete is not None:
             path, update = complete
-            said = (
-                f"The run is saved in {os.fspath(path)!r}, after update {update}. To resume it, call train() with the "
-                'same arguments and resume_from="latest".'
+            trainer.print(
+                wrapped(
+                    f"The run is saved in {os.fspath(path)!r}, after update {update}. To resume it, call train() with "
+                    'the same arguments and resume_from="latest".'
+                )
             )
-            trainer.print(wrapped(said))
 
-    def _save(self, trainer: TrainerLike, is_best: bool = False) -> None:
+    def _save(self, trainer: TrainerLike, value: float | None = None) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
         if moment == self._saved:  # already saved
             return
         trainer.check_weights()
         if self._writer is not None:
             self._attempt(trainer, self._writer.wait)
-        path = self._store.path_for(trainer.progress.update)
-        self._best_before = self._best
-        if is_best or not trainer.progress.is_mid_epoch:
-            self._best = self._ranked(state_name(trainer.progress.update))
         update = trainer.progress.update
-        rotate = self._rotation(trainer) if trainer.accelerator.is_main_process else lambda: None
+        path = self._store.path_for(update)
+        self._best_before = self._best
+        self._best = self._ranked(trainer, value)  # once it is known whether the state before this one was written
+        rotate = self._rotation(trainer)
         how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
             how["sharded"] = True
 
         def finish() -> None:
             self._complete = path, update
-            rotate()
+            if trainer.ranks.rank == 0:
+                rotate()
 
         def save() -> None:
             self._store.check_lock(trainer.ranks)
@@ -331,22 +302,16 @@ class SaveTrainingStateCallback(TrainerCallback):
                 raise
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
-    def _look_at_metric(self, trainer: TrainerLike, mid_epoch: bool = False) -> bool:
-        """Record the value of the epoch that has just ended, and return whether it is among the best."""
-        if self.keep_best is None:
-            return False
-        value = self._watched.new_value(trainer, mid_epoch)
-        self._value = math.nan if value is None else value
-        name = state_name(trainer.progress.update)
-        return value is not None and name in self._ranked(name)
+    def _new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
+        """Return the value of the epoch that has just ended, if it may be among the best."""
+        value = None if self.keep_best is None else self._watched.new_value(trainer, mid_epoch)
+        return None if value is None or math.isnan(value) else value
 
-    def _ranked(self, name: str) -> dict[str, float]:
-        """Return the best states, including the one with this name if its epoch is among the best."""
-        if self.keep_best is None or math.isnan(self._value):
+    def _ranked(self, trainer: TrainerLike, value: float | None) -> dict[str, float]:
+        """Return the best states, including one of the epoch with this value if it is among them."""
+        if self.keep_best is None or value is None:
             return self._best
-        candidates = self._best | {name: self._value}
-        ranking = sorted(candidates.items(), key=lambda item: item[1], reverse=bool(self._watched.greater_is_better))
-        return dict(ranking[: self.keep_best.n])
+        return self._watched.best_of(self._best | {state_name(trainer.progress.update): value}, self.keep_best.n)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the best states."""
@@ -357,13 +322,6 @@ class SaveTrainingStateCallback(TrainerCallback):
         # Without keep_best, earlier best states stay; when it is used for the first time, there are none.
         if self.keep_best is None or not state["best"] or self._watched.load_state_dict(state, self):
             self._best = dict(state["best"])
-
-
-def _check_settings(requeue: bool, save_on_signal: bool, sharded: object) -> None:
-    if requeue and not save_on_signal:
-        raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
-    if not isinstance(sharded, bool) and sharded != "auto":
-        raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
 
 
 def _has_shards(trainer: TrainerLike) -> bool:

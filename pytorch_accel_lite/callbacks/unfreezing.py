@@ -48,10 +48,9 @@ class GradualUnfreezingCallback(TrainerCallback):
         self.lr_decay = check_positive_number("lr_decay", lr_decay)
         self.freeze_batch_norms = freeze_batch_norms
         self.groups = groups
-        self._is_running = False
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.train_dataloader is None or self._is_running:  # an evaluation
+        if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
             return
         model = trainer.get_model(keep_torch_compile=False)
         ModelFreezer(model, groups=self.groups)  # raises an error for a model that it cannot unfreeze
@@ -63,7 +62,6 @@ class GradualUnfreezingCallback(TrainerCallback):
             self._unfreeze(model, len(groups))
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._is_running = True
         if not trainer.can_rewrap_model:
             raise RuntimeError(
                 "GradualUnfreezingCallback cannot change which parameters are trained: the model is sharded "
@@ -73,17 +71,11 @@ class GradualUnfreezingCallback(TrainerCallback):
         epochs = None if trainer.run_config is None else trainer.run_config.num_epochs
         total = len(parameters_by_group(trainer.get_model(keep_torch_compile=False), self.groups))
         if epochs is not None and self._num_trained(epochs) < total:
-            said = (
+            message = (
                 f"GradualUnfreezingCallback unfreezes {self._num_trained(epochs)} of {total} layer groups in {epochs} "
                 "epochs, and the others stay frozen. To train all of them, pass larger groups=[...], or train longer."
             )
-            trainer.print(wrapped(said))
-
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._is_running = False
-
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._is_running = False
+            trainer.print(wrapped(message))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         # Depends on the epoch alone, so a resumed run needs no state.

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.splitting import is_list_of_samples, slice_batch
+from pytorch_accel_lite.base.text import align
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.plotting import plot_sheet
@@ -73,7 +75,7 @@ class WorstSamplesCallback(TrainerCallback):
         self.transform = transform or default_transform
         self.show = show
         self.samples: list[WorstSample] = []
-        self._kept: dict[str, Any] | None = None
+        self._kept: tuple[Any, ...] | None = None  # indices, losses, predictions and targets
         self._gathered: list[WorstSample] = []
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -94,31 +96,20 @@ class WorstSamplesCallback(TrainerCallback):
         size = len(targets) if isinstance(targets, torch.Tensor) else int(batch_output["batch_size"])
         with torch.no_grad():
             losses = _per_sample(self._loss(outputs, targets), size)
-        new = {"loss": losses, "prediction": _rows(_predicted(outputs, targets), size), "target": _rows(targets, size)}
-        if indices is not None:
-            new["index"] = torch.as_tensor(indices, device=losses.device)
-        both = new if self._kept is None else {key: _join(self._kept[key], new[key]) for key in new}
-        ranking = torch.nan_to_num(both["loss"], nan=math.inf, posinf=math.inf)
+        numbers = [None] * size if indices is None else torch.as_tensor(indices, device=losses.device)
+        columns = numbers, losses, _rows(_predicted(outputs, targets), size), _rows(targets, size)
+        if self._kept is not None:
+            columns = tuple(map(_join, self._kept, columns))
+        ranking = torch.nan_to_num(columns[1], nan=math.inf, posinf=math.inf)
         best = ranking.topk(min(self.k, len(ranking))).indices
-        self._kept = {key: _choose(value, best) for key, value in both.items()}
+        self._kept = tuple(_choose(column, best) for column in columns)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        mine: list[WorstSample] = []
+        local_samples: list[WorstSample] = []
         if self._kept is not None:
             columns = send_to_device(self._kept, "cpu")
-            count = len(columns["loss"])
-            index = columns["index"].tolist() if "index" in columns else [None] * count
-            mine = [
-                WorstSample(
-                    index[i],
-                    float(columns["loss"][i]),
-                    _plain(columns["prediction"][i]),
-                    _plain(columns["target"][i]),
-                    self._name,
-                )
-                for i in range(count)
-            ]
-        for samples in trainer.data_ranks.all_gather_object(mine):
+            local_samples = [WorstSample._make([*map(_plain, row), self._name]) for row in zip(*columns, strict=True)]
+        for samples in trainer.data_ranks.all_gather_object(local_samples):
             self._gathered.extend(samples)
         self._kept = None
         self.samples = sorted(self._gathered, key=lambda s: math.inf if math.isnan(s.loss) else s.loss, reverse=True)
@@ -141,9 +132,7 @@ class WorstSamplesCallback(TrainerCallback):
 
     def __str__(self) -> str:
         """Return the samples as a table."""
-        rows = self.table()
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(align(self.table()))
 
     def plot(
         self, dataset: Any, path: str | os.PathLike[str] | None = None, classes: list[str] | None = None
@@ -176,12 +165,7 @@ def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
         return datasets
     # An averaged model adds its own prefix to the name.
     names = [name for name in datasets if f"_{sample.dataset}".endswith(f"_{name}")]
-    if not names:
-        raise ValueError(
-            f"dataset={list(datasets)} lacks {sample.dataset!r}, which contains one of the worst samples. Pass the "
-            "dict of datasets that was evaluated."
-        )
-    return datasets[max(names, key=len)]
+    return datasets[max(names, key=len, default=sample.dataset)]
 
 
 def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
@@ -190,28 +174,21 @@ def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
         loss_func = copy.copy(loss_func)
         loss_func.reduction = "none"
         return loss_func  # type: ignore[no-any-return]
-    if not isinstance(loss_func, nn.Module) and _takes_reduction(loss_func):
-        return partial(loss_func, reduction="none")
+    with suppress(TypeError, ValueError):  # not written in Python
+        if "reduction" in inspect.signature(loss_func).parameters:  # as of torch.nn.functional's
+            return partial(loss_func, reduction="none")
     raise ValueError(
         f"WorstSamplesCallback: cannot get per-sample losses from the loss function {loss_func!r}. Pass loss=, a "
         "function of outputs and targets that returns one value per sample."
     )
 
 
-def _takes_reduction(loss_func: Any) -> bool:
-    """Whether a function takes ``reduction``, like those of ``torch.nn.functional`` or a ``partial`` of one."""
-    try:
-        return "reduction" in inspect.signature(loss_func).parameters
-    except (TypeError, ValueError):
-        return False
-
-
 def _per_sample(losses: Any, size: int) -> torch.Tensor:
     if isinstance(losses, (list, tuple)) and all(map(is_number, losses)):
         losses = torch.tensor([float(loss) for loss in losses])
     if not isinstance(losses, torch.Tensor) or not losses.ndim or len(losses) != size:
-        found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-        raise ValueError(f"WorstSamplesCallback: loss must return one value for each of {size} samples, not {found}.")
+        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(f"WorstSamplesCallback: loss must return one value for each of {size} samples, not {shape}.")
     return losses.detach().float().flatten(1).mean(1) if losses.ndim > 1 else losses.detach().float()
 
 
@@ -222,14 +199,14 @@ def _predicted(outputs: Any, targets: Any) -> Any:
     outputs = outputs.detach()
     if not isinstance(targets, torch.Tensor) or outputs.ndim != targets.ndim + 1 or targets.is_floating_point():
         return outputs
-    return outputs.argmax(1 if outputs.shape[2:] == targets.shape[1:] else -1)  # torch's place of classes, or the last
+    return outputs.argmax(1 if outputs.shape[2:] == targets.shape[1:] else -1)  # torch's class dimension, or the last
 
 
 def _rows(values: Any, size: int) -> Any:
     """Return values as a tensor, or as a list with an element for each sample."""
     if isinstance(values, torch.Tensor) or is_list_of_samples(values, size):
         return values
-    return [slice_batch(values, place, place + 1, size) for place in range(size)]
+    return [slice_batch(values, position, position + 1, size) for position in range(size)]
 
 
 def _join(kept: Any, new: Any) -> Any:
@@ -237,8 +214,10 @@ def _join(kept: Any, new: Any) -> Any:
     return torch.cat([kept, new]) if is_regular else [*kept, *new]
 
 
-def _choose(values: Any, places: torch.Tensor) -> Any:
-    return values[places] if isinstance(values, torch.Tensor) else [values[place] for place in places.tolist()]
+def _choose(values: Any, positions: torch.Tensor) -> Any:
+    return (
+        values[positions] if isinstance(values, torch.Tensor) else [values[position] for position in positions.tolist()]
+    )
 
 
 def _plain(value: Any) -> Any:

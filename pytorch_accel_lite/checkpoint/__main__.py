@@ -7,8 +7,6 @@ states, and tells where the runs first differ.
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,53 +14,12 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.checkpoint.files import FROZEN, parse_location
+from pytorch_accel_lite.checkpoint.contents import print_contents
+from pytorch_accel_lite.checkpoint.files import parse_location
 from pytorch_accel_lite.checkpoint.remote import local_copy
-from pytorch_accel_lite.checkpoint.training_state import (
-    MANIFEST,
-    MODEL,
-    DamagedStateError,
-    open_state,
-    stored_checksum,
-    verify_state,
-)
+from pytorch_accel_lite.checkpoint.training_state import MANIFEST, DamagedStateError, open_state, verify_state
 
 _SHOWN = 10
-
-
-def inspect(state: Path | str) -> None:
-    """Print the contents of a training state.
-
-    :param state: its directory, or its URL in a remote store
-    """
-    with local_copy(state) as directory:
-        manifest = verify_state(directory)
-        opened = open_state(directory, manifest)
-        weights = opened.read_weights()
-    shared = opened.shared
-    saved = datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
-    print(f"training state {os.fspath(state)}, format {manifest['format_version']}, saved {saved}")
-    for title in ("versions", "progress", "machine"):
-        print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in manifest.get(title, {}).items()))
-    print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
-    if manifest.get("logical_processes"):
-        print(f"logical processes: {manifest['logical_processes']}")
-    count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
-    checksum = stored_checksum(manifest["files"][MODEL])[:16]
-    print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
-    if in_shards := [name for name in manifest["files"] if name.startswith("shards")]:
-        print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
-    if left_out := shared.get(FROZEN):
-        print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
-    print("also: " + ", ".join(name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None))
-    for title in ("attributes", "callbacks", "objects", "extra"):
-        if shared.get(title):
-            print(f"{title}: {', '.join(shared[title])}")
-    for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
-        print(f"  {name}: {', '.join(map(format_metric, values[-5:]))}")
-    for name, entry in manifest["files"].items():
-        print(f"  {entry['size']:>12,} bytes  {name}")
 
 
 def diff(first: Path, second: Path) -> int:
@@ -161,7 +118,7 @@ def main() -> int:
                 parser.error("diff compares directories: fetch the states from the remote store first")
             return diff(arguments.directory, arguments.other)
         if arguments.command == "inspect":
-            inspect(arguments.directory)
+            print_contents(arguments.directory)
         else:
             with local_copy(arguments.directory) as directory:
                 verify_state(directory)

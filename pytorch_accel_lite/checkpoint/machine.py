@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
     """Return what computes the run of a trainer, in JSON types."""
     device = trainer.device
-    with nullcontext() if trainer.backend_settings is None else trainer.backend_settings.in_force():
+    with trainer.backend_settings.in_force():
         settings = describe_settings(device.type == "cuda")
     name = device.type
     versions: dict[str, Any] = {}

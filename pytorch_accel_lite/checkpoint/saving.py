@@ -33,6 +33,7 @@ from pytorch_accel_lite.checkpoint.files import (
 )
 from pytorch_accel_lite.checkpoint.remote import read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
+from pytorch_accel_lite.checkpoint.training_state import MANIFEST, read_learned
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
     describe_other_weights,
@@ -124,7 +125,8 @@ def load_checkpoint(
     saved model had.
 
     :param checkpoint_path: path of the file; one that :meth:`save_model` wrote must end in ``.safetensors``. Or a
-        directory of safetensors files, of which each process reads only its own shards if the model is sharded.
+        directory of safetensors files, of which each process reads only its own shards if the model is sharded. Or
+        a training state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
     :param load_optimizer: whether to load the state of the optimizer, if it was saved
     :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
     :param strict: ``False`` to load only the weights that fit, and warn of the others
@@ -134,7 +136,10 @@ def load_checkpoint(
     self.ranks.barrier()
     _refuse_adapters(checkpoint_path)
     model = self.get_model(keep_torch_compile=False)
-    if Path(checkpoint_path).is_dir():
+    is_state = (Path(checkpoint_path) / MANIFEST).is_file()
+    if is_state and not (load_optimizer or load_scheduler):
+        checkpoint = read_learned(checkpoint_path)
+    elif Path(checkpoint_path).is_dir():
         checkpoint = read_exported(Path(checkpoint_path), model)
     else:
         checkpoint = read_checkpoint(checkpoint_path)

@@ -23,6 +23,7 @@ import torch
 
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.files import (
+    FROZEN,
     StrPath,
     checksum,
     hash_files,
@@ -315,6 +316,22 @@ def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
     shared = load_plain(directory / TRAINER)
     shared["history"] = unpack_numbers(shared["history"])
     return TrainingState(directory, metadata, shared, tensors=find_tensors(directory / name for name in names))
+
+
+def read_learned(directory: StrPath) -> dict[str, Any]:
+    """Return what a training state has learned, as the content of a checkpoint without optimizers and schedulers.
+
+    :raises DamagedStateError: if the state is damaged; names the file
+    """
+    state = open_state(Path(directory), verify_state(directory))
+    weights = state.read_weights()
+    state.read_tensors()
+    return {
+        "model_state_dict": weights,
+        "loss_func_state_dict": state.shared.get("loss_func", {}),
+        "attribute_state_dicts": state.shared.get("attributes", {}),
+        FROZEN: state.shared.get(FROZEN, {}),
+    }
 
 
 def read_model(directory: Path) -> dict[str, torch.Tensor]:

@@ -16,6 +16,8 @@ from pytorch_accel_lite.base.randomness import mix, seed_generators
 from pytorch_accel_lite.data.plan import grouped
 
 _STEPS = 256  # whose indices are copied to a device together
+_CPU = torch.device("cpu")
+_Copies = dict[torch.device, torch.Tensor]
 #: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
 #: follow; the position of the first sample; the indices of the samples.
 SeededShare = tuple[int, int, int, list[Any]]
@@ -108,26 +110,30 @@ def read_rows(memory: InMemory, indices: Iterable[Any], size: int, has_fixed_ord
     :param pin: whether to put batches into pinned memory
     """
     tensors, subset, arrange = memory
-    devices = {tensor.device for tensor in tensors}
     rows = (step if isinstance(step, torch.Tensor) else as_rows(step, size) for step in indices)
-    for steps in grouped(rows, _STEPS if has_fixed_order else 1):
-        chosen = steps if subset is None else [subset[step] for step in steps]
-        copies = {device: _copied(chosen, device) for device in devices}
-        for step in range(len(steps)):
-            batch = [tensor.index_select(0, copies[tensor.device][step]) for tensor in tensors]
-            batch = [tensor.pin_memory() for tensor in batch] if pin else batch
-            yield batch if arrange is None else arrange(batch)
+    if subset is not None:
+        rows = (subset[step] for step in rows)
+    if memory.is_on(_CPU):
+        steps: Iterator[_Copies] = ({_CPU: step} for step in rows)
+    else:
+        devices = {tensor.device for tensor in tensors}
+        steps = _copied(rows, devices, _STEPS if has_fixed_order else 1)
+    for copies in steps:
+        batch = [tensor.index_select(0, copies[tensor.device]) for tensor in tensors]
+        batch = [tensor.pin_memory() for tensor in batch] if pin else batch
+        yield batch if arrange is None else arrange(batch)
 
 
-def _copied(steps: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
-    """Return the rows of steps on a device, copied together."""
-    if device.type == "cpu":
-        return steps
-    together = torch.cat(list(steps))
-    if device.type == "cuda":
-        together = together.pin_memory()  # otherwise the copy would wait for the steps before it
-    sizes = [len(rows) for rows in steps]
-    return together.to(device, non_blocking=True).split(sizes)  # type: ignore[no-any-return,no-untyped-call]
+def _copied(rows: Iterator[torch.Tensor], devices: Iterable[torch.device], num_steps: int) -> Iterator[_Copies]:
+    """Yield the rows of each step by device, after copying those of several steps together."""
+    for steps in grouped(rows, num_steps):
+        together = torch.cat(steps)
+        if torch.cuda.is_available():
+            together = together.pin_memory()  # otherwise the copy would wait for the steps before it
+        sizes = [len(step) for step in steps]
+        copies = {device: together.to(device, non_blocking=True).split(sizes) for device in devices}  # type: ignore[no-untyped-call]
+        for number in range(len(steps)):
+            yield {device: of_steps[number] for device, of_steps in copies.items()}
 
 
 class BatchReader(Dataset[Any]):

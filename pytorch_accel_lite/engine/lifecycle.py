@@ -114,7 +114,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 def computing(trainer: TrainerLike) -> Iterator[None]:
     """Let the settings of torch that a trainer has asked for hold in a block."""
     with (
-        nullcontext() if trainer.backend_settings is None else trainer.backend_settings.in_force(),
+        trainer.backend_settings.in_force(),
         nullcontext() if trainer.logical is None else trainer.logical.computing_identically(trainer),
     ):
         yield

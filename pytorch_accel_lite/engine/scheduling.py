@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
 from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_placeholder_values
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.engine.arguments import by_name
+from pytorch_accel_lite.engine.arguments import by_optimizer
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, schedulers_in
@@ -131,7 +131,7 @@ def check_scheduler_factory(create_scheduler_fn: Any, optimizer: Any) -> None:
 
     :raises TypeError: if it needs more
     """
-    for name, create in by_name("create_scheduler_fn", create_scheduler_fn):
+    for name, create in by_optimizer("create_scheduler_fn", create_scheduler_fn).items():
         if isinstance(create, type) and not accepts(create, optimizer):
             kind = create.__name__
             parameters = list(inspect.signature(create).parameters.values())[1:]

@@ -19,40 +19,18 @@ from pytorch_accel_lite.base.randomness import capture_generators, restore_gener
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state, warn_of_project_configuration
 from pytorch_accel_lite.engine import resuming
-from pytorch_accel_lite.engine.arguments import (
-    check_all_are_optimized,
-    check_resume,
-    check_same_on_all_ranks,
-    check_training,
-    warn_of_what_is_not_trained,
-)
+from pytorch_accel_lite.engine.arguments import check_optimizers, check_resume, check_same_on_all_ranks, check_training
 from pytorch_accel_lite.engine.evaluation import create_eval_loaders
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.lifecycle import apply_model_options, create_config, create_loader, prepare_model
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.scheduling import check_length
-from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
-from pytorch_accel_lite.optimizers.operations import clear_gradients, is_made, optimized_parameters
+from pytorch_accel_lite.optimizers.operations import clear_gradients, is_made
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.backends import BackendSettings
     from pytorch_accel_lite.distributed import Ranks
-
-
-def check_optimizers(trainer: TrainerLike, stacklevel: int = 4) -> None:
-    """Check, as far as possible, that the optimizers cover all parameters that are meant to be trained.
-
-    If a factory has not created the optimizer yet, this is checked once it has.
-    """
-    if not is_made(trainer.optimizer):
-        return
-    model = trainer.get_model(keep_torch_compile=False)
-    modules = [model, *attributes.modules(trainer).values()]
-    optimized = attributes.all_optimized_parameters(trainer)
-    check_all_are_optimized(model, trainer.optimizer, optimized)
-    own = optimized_parameters(trainer.optimizer)
-    warn_of_what_is_not_trained(modules, trainer.loss_func, own, optimized, stacklevel)
 
 
 def find_data(
@@ -122,7 +100,7 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     prepare_model(trainer, training=True)
     if not had_optimizer:
         check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)
-        check_optimizers(trainer, stacklevel=5)
+        check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     check_same_on_all_ranks(run.config.to_dict(), ranks)
     run.window = GradientWindow(
@@ -165,8 +143,8 @@ def resolve_run_config(
     eval_dl_kwargs: dict[str, Any] | None,
     batch_size: int,
     seed: int | None,
-    logical_processes: int | None = None,
-    backends: BackendSettings | None = None,
+    logical_processes: int | None,
+    backends: BackendSettings,
 ) -> TrainerRunConfig:
     """Derive the settings of a run from the request and the length of its data.
 
@@ -203,7 +181,7 @@ def resolve_run_config(
         num_processes=accelerator.num_processes,
         seed=seed,
         logical_processes=logical_processes,
-        **({} if backends is None else vars(backends)),
+        **vars(backends),
     )
 
 

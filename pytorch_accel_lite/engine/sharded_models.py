@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.randomness import preserving_generators, seed_gener
 from pytorch_accel_lite.checkpoint.shards import find_tensors
 from pytorch_accel_lite.checkpoint.weights import listed, sharded_like
 from pytorch_accel_lite.distributed.layout import find_data_ranks
-from pytorch_accel_lite.engine.arguments import check_accelerate_can_shard, tensor_parallel_size
+from pytorch_accel_lite.engine.arguments import tensor_parallel_size
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.operations import is_made
 
@@ -38,7 +38,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
         place_model(trainer)
     model = trainer.get_model(keep_torch_compile=False)
     if trainer.accelerator.is_fsdp2:
-        check_accelerate_can_shard(trainer, model)
+        _check_meta_device(trainer, model)
     elif any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} has parameters on the meta device, which have no values. Shard it in an "
@@ -55,6 +55,17 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
         )
     if run.data.ranks.replicas > 1 and run.data.seed is None:  # what is read at random must be the same
         run.data.seed = _draw_seed(trainer)
+
+
+def _check_meta_device(trainer: TrainerLike, model: nn.Module) -> None:
+    """Check that Accelerate's FSDP2 can find the parameters of the optimizer."""
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if trainer.prepared_model is None and on_meta and trainer.optimizer is not None and is_made(trainer.optimizer):
+        raise ValueError(
+            "The model is on the meta device, where Accelerate's FSDP2 cannot tell the parameters of an optimizer "
+            "apart (accelerate issue 3930): it would train the wrong ones without an error. Pass a function that "
+            "creates the optimizer after sharding: Trainer(model, loss_func, functools.partial(AdamW, lr=1e-3))."
+        )
 
 
 def _draw_seed(trainer: TrainerLike) -> int:

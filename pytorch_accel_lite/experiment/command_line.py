@@ -5,34 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pytorch_accel_lite.base.environment import is_terminal
-from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.callbacks.metrics_file import plain
-from pytorch_accel_lite.checkpoint.__main__ import inspect
-from pytorch_accel_lite.checkpoint.files import parse_location, replacing
-from pytorch_accel_lite.distributed.launch import record_error
+from pytorch_accel_lite.checkpoint import print_contents, replacing
 from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
 from pytorch_accel_lite.experiment.parsing import TOOLS
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
 from pytorch_accel_lite.experiment.run_folders import natural_order
-from pytorch_accel_lite.experiment.starting import starting_file
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
-from pytorch_accel_lite.experiment.testing import run_tests
+from pytorch_accel_lite.experiment.testing import as_json, run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
+from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import format_metric, record_error
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.experiment.experiment import Experiment
-
-_DESCRIPTION = "Train, evaluate and predict as a file describes it."
 _EPILOG = """\
 Every value of the file can be overridden by an option, such as --optimizer.lr 3e-4
 or --callbacks+ EarlyStoppingCallback; "train FILE --help" lists them with their values.
@@ -43,6 +33,31 @@ _OF_TRAINER = {
     "diagnose": "find out what limits the speed of training",
     "estimate_memory": "estimate the memory that training takes, on any number of devices",
 }
+_STARTING_FILE = """\
+# An experiment: python -m pytorch_accel_lite train THIS_FILE
+# Classes and functions are given by their path, with their arguments; those of torch
+# and of pytorch_accel_lite by name alone. Remove what you leave at its default:
+# "train THIS_FILE --help" describes it.
+model:
+  class_path: my_module.MyModel
+  init_args:
+    width: 64
+loss_func: CrossEntropyLoss
+optimizer:
+  class_path: AdamW
+  init_args:
+    lr: 1e-3
+scheduler:
+  class_path: CosineAnnealingLR
+  init_args:
+    T_max: NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH
+# Classes, or functions that return a dataset; likewise eval and test.
+data:
+  train:
+    class_path: my_module.load_data
+    init_args:
+      split: train
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,60 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
-    given = sys.argv[1:] if arguments is None else arguments
-    options, rest = _parser().parse_known_args(given)
+    options, rest = _parser().parse_known_args(arguments)
     try:
-        _check_order(options, given, rest)
-        if _starts_processes(options):
-            return _launch(options, rest)
-        return int(options.run(options, rest) or 0)
+        if hasattr(options, "file"):
+            return _run(options, rest)
+        if rest:
+            raise ExperimentError(f"{options.command} does not take {rest[0]}. See {options.command} --help.")
+        options.run(options)
     except Exception as error:
         if not _is_for_users(error):
             raise
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
             record_error(error)
         else:
-            print(_wrapped(f"error: {error}"), file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def _check_order(options: argparse.Namespace, given: Sequence[str], rest: list[str]) -> None:
-    """Refuse a file after options of the experiment, whose values would be taken for the file."""
-    file = getattr(options, "file", None)
-    if file is not None and any(token in rest and token.startswith("-") for token in given[: given.index(file)]):
-        raise ExperimentError(
-            f"Write the file first, then its options: {options.command} experiment.yaml {rest[0]} ..."
-        )
-
-
-def _starts_processes(options: argparse.Namespace) -> bool:
-    requested = [getattr(options, name, None) for name in ("processes", "devices")]
-    is_asked = any(value is not None for value in requested) or bool(getattr(options, "restarts", 0))
-    return is_asked and not options.help and not getattr(options, "print_config", False)
-
-
-def _launch(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the command on several processes, after its file has been checked once."""
-    _read(options, rest)
-    own = [options.command, options.file]
-    for name in ("weights", "on"):
-        if getattr(options, name, None) is not None:
-            own += [f"--{name}", getattr(options, name)]
-    try:
-        launch_command(["-m", "pytorch_accel_lite", *own, *rest], options.processes, options.devices, options.restarts)
-    except LaunchError as error:
-        print(_wrapped(f"error: {error.reason}") if error.exit_code == 2 and error.reason else error, file=sys.stderr)
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0
-
-
-def _wrapped(text: str) -> str:
-    """Wrap a message to the width of the terminal that shows it."""
-    if not is_terminal(sys.stderr):
-        return text
-    columns = shutil.get_terminal_size().columns
-    lines = text.splitlines()
-    return "\n".join(textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in lines)
 
 
 def _is_for_users(error: Exception) -> bool:
@@ -119,7 +96,7 @@ def _is_for_users(error: Exception) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite",
-        description=_DESCRIPTION,
+        description="Train, evaluate and predict as a file describes it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -130,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, add_help=not file, allow_abbrev=False)
         command.set_defaults(run=run, command=name, describe=command.format_help)
         if file:
-            command.add_argument("file", nargs="?", metavar="FILE", help="the experiment, in YAML")
+            command.add_argument("file", nargs="?", metavar="FILE", help="the experiment, in YAML, before its options")
             command.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine")
             command.add_argument("--devices", metavar="idle|0,2", help="on these GPUs, one for each process")
             command.add_argument(
@@ -140,9 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     train = add("train", _train, "train as the file says")
-    train.add_argument("--print_config", action="store_true", help="write a complete file with comments, and end")
-    for name, text in (("evaluate", "evaluate weights on a dataset"), ("predict", "write the outputs for a dataset")):
-        command = add(name, _evaluate if name == "evaluate" else _predict, text)
+    train.add_argument("--print_config", action="store_true", help="write a complete file, and end")
+    for name, run, text in (
+        ("evaluate", _evaluate, "evaluate weights on a dataset"),
+        ("predict", _predict, "write the outputs for a dataset"),
+    ):
+        command = add(name, run, text)
         command.add_argument(
             "--weights", metavar="best|last|PATH", help="by default best, or last without a SaveBestModelCallback"
         )
@@ -157,60 +137,74 @@ def _parser() -> argparse.ArgumentParser:
     for name, which in (("maximize", "greater"), ("minimize", "smaller")):
         text = f"a metric of which {which} values are better, if the runs do not tell"
         compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
-    state = add("inspect", _inspect, "show what a training state contains", file=False)
-    state.add_argument("state", type=parse_location, help="the directory or the URL of the state")
+    state = add("inspect", lambda options: print_contents(options.state), "show a training state", file=False)
+    state.add_argument("state", help="the directory or the URL of the state")
     return parser
 
 
-def _read(options: argparse.Namespace, rest: list[str]) -> Experiment | None:
-    """Read the experiment; ``None`` if only its help or its contents were asked for, and have been printed."""
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run a command that has an experiment, in this process or in several."""
     if options.help:
-        _print_help(options)
-        return None
-    if getattr(options, "print_config", False):
-        print(starting_file(options.file, rest), end="")
-        return None
+        print(options.describe())
+        if options.file is not None:
+            print(create_parser(options.file, rest).help())
+        return 0
+    prints = getattr(options, "print_config", False)
+    if prints and options.file is None:
+        print(_STARTING_FILE + Experiment.from_file(None, rest).text, end="")
+        return 0
     if options.file is None:
         raise ExperimentError(
             f"{options.command} needs the file of an experiment: {options.command} experiment.yaml. To begin, write "
             "one with: train --print_config > experiment.yaml"
         )
-    return Experiment.from_file(options.file, rest, tool=options.command if options.command in TOOLS else None)
+    experiment = Experiment.from_file(options.file, rest, tool=options.command if options.command in TOOLS else None)
+    if prints:
+        print(experiment.text, end="")
+    elif options.processes is not None or options.devices is not None or options.restarts:
+        return _launch(options, rest)
+    else:
+        options.run(experiment, options)
+    return 0
 
 
-def _print_help(options: argparse.Namespace) -> None:
-    """Print the options of a command, and those of the experiment if there is one, with its values."""
-    print(options.describe())
-    if options.file is not None:
-        print(create_parser(options.file).help())
+def _launch(options: argparse.Namespace, rest: list[str]) -> int:
+    own = [options.command, options.file]
+    for name in ("weights", "on"):
+        if getattr(options, name, None) is not None:
+            own += [f"--{name}", getattr(options, name)]
+    try:
+        launch_command(["-m", "pytorch_accel_lite", *own, *rest], options.processes, options.devices, options.restarts)
+    except LaunchError as error:
+        print(f"error: {error.reason}" if error.exit_code == 2 and error.reason else error, file=sys.stderr)
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    return 0
 
 
-def _train(options: argparse.Namespace, rest: list[str]) -> None:
-    experiment = _read(options, rest)
-    if experiment is not None:
-        trainer = experiment.train()
-        trainer.print(f"Everything is in {experiment.output_dir}")
+def _train(experiment: Experiment, options: argparse.Namespace) -> None:
+    experiment.train().print(f"Everything is in {experiment.output_dir}")
 
 
-def _evaluate(options: argparse.Namespace, rest: list[str]) -> None:
-    experiment = _read(options, rest)
-    if experiment is None:
-        return
-    trainer, weights, dataset, arguments = _load(experiment, options, "eval")
-    metrics = trainer.evaluate(dataset, **arguments) | {"weights": os.fspath(weights)}
-    path = experiment.output_dir / f"evaluation_{_source(experiment, options, 'eval')}.json"
-    trainer.ranks.run_together(lambda: _write_json(path, metrics), only_first=True)
+def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
+    trainer, weights, name = _load(experiment, options, "eval")
+    metrics = trainer.evaluate(experiment.dataset(name), **experiment.eval_arguments) | {
+        "weights": ", ".join(map(os.fspath, weights))
+    }
+    path = experiment.output_dir / f"evaluation_{name}.json"
+
+    def write() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(as_json(metrics), indent=2) + "\n")
+
+    trainer.ranks.run_together(write, only_first=True)
     trainer.print(f"The metrics are in {path}")
 
 
-def _predict(options: argparse.Namespace, rest: list[str]) -> None:
-    experiment = _read(options, rest)
-    if experiment is None:
-        return
-    trainer, weights, dataset, arguments = _load(experiment, options, "test")
-    directory = experiment.output_dir / "predictions" / _source(experiment, options, "test")
-    trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory, **_described(experiment)))
-    if not sum(1 for _ in trainer.predict_iter(dataset, **arguments)):
+def _predict(experiment: Experiment, options: argparse.Namespace) -> None:
+    trainer, weights, name = _load(experiment, options, "test")
+    directory = experiment.output_dir / "predictions" / name
+    trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory, _described(experiment)))
+    if not sum(1 for _ in trainer.predict_iter(experiment.dataset(name), **experiment.eval_arguments)):
         trainer.print(f"All samples have been predicted before. Delete {directory} to predict them again.")
     trainer.print(f"The predictions are in {directory}: read_predictions({os.fspath(directory)!r}) returns them")
 
@@ -228,70 +222,49 @@ def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> 
     return getattr(options, "on", None) or next((name for name in (first, "test", "eval") if data.get(name)), first)
 
 
-def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tuple[Any, Path, Any, dict[str, Any]]:
-    """Return the trainer with the weights asked for, their path, the dataset, and the arguments to read it with."""
+def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tuple[Trainer, list[Path], str]:
+    """Return the trainer with the weights asked for, their paths, and the name of the dataset, which is read."""
     trainer = experiment.trainer
-    dataset = experiment.dataset(_source(experiment, options, first))
-    weights = find_weights(trainer, options.weights or _best_or_last(trainer))
-    load_weights(trainer, weights)
-    trainer.print(f"Loaded the weights in {weights}")
-    return trainer, weights, dataset, experiment.eval_arguments
+    name = _source(experiment, options, first)
+    experiment.dataset(name)
+    saves_best = any(isinstance(callback, SaveBestModelCallback) for callback in trainer.callbacks)
+    paths = find_weights(trainer, options.weights or ("best" if saves_best else "last"))
+    load_weights(trainer, paths, experiment.output_dir / f"{options.weights}.pt")
+    trainer.print(f"Loaded the weights in {', '.join(map(os.fspath, paths))}")
+    return trainer, paths, name
 
 
-def _best_or_last(trainer: Any) -> str:
-    return "best" if any(isinstance(callback, SaveBestModelCallback) for callback in trainer.callbacks) else "last"
-
-
-def _write_json(path: Path, metrics: dict[str, Any]) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps({name: plain(value) for name, value in metrics.items()}, indent=2) + "\n")
-
-
-def _tool(options: argparse.Namespace, rest: list[str]) -> None:
-    experiment = _read(options, rest)
-    if experiment is None:
-        return
-    found = getattr(experiment.trainer, options.command)(
-        experiment.train_dataset, **experiment.tool_arguments(options.command)
-    )
+def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
+    trainer = experiment.trainer
+    arguments = experiment.tool_arguments(options.command)
+    result = getattr(trainer, options.command)(experiment.train_dataset, **arguments)
     if options.command == "find_lr":
         path = experiment.output_dir / "find_lr.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            experiment.trainer.ranks.run_together(lambda: found.plot(path), only_first=True)
+            trainer.ranks.run_together(lambda: result.plot(path), only_first=True)
         except ImportError:  # without matplotlib
             return
-        experiment.trainer.print(f"The curve is in {path}")
+        trainer.print(f"The curve is in {path}")
 
 
-def _test(options: argparse.Namespace, rest: list[str]) -> None:
-    experiment = _read(options, rest)
-    if experiment is None:
-        return
+def _test(experiment: Experiment, options: argparse.Namespace) -> None:
     folder = experiment.output_dir / "tests"
     name = _source(experiment, options, "test")
     dataset = experiment.dataset(name)
     datasets = dataset if isinstance(dataset, dict) else {name: dataset}
     arguments = experiment.tool_arguments("test")
     arguments["depends_on"] = _described(experiment), arguments["depends_on"]
-    rows = run_tests(experiment.trainer, datasets, save_dir=folder, **arguments)
-    for row in rows:
+    for row in run_tests(experiment.trainer, datasets, save_dir=folder, **arguments):
         experiment.trainer.print(", ".join(f"{key} {format_metric(value)}" for key, value in row.items()))
-    experiment.trainer.print(f"Everything is in {folder}; results.md and results.csv have a row for each combination")
+    experiment.trainer.print(f"All results are in {folder}")
 
 
-def _inspect(options: argparse.Namespace, rest: list[str]) -> None:
-    if rest:
-        raise ExperimentError(f"inspect takes only the directory of a training state, not {' '.join(rest)}.")
-    inspect(options.state)
-
-
-def _compare(options: argparse.Namespace, rest: list[str]) -> None:
-    if rest:
-        raise ExperimentError(f"compare does not have the option {rest[0]}. See compare --help.")
-    directions = dict.fromkeys(options.maximize, True) | dict.fromkeys(options.minimize, False)
-    found = compare_runs(sorted(options.runs, key=natural_order), directions=directions, sort_by=options.sort)
-    beside = Path(os.path.commonpath([run.folder.resolve().parent for run in found.runs]))
-    path = found.save(options.page or beside / "comparison.html")
-    print(found)
+def _compare(options: argparse.Namespace) -> None:
+    paths = sorted(options.runs, key=natural_order)
+    directions = {**dict.fromkeys(options.maximize, True), **dict.fromkeys(options.minimize, False)}
+    comparison = compare_runs(paths, directions=directions, sort_by=options.sort)
+    beside = Path(os.path.commonpath([run.folder.resolve().parent for run in comparison.runs]))
+    path = comparison.save(options.page or beside / "comparison.html")
+    print(comparison)
     print(f"\nThe page with the curves is {os.path.relpath(path)}")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,18 +20,11 @@ import torch
 from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.events import RunPausedError
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reprs import table
-from pytorch_accel_lite.base.splitting import concatenate, reorder
-from pytorch_accel_lite.base.text import did_you_mean
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
-from pytorch_accel_lite.callbacks.run_page import format_column
-from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.distributed.collectives import result_of_first
-from pytorch_accel_lite.experiment.text_tables import text_table
+from pytorch_accel_lite.callbacks import PredictionWriterCallback, RunPausedError, read_predictions
+from pytorch_accel_lite.checkpoint import replacing
+from pytorch_accel_lite.experiment.text_tables import format_column, text_table
 from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import import_extra, result_of_first
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +34,6 @@ Split = tuple[list[int], list[int]]
 
 _SPLITS = "splits.json"
 _RESULT = "fold.json"
-#: Arguments of ``train`` that are cross_validate's own.
-_OWN = {"train_dataset", "eval_dataset", "resume_from"}
 _FOR_EVALUATION = {
     "per_device_batch_size": "per_device_batch_size",
     "collate_fn": "collate_fn",
@@ -117,8 +107,12 @@ class CrossValidation:
                 f"{self.splitter} does not test each of the {self.size} samples exactly once, so there is no single "
                 "prediction for each. Use those of each fold: result.folds[0].test_indices and .predictions."
             )
-        places = np.argsort(np.asarray(indices)).tolist()
-        return reorder(concatenate([fold.predictions for fold in self.folds]), places)
+        order = np.argsort(indices).tolist()
+        parts = [fold.predictions for fold in self.folds]
+        if isinstance(parts[0], list) and type(parts[0]) is not list:  # one output for each sample
+            samples = [sample for part in parts for sample in part]
+            return type(parts[0])(samples[place] for place in order)
+        return torch.utils._pytree.tree_map(lambda *tensors: torch.cat(tensors)[order], *parts)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each fold, with ``fold``, the numbers of samples, and the metrics."""
@@ -132,25 +126,13 @@ class CrossValidation:
         pandas = import_extra("pandas", "dataframe", "to_dataframe()")
         return pandas.DataFrame(self.rows()).set_index("fold")
 
-    def table(self) -> list[list[str]]:
-        """Return the rows as text, after the names of the columns and before the mean and the deviation."""
+    def __repr__(self) -> str:
         rows = self.rows()
         columns = list(dict.fromkeys(name for row in rows for name in row))
         rows += [{"fold": "mean", **self.mean}, {"fold": "deviation", **self.deviation}]
-        texts = [format_column([row.get(name) for row in rows]) for name in columns]
-        return [columns, *map(list, zip(*texts, strict=True))]
-
-    @property
-    def title(self) -> str:
-        """What was validated, in a line."""
-        return f"{len(self.folds)} folds of {self.size} samples by {self.splitter}"
-
-    def __repr__(self) -> str:
-        return "\n".join([f"Cross-validation: {self.title}", *text_table(self.table())])
-
-    def _repr_html_(self) -> str:
-        columns, *rows = self.table()
-        return table(self.title, rows, columns)
+        cells = [[name, *format_column([row.get(name) for row in rows])] for name in columns]
+        title = f"Cross-validation: {len(self.folds)} folds of {self.size} samples by {self.splitter}"
+        return "\n".join([title, *text_table([*map(list, zip(*cells, strict=True))])])
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -192,11 +174,16 @@ def cross_validate(
     :param predictions: whether to predict the samples that were held out
     :param train_arguments: arguments of :meth:`Trainer.train`, such as ``num_epochs``
     :raises RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``; resume it later
-    :raises TypeError: if the dataset has no length, or an argument of ``train`` is unknown
+    :raises TypeError: if the dataset has no length
     :raises ValueError: if the splitter cannot split the dataset, or a fold tests what it trains on; if ``make_trainer``
         returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
-    _check_arguments(make_trainer, dataset, train_arguments)
+    is_array = isinstance(dataset, (torch.Tensor, np.ndarray, dict, str))
+    if is_array or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"dataset: {type(dataset).__name__} cannot be divided into folds. Pass one dataset with __len__ and "
+            "__getitem__, such as TensorDataset(inputs, targets)."
+        )
     folder = Path(save_dir)
     named = _describe(splitter)
     if seed is not None:
@@ -204,9 +191,8 @@ def cross_validate(
     about = {"splitter": named, "samples": len(dataset), "seed": seed}
     about |= {name: _fingerprint(values) for name, values in (("y", y), ("groups", groups)) if values is not None}
     about |= {name: _as_setting(value) for name, value in train_arguments.items()}
-    is_drawn = hasattr(splitter, "split")
     splits = result_of_first(
-        lambda: _find_splits(folder, about, resume, is_drawn, lambda: _split(splitter, len(dataset), y, groups))
+        lambda: _find_splits(folder, about, resume, splitter, lambda: _split(splitter, len(dataset), y, groups))
     )
     validation = _Validation(make_trainer, dataset, folder, resume, seed, predictions, train_arguments)
     folds = []
@@ -217,85 +203,45 @@ def cross_validate(
     return CrossValidation(named, len(dataset), folds)
 
 
-# ------------------------------------------------------------------------------------------------------ arguments
-
-
-def _check_arguments(make_trainer: Any, dataset: Any, train_arguments: dict[str, Any]) -> None:
-    if isinstance(make_trainer, Trainer) or not callable(make_trainer):
-        raise TypeError(
-            f"make_trainer={make_trainer!r} must be a function of a folder that returns a new trainer, as each fold "
-            "trains a new model."
-        )
-    try:
-        inspect.signature(make_trainer).bind(Path())
-    except TypeError as error:
-        raise TypeError(f"make_trainer must take the folder of a fold as its only argument: {error}.") from error
-    is_array = isinstance(dataset, (torch.Tensor, np.ndarray, dict, str))
-    if is_array or find_length(dataset) is None or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"dataset: {type(dataset).__name__} cannot be divided into folds. Pass one dataset with __len__ and "
-            "__getitem__, such as TensorDataset(inputs, targets)."
-        )
-    known = [name for name in inspect.signature(Trainer.train).parameters if name not in _OWN | {"self"}]
-    for name in train_arguments:
-        if name in _OWN:
-            raise TypeError(f"{name} is not an argument of cross_validate, which sets it for each fold.")
-        if name not in known:
-            raise TypeError(f"{name} is not an argument of Trainer.train.{did_you_mean(name, known)}")
+# ------------------------------------------------------------------------------------------------------ the split
 
 
 def _describe(splitter: Any) -> str:
     """Return the splitter in words, the same whenever it is created with the same arguments."""
-    text = repr(splitter) if hasattr(splitter, "split") else "the given indices"
-    return type(splitter).__name__ if " at 0x" in text else " ".join(text.split())
+    return " ".join(_as_setting(splitter).split()) if hasattr(splitter, "split") else "the given indices"
 
 
 def _as_setting(value: Any) -> Any:
-    """Return an argument as JSON can hold it, the same whenever it is created alike; of other objects, their class."""
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _as_setting(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_setting(item) for item in value]
-    if isinstance(value, functools.partial):
-        return {"partial": [_as_setting(part) for part in (value.func, value.args, value.keywords)]}
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    text = repr(value)
-    return type(value).__name__ if " at 0x" in text else text
+    """Return an argument as JSON can hold it, the same whenever it is created alike."""
+    return value if isinstance(value, (int, float, type(None))) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _fingerprint(values: Any) -> str:
     """Return a text that differs for other labels or groups."""
     content = repr(np.asarray(values).tolist()).encode()
-    return f"{find_length(values)} values ({hashlib.sha256(content).hexdigest()[:8]})"
+    return f"{len(values)} values ({hashlib.sha256(content).hexdigest()[:8]})"
 
 
 def _find_splits(
-    folder: Path, about: dict[str, Any], resume: bool, is_drawn: bool, make: Callable[[], list[Split]]
+    folder: Path, about: dict[str, Any], resume: bool, splitter: Any, make: Callable[[], list[Split]]
 ) -> list[Split]:
     """Return the split of a cross-validation that is resumed, or make one, and write it.
 
     :param about: what must be the same if it is resumed
-    :param is_drawn: whether a splitter makes it, perhaps another one each time
     """
     path = folder / _SPLITS
     if resume and path.exists():
         content = json.loads(path.read_text())
-        before = content["about"]
+        before, splits = content["about"], [(train, test) for train, test in content["splits"]]
+        is_drawn = hasattr(splitter, "split")  # and perhaps another one each time
+        if not is_drawn and make() != splits:
+            before["splitter"] = "other indices"
         for name in {**before, **about}:
             if before.get(name) != about.get(name):
                 raise ValueError(
                     f"save_dir={os.fspath(folder)!r} has a cross-validation with {name}={before.get(name)}, not "
                     f"{about.get(name)}. Resume it with the same arguments, or choose another save_dir."
                 )
-        splits = [(train, test) for train, test in content["splits"]]
-        if not is_drawn and make() != splits:
-            raise ValueError(
-                f"save_dir={os.fspath(folder)!r} has a cross-validation with other indices than those of splitter. "
-                "Resume it with the same, or choose another save_dir."
-            )
         return splits
     splits = make()
     if path.exists():
@@ -307,36 +253,9 @@ def _find_splits(
 
 
 def _split(splitter: Any, size: int, y: Any, groups: Any) -> list[Split]:
-    for name, values in (("y", y), ("groups", groups)):
-        if values is not None and find_length(values) != size:
-            raise ValueError(f"{name} must have one element for each of the {size} samples, not {find_length(values)}.")
     labels, groups = (None if values is None else np.asarray(values) for values in (y, groups))
-    if not hasattr(splitter, "split") and not isinstance(splitter, Iterable):
-        raise TypeError(
-            f"splitter={splitter!r} must have a method split, as KFold(5) of sklearn.model_selection does, or be a "
-            "list of pairs of training and test indices."
-        )
-    try:
-        pairs = splitter.split(np.zeros((size, 1)), labels, groups) if hasattr(splitter, "split") else splitter
-        result = [(_indices(train), _indices(test)) for train, test in pairs]
-    except (ValueError, TypeError) as error:
-        missing = [name for name, values in (("y", y), ("groups", groups)) if values is None]
-        remedy = f" It may need {' or '.join(missing)}, with one element for each sample." if missing else ""
-        raise ValueError(f"splitter={_describe(splitter)} cannot split the dataset: {error}{remedy}") from error
-    _check_splits(result, size)
-    return result
-
-
-def _indices(values: Any) -> list[int]:
-    indices = np.asarray(values)
-    if indices.shape == (0,):  # whose type tells nothing
-        return []
-    if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
-        raise TypeError(f"a split must consist of indices, not of {indices.dtype} with shape {indices.shape}.")
-    return [int(index) for index in indices]
-
-
-def _check_splits(splits: list[Split], size: int) -> None:
+    pairs = splitter.split(np.zeros((size, 1)), labels, groups) if hasattr(splitter, "split") else splitter
+    splits = [(_indices(train), _indices(test)) for train, test in pairs]
     if not splits:
         raise ValueError("splitter gave no fold.")
     for number, (train, test) in enumerate(splits, 1):
@@ -351,6 +270,14 @@ def _check_splits(splits: list[Split], size: int) -> None:
             )
         if outside:
             raise ValueError(f"splitter: fold {number} has the index {outside[0]}, but the dataset has {size} samples.")
+    return splits
+
+
+def _indices(values: Any) -> list[int]:
+    indices = np.asarray(values)
+    if indices.size and not np.issubdtype(indices.dtype, np.integer):
+        raise TypeError(f"a split must consist of indices, not of {indices.dtype} with shape {indices.shape}.")
+    return [int(index) for index in indices]
 
 
 # ---------------------------------------------------------------------------------------------------------- folds
@@ -374,9 +301,9 @@ class _Validation:
     def run(self, name: str, place: str, train: list[int], test: list[int]) -> dict[str, Any]:
         """Train and test the model of a fold, and return its metrics; those of a fold that is finished are read."""
         folder = self.folder / name
-        known = result_of_first(lambda: self._finished(folder))
-        if known is not None:
-            return known
+        finished = result_of_first(lambda: self._finished(folder))
+        if finished is not None:
+            return finished
         if self.seed is not None:
             set_seed(self.seed)
         trainer = self._new_trainer(folder)
@@ -394,7 +321,7 @@ class _Validation:
                 raise RunPausedError(f"{pause} {name} is not finished: call cross_validate again with resume=True.")
             given = self.train_arguments
             reading = {name: given[key] for key, name in _FOR_EVALUATION.items() if key in given}
-            metrics = {key: _as_json(value) for key, value in trainer.evaluate(held_out, **reading).items()}
+            metrics = {key: _as_number(value) for key, value in trainer.evaluate(held_out, **reading).items()}
             if self.predictions:
                 writer = PredictionWriterCallback(folder / "predictions", overwrite=True)
                 trainer.callback_handler.add_callback(writer)
@@ -427,7 +354,7 @@ class _Validation:
         return trainer
 
 
-def _as_json(value: Any) -> Any:
+def _as_number(value: Any) -> float | str:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -6,35 +6,47 @@ import inspect
 import os
 import re
 import sys
+import sysconfig
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.base.devices import launched_on_cpus
-from pytorch_accel_lite.base.inspection import is_ours as is_of_package
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks.hang_watch import is_library
-from pytorch_accel_lite.checkpoint.files import parse_location, replacing
-from pytorch_accel_lite.experiment.expressions import replace_expressions
+from pytorch_accel_lite.checkpoint import replacing, try_lock
 from pytorch_accel_lite.experiment.importing import full_name, import_path
-from pytorch_accel_lite.experiment.overriding import nested, spelt_out, without_given
 from pytorch_accel_lite.experiment.parsing import Parser
-from pytorch_accel_lite.experiment.recording import ExperimentRecord
-from pytorch_accel_lite.experiment.yaml_files import Document, ExperimentError, is_ours, read
+from pytorch_accel_lite.experiment.yaml_files import (
+    PARTS,
+    RESOLVED,
+    Document,
+    ExperimentError,
+    dump_yaml,
+    is_ours,
+    load_yaml,
+    read,
+    short,
+)
 from pytorch_accel_lite.trainer import Trainer
 
 #: How arguments begin that name a file to read, such as ``initial_checkpoint``.
 _READ = ("initial_", "input_", "load_", "pretrained_", "resume_")
 #: The schedulers that replace the optimizer's learning rate, and the argument with theirs.
 _OWN_RATES = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}
+#: Where Python, what is installed for it, and this package are.
+_LIBRARIES = (
+    "<",
+    *(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).resolve().parents[1]),
+)
 
 
 class Experiment:
@@ -51,8 +63,8 @@ class Experiment:
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
         self._parsed = parser.parse()
-        self.text: str = parser.dump(self._parsed)
-        self.config: dict[str, Any] = yaml.safe_load(self.text)
+        self.config = parser.to_config(self._parsed)
+        self.text = dump_yaml(self.config)
         self.output_dir = Path(self.config["output_dir"])
 
     @classmethod
@@ -61,7 +73,6 @@ class Experiment:
         path: str | os.PathLike[str] | None,
         overrides: Mapping[str, Any] | Sequence[str] = (),
         *,
-        environment: Mapping[str, str] | None = None,
         tool: str | None = None,
     ) -> Experiment:
         """Read an experiment from a YAML file. Modules beside the file can be imported from then on.
@@ -69,32 +80,31 @@ class Experiment:
         :param path: the file; ``None`` if everything is in ``overrides``
         :param overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such
             as ``["--optimizer.lr", "3e-4"]``
-        :param environment: variables that override the file, but not ``overrides``, such as
-            ``PYTORCH_ACCEL_LITE_OPTIMIZER__LR``; by default those of this process
         :param tool: ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"``, ``"estimate_memory"`` or ``"test"`` if its
             arguments are needed too
         :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
         :raises ImportError: if jsonargparse is not installed (extra ``cli``)
         """
-        return cls(create_parser(path, overrides, environment, tool))
+        return cls(create_parser(path, overrides, tool))
 
     # ------------------------------------------------------------------------------------------- parts
 
     @cached_property
     def trainer(self) -> Trainer:
         """The trainer, with the model, the loss function, the optimizer and the callbacks."""
-        parameters = inspect.signature(self._parser.parts["trainer"]).parameters
+        kind = self._parser.parts["trainer"]
+        parameters = inspect.signature(kind).parameters
         made: dict[str, Any] = {}
         for name, make in (("model", self._make), ("loss_func", self._make_loss), ("optimizer", self._factory)):
-            if self._is_given(name):
+            if name in self._parser.parts:
                 made[name] = make(name)
             elif name in parameters and parameters[name].default is inspect.Parameter.empty:
                 made[name] = None
         if "model" in made and made["model"] is None:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
-        if self._is_given("accelerator"):
+        if "accelerator" in self._parser.parts:
             made["accelerator"] = self._make_accelerator()
-        elif is_of_package(getattr(self._parser.parts["trainer"], "_create_accelerator", None)):
+        elif getattr(kind, "_create_accelerator", None) is Trainer._create_accelerator:  # noqa: SLF001
             _check_precision()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
         return trainer
@@ -110,54 +120,52 @@ class Experiment:
     @cached_property
     def eval_dataset(self) -> Any:
         """The dataset of ``data.eval``, or ``None``."""
-        return self._make_dataset("eval") if self._is_given("data.eval") else None
+        return self._make_dataset("eval") if "data.eval" in self._parser.parts else None
 
     @cached_property
     def test_dataset(self) -> Any:
         """The dataset of ``data.test``, or ``None``."""
-        return self._make_dataset("test") if self._is_given("data.test") else None
+        return self._make_dataset("test") if "data.test" in self._parser.parts else None
 
     def dataset(self, name: str) -> Any:
         """Return the dataset of ``data.train``, ``data.eval`` or ``data.test``.
 
         :raises ExperimentError: if the experiment has none
         """
-        found = getattr(self, f"{name}_dataset")
-        return self._make_dataset(name) if found is None else found  # the former says what is missing
+        dataset = getattr(self, f"{name}_dataset")
+        return self._make_dataset(name) if dataset is None else dataset  # the former says what is missing
 
     def _make_dataset(self, name: str) -> Any:
-        if not self._is_given(f"data.{name}"):
+        if f"data.{name}" not in self._parser.parts:
             raise ExperimentError(f"data.{name}: there is none. Name a class, or a function, that returns a dataset.")
         return self._make(f"data.{name}")
 
     @cached_property
     def train_arguments(self) -> dict[str, Any]:
         """The arguments of ``trainer.train`` besides the training data."""
-        arguments = _arguments_in(self._instances["train"]) | {"eval_dataset": self.eval_dataset}
-        if self._is_given("scheduler"):
+        arguments = self._given("train") | {"eval_dataset": self.eval_dataset}
+        if "scheduler" in self._parser.parts:
             arguments["create_scheduler_fn"] = self._factory("scheduler")
         return arguments
 
     @property
     def eval_arguments(self) -> dict[str, Any]:
         """The arguments of ``trainer.evaluate`` and ``trainer.predict`` besides the data."""
-        given = self._instances["train"]
+        given = self._given("train")
         shared = {name: given[name] for name in ("per_device_batch_size", "collate_fn")}
         return shared | {"dataloader_kwargs": given["eval_dataloader_kwargs"]}
 
     def tool_arguments(self, tool: str) -> dict[str, Any]:
         """Return the arguments of ``trainer.find_lr`` and the like besides the data: some of ``train``, and its own."""
         if tool == "test":
-            return self.eval_arguments | _arguments_in(self._instances[tool])
-        given = _arguments_in(self._instances["train"])
+            return self.eval_arguments | self._given(tool)
         taken = inspect.signature(getattr(self.trainer, tool)).parameters
-        return {name: given[name] for name in taken if name in given} | _arguments_in(self._instances[tool])
+        return {name: value for name, value in self._given("train").items() if name in taken} | self._given(tool)
 
     def train(self) -> Trainer:
         """Train as described, and return the trainer."""
-        trainer = self.trainer
-        trainer.train(self.train_dataset, **self.train_arguments)
-        return trainer
+        self.trainer.train(self.train_dataset, **self.train_arguments)
+        return self.trainer
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the resolved contents to a file, atomically."""
@@ -165,9 +173,6 @@ class Experiment:
             temporary.write_text(self.text)
 
     # ------------------------------------------------------------------------------------ making the parts
-
-    def _is_given(self, key: str) -> bool:
-        return key in self._parser.parts
 
     @cached_property
     def _instances(self) -> Any:
@@ -178,57 +183,61 @@ class Experiment:
         self._seed()
         return self._parser.instantiate(contents, _instantiate)
 
+    def _given(self, key: str) -> dict[str, Any]:
+        """Return the arguments under a key."""
+        namespace = self._instances.get(key)
+        return {} if namespace is None else dict(vars(namespace))
+
     def _seed(self) -> None:
         seed = (self.config["trainer"].get("init_args") or {}).get("seed")
         if seed is not None:
             set_seed(seed)
 
     def _make(self, key: str, further: Mapping[str, Any] | None = None) -> Any:
-        arguments = _arguments_in(self._instances.get(f"{key}.init_args")) | dict(further or {})
+        arguments = self._given(f"{key}.init_args") | dict(further or {})
         self._seed()
         with _naming(self._parser.place(key)):
             return self._parser.parts[key](**arguments)
 
-    def _partial(self, key: str) -> Any:
-        """Return what the trainer will call: a class or a function, with the arguments that are not its defaults."""
+    def _factory(self, key: str) -> Any:
+        """Return what the trainer will call: a class or a function, with the arguments that are not its defaults.
+
+        An error in it names the part.
+        """
         made = self._parser.parts[key]
-        known = inspect.signature(made).parameters
-        given = _arguments_in(self._instances.get(f"{key}.init_args"))
-        given = {name: value for name, value in given.items() if name not in known or value != known[name].default}
+        defaults = {name: value.default for name, value in inspect.signature(made).parameters.items()}
+        all_given = self._given(f"{key}.init_args")
+        given = {name: value for name, value in all_given.items() if name not in defaults or value != defaults[name]}
         if key == "scheduler":
             self._check_rate(given)
-            place = self._parser.place
-            given = {name: replace_expressions(given[name], place(f"{key}.init_args.{name}")) for name in given}
-        return partial(made, **given) if given else made
-
-    def _factory(self, key: str) -> Any:
-        """Return what the trainer will call to make a part, such that an error names the part."""
-        create = self._partial(key)
-        made = create.func if isinstance(create, partial) else create
+            given = self._parser.with_placeholders(all_given, given)
+        if key == "loss_func":  # errors in it are those of a step
+            return partial(made, **given) if given else made
 
         @wraps(made, updated=())
         def make(*args: Any, **kwargs: Any) -> Any:
             with _naming(self._parser.place(key)):
                 return made(*args, **kwargs)
 
-        return partial(make, *create.args, **create.keywords) if isinstance(create, partial) else make
+        return partial(make, **given) if given else make
 
     def _make_accelerator(self) -> Any:
-        create = self._partial("accelerator")
+        create = self._factory("accelerator")
         given = create.keywords if isinstance(create, partial) else {}
         if "mixed_precision" not in given:
             _check_precision()
-        with _naming(self._parser.place("accelerator")):
-            return create() if "cpu" in given or not launched_on_cpus() else create(cpu=True)
+        is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        on_cpus = is_launched and not torch.accelerator.is_available()  # which Accelerate must be told
+        return create(cpu=True) if on_cpus and "cpu" not in given else create()
 
     def _make_loss(self, key: str) -> Any:
         """Return an instance of a class; or a function itself, which is called with outputs and targets."""
-        return self._make(key) if inspect.isclass(self._parser.parts[key]) else self._partial(key)
+        return self._make(key) if inspect.isclass(self._parser.parts[key]) else self._factory(key)
 
     def _check_rate(self, schedule: Mapping[str, Any]) -> None:
         """Warn of a learning rate of the optimizer that the scheduler replaces by its own."""
         name = self._parser.parts["scheduler"].__name__
-        rate = _arguments_in(self._instances.get("optimizer.init_args")).get("lr")
+        rate = self._given("optimizer.init_args").get("lr")
         used = schedule.get(_OWN_RATES.get(name, ""), rate)
         if rate not in (None, used):
             warnings.warn(
@@ -247,39 +256,57 @@ class Experiment:
 
 
 def create_parser(
-    path: str | os.PathLike[str] | None,
-    overrides: Mapping[str, Any] | Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    tool: str | None = None,
+    path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | Sequence[str] = (), tool: str | None = None
 ) -> Parser:
     """Read a file and what overrides it, and return a parser for what it names."""
+    for variable in os.environ:
+        if variable.startswith(_FORMER_PREFIX):
+            option = variable.removeprefix(_FORMER_PREFIX).lower().replace("__", ".")
+            raise ExperimentError(
+                f"environment variable {variable}: variables no longer override an experiment. Pass --{option} instead."
+            )
     document = Document() if path is None else read(Path(path))
-    environment = os.environ if environment is None else environment
     if path is not None:
         folder = str(Path(path).resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)  # as Python does for a script
         document.content.setdefault("output_dir", f"runs/{Path(path).stem}")
-    if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            full = spelt_out(key)
-            document.update(nested(full, value), {full: "overrides"})
-            environment = without_given(environment, full, value)
-        overrides = ()
-    return Parser(document, environment, overrides, tool)
+    is_mapping = isinstance(overrides, Mapping)
+    for key, value in overrides.items() if isinstance(overrides, Mapping) else _options(overrides):
+        document.override("train.resume_from" if key == "resume" else key, value, "overrides" if is_mapping else _LINE)
+    return Parser(document, tool)
 
 
-def _arguments_in(namespace: Any) -> dict[str, Any]:
-    """Return the arguments in a namespace of the parser's."""
-    return {} if namespace is None else dict(vars(namespace))
+_LINE = "command line"
+_FORMER_PREFIX = "PYTORCH_ACCEL_LITE_"  # of environment variables that overrode a file in version 0.2
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values in the arguments of a command line.
+
+    The value of an argument stays text, which is read as its type says; what is within one is read as YAML.
+    """
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, text = argument.partition("=")
+        key = option.removeprefix("--")
+        if not option.startswith("--"):
+            raise ExperimentError(f"{argument} is not an option. Options begin with --, as in --train.num_epochs 5.")
+        value = text if equals else next(rest, None)
+        if value is None:
+            raise ExperimentError(f"{option} needs a value, as in --train.num_epochs 5.")
+        part = next((part for part in PARTS if f"{key}.".startswith(f"{part}.")), key.partition(".")[0])
+        depth = key.count(".") - part.count(".")
+        is_within = depth > 1 or key.endswith("+") or value.startswith(("[", "{")) or (key in PARTS and value == "null")
+        yield key, load_yaml(value) if is_within else value
 
 
 def _check_precision() -> None:
     """Refuse to take over the mixed precision of an earlier experiment, as that of a process cannot change."""
     given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if is_initialized() and (found := AcceleratorState().mixed_precision) != given:
+    if is_initialized() and (existing := AcceleratorState().mixed_precision) != given:
         raise ExperimentError(
-            f"accelerator.mixed_precision: this process already computes in {found}, because of an earlier "
+            f"accelerator.mixed_precision: this process already computes in {existing}, because of an earlier "
             f"accelerator, and cannot change to {given}. Give all experiments of a program the same, or start this one "
             "in a program of its own."
         )
@@ -293,10 +320,9 @@ def _place_files(kind: Any, item: Any, folder: Path) -> None:
     arguments = item.get("init_args") or {}
     for parameter in inspect.signature(kind).parameters.values():
         value = arguments.get(parameter.name)
-        is_path = re.search(r"\bPath(Like)?\b", str(parameter.annotation))
-        path = parse_location(value) if isinstance(value, (str, os.PathLike)) else None
-        if is_path and isinstance(path, Path) and not parameter.name.startswith(_READ):  # no URL
-            arguments[parameter.name] = os.fspath(folder / path)
+        is_path = re.search(r"\bPath(Like)?\b", str(parameter.annotation)) and not parameter.name.startswith(_READ)
+        if is_path and isinstance(value, (str, os.PathLike)) and "://" not in str(value):
+            arguments[parameter.name] = os.fspath(folder / value)
 
 
 def _instantiate(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,8 +344,90 @@ def _naming(place: str) -> Iterator[None]:
     except Exception as error:
         if is_ours(error):
             raise ExperimentError(f"{place}: {error}") from error
-        if all(is_library(frame) for frame in traceback.extract_tb(error.__traceback__)):
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if all(file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES) for file in files):
             raise ExperimentError(f"{place}: {type(error).__name__}: {error}") from error
         note = f"This happened while {place} was made."
         vars(error).setdefault("__notes__", []).append(note)  # add_note, which needs Python 3.11
         raise
+
+
+class ExperimentRecord(TrainerCallback):
+    """Writes the resolved file of an experiment into its ``output_dir``, and into each training state.
+
+    A run that resumes prints what differs. While a run trains, no other may use its ``output_dir``.
+
+    :param experiment: the experiment
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._lock: Any = None
+        self._print: Any = print
+
+    def __repr__(self) -> str:
+        return f"ExperimentRecord({os.fspath(self._experiment.output_dir)!r})"
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Lock the folder."""
+        self._print = trainer.print
+        if trainer.train_dataloader is not None:
+            trainer.ranks.run_together(self._take_folder, only_first=True)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Write the file."""
+        path = self._experiment.output_dir / RESOLVED
+        trainer.ranks.run_together(lambda: self._experiment.save(path), only_first=True)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Leave the folder to others."""
+        self._leave_folder()
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Leave the folder to others."""
+        self._leave_folder()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the resolved file, for a training state."""
+        return {"experiment": self._experiment.text}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Print what differs between the experiment that was saved and this one."""
+        changes = _differences(load_yaml(state["experiment"]), self._experiment.config)
+        lines = [line for key, line in changes if key != "train.resume_from"]
+        if lines:
+            self._print("The experiment differs from the one that is resumed:", *lines, sep="\n  ")
+
+    def _take_folder(self) -> None:
+        folder = self._experiment.output_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+")  # noqa: SIM115
+        if not try_lock(file):
+            file.close()
+            raise RuntimeError(
+                f"Another run is training in output_dir={os.fspath(folder)!r}. Wait for it, end it, or give this run "
+                "another output_dir."
+            )
+        weakref.finalize(self, file.close)  # a run that fails before it begins never leaves the folder
+        self._lock = file
+
+    def _leave_folder(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the key and a line ``key: old -> new`` for each value that differs between two nested values."""
+    if isinstance(before, list) and isinstance(after, list):
+        before, after = dict(enumerate(before)), dict(enumerate(after))
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in {**before, **after}:
+            yield from _differences(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))
+    elif before != after:
+        yield key, f"{short(key)}: {_brief(before)} -> {_brief(after)}"
+
+
+def _brief(value: Any) -> Any:
+    """Return a value for a message; of a class and its arguments, the class."""
+    return value["class_path"] if isinstance(value, dict) and "class_path" in value else value

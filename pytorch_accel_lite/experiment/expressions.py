@@ -5,18 +5,19 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pytorch_accel_lite.base.placeholders import Placeholder, TrainerPlaceholderValues
-from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError
+from pytorch_accel_lite.placeholders import Placeholder, TrainerPlaceholderValues
+from pytorch_accel_lite.utils import suggest
 
 _NAMES: dict[str, Placeholder] = {
     name: value for name, value in vars(TrainerPlaceholderValues).items() if isinstance(value, Placeholder)
 }
+_LOOKS_LIKE_ONE = re.compile(r"\b[A-Z]+(_[A-Z]+)+\b")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -36,72 +37,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Expression(str):
-    """The text of an expression over the values of a run, as it stands in an experiment file.
-
-    Numbers, the names of :class:`TrainerPlaceholderValues`, ``+ - * / // %``, brackets, ``min``, ``max``, ``round``,
-    ``floor`` and ``ceil`` are allowed; nothing is ever passed to ``eval``.
-
-    :raises ValueError: for anything else; names it
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, text: Any) -> Expression:  # noqa: D102
-        if not isinstance(text, str):
-            raise ValueError(f"{text!r} is not an expression")
-        parse(text)
-        return super().__new__(cls, text)
-
-
 def parse(text: str) -> Any:
-    """Return a number, or a placeholder that a run resolves.
+    """Return a number, or a placeholder that a run resolves. Nothing is ever passed to ``eval``.
 
     :raises ValueError: if the text is anything but an expression; names what is wrong in it
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError) as error:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
         raise ValueError(f"{text!r} is not an expression") from error
-    try:
-        return _value(tree.body)
-    except ZeroDivisionError as error:
-        raise ValueError(f"{text!r} divides by zero") from error
-    except OverflowError as error:
-        raise ValueError(f"{text!r} is too large") from error
-
-
-def replace_expressions(value: Any, place: str) -> Any:
-    """Return a nested value with placeholders in place of expressions.
-
-    :param place: where the value stands, which errors name, also those of placeholders when a run resolves them
-    :raises ExperimentError: if a text contains the name of a placeholder but is no expression
-    """
-    if isinstance(value, (list, tuple)):
-        return type(value)(replace_expressions(item, place) for item in value)
-    if isinstance(value, dict):
-        return {key: replace_expressions(item, place) for key, item in value.items()}
-    if not isinstance(value, Expression) and not (isinstance(value, str) and any(name in value for name in _NAMES)):
-        return value
-    with _naming(place):
-        found = parse(value)
-    return _located(found, place) if isinstance(found, Placeholder) else found
-
-
-def _located(placeholder: Placeholder, place: str) -> Placeholder:
-    def compute(trainer: TrainerLike) -> Any:
-        with _naming(place):
-            return placeholder.resolve(trainer)
-
-    return Placeholder(repr(placeholder), compute)
-
-
-@contextmanager
-def _naming(place: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ExperimentError(f"{place}: {str(error).rstrip('.')}.") from error
+    except ArithmeticError as error:
+        raise ValueError(f"{text!r} has no value: {error}") from error
 
 
 def _value(node: ast.expr) -> Any:
@@ -109,7 +55,7 @@ def _value(node: ast.expr) -> Any:
         return node.value
     if isinstance(node, ast.Name):
         if node.id not in _NAMES:
-            hint = did_you_mean(node.id, _NAMES) or f" There are: {', '.join(_NAMES)}"
+            hint = suggest(node.id, _NAMES) or f" There are: {', '.join(_NAMES)}"
             raise ValueError(f"{node.id!r} is not a placeholder.{hint}")
         return _NAMES[node.id]
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -121,3 +67,45 @@ def _value(node: ast.expr) -> Any:
         if function is not None:
             return function(*map(_value, node.args))
     raise ValueError(f"{ast.unparse(node)!r} cannot be part of an expression")
+
+
+def find_expressions(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yield the expressions in a nested value: the path of keys and indices to each, and its text."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from find_expressions(inner, (*path, key))
+    elif isinstance(value, str) and _LOOKS_LIKE_ONE.search(value):
+        yield path, value
+
+
+def located(text: str, place: str) -> Any:
+    """Return the value of an expression, such that errors, also those when a run resolves it, name its place.
+
+    :raises ExperimentError: if the text is no expression
+    """
+
+    def compute(trainer: Any) -> Any:
+        with _naming(place):
+            return placeholder.resolve(trainer)
+
+    with _naming(place):
+        placeholder = parse(text)
+    return Placeholder(repr(placeholder), compute) if isinstance(placeholder, Placeholder) else placeholder
+
+
+def replaced(value: Any, path: Sequence[Any], new: Any) -> Any:
+    """Return a nested value with another one at a path in it."""
+    if not path:
+        return new
+    first, *rest = path
+    if isinstance(value, dict):
+        return {**value, first: replaced(value.get(first), rest, new)}
+    return type(value)(replaced(item, rest, new) if place == first else item for place, item in enumerate(value))
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ExperimentError(f"{place}: {str(error).rstrip('.')}.") from error

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import re
+import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-from pytorch_accel_lite.base.signals import keeping_handlers
-from pytorch_accel_lite.base.validation import check_positive_int
 
 _FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"
 _QUERY = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
@@ -60,8 +58,8 @@ def launch(
     """
     if "<locals>" in getattr(function, "__qualname__", ""):
         raise ValueError(f"function={function.__qualname__} must be defined at the top of a module, to be found there.")
-    found = _run(function, tuple(args), processes, devices, restarts)
-    return [found[rank] for rank in sorted(found)]
+    results = _run(function, tuple(args), processes, devices, restarts)
+    return [results[rank] for rank in sorted(results)]
 
 
 def launch_command(
@@ -78,7 +76,9 @@ def _run(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     chosen = choose_devices(devices, processes)
-    count = check_positive_int("processes", processes if processes is not None else len(chosen or [0]))
+    count = processes if processes is not None else len(chosen or [0])
+    if count < 1:
+        raise ValueError(f"processes={count} must be at least 1.")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -94,7 +94,7 @@ def _run(
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
     if chosen is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    with _environment(variables), keeping_handlers():
+    with _environment(variables), _signal_handlers():
         try:
             return dict(elastic_launch(config, entry)(*args))
         except ChildFailedError as error:
@@ -103,11 +103,12 @@ def _run(
 
 
 def _launch_error(rank: int, failure: Any) -> LaunchError:
-    found = failure.message
-    if isinstance(found, dict):
-        trace = found.get("extraInfo", {}).get("py_callstack") or found.get("message", "")
+    record = failure.message
+    if isinstance(record, dict):
+        message = record.get("message", "")
+        trace = record.get("extraInfo", {}).get("py_callstack") or message
         text = f"Rank {rank} failed, and all processes were ended:\n\n{trace.rstrip()}"
-        return LaunchError(rank, failure.exitcode, text, found.get("message", "").partition(": ")[2])
+        return LaunchError(rank, failure.exitcode, text, message.partition(": ")[2])
     how = (
         f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
     )
@@ -129,37 +130,34 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def _signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers that torch's launcher replaces, after a block."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
 @dataclass
 class _Device:
     number: str
     uuid: str
-    load: float  # NaN where the driver does not know a value, as on a GPU that is divided, or shares the host's memory
-    used: float
-    total: float
+    load: float  # in percent; NaN where the driver does not know a value, as on a GPU that is divided
+    memory: float  # in use, in percent; NaN on a GPU that shares the host's
 
     @property
-    def memory(self) -> float:
-        """The share of its memory in use, in percent."""
-        return 100 * self.used / self.total
-
-    @property
-    def known(self) -> list[float]:
+    def in_use(self) -> list[float]:
         """The load and the memory in use, as far as the driver knows them."""
         return [value for value in (self.load, self.memory) if not math.isnan(value)]
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody else seems to use it."""
-        return bool(self.known) and max(self.known) <= _IDLE
-
-    @property
-    def order(self) -> tuple[float, ...]:
-        """Its place among idle ones: the more is known of it, and the less of it is in use, the earlier."""
-        return -len(self.known), *self.known
-
     def __str__(self) -> str:
-        values = ("unknown" if math.isnan(value) else f"{value:.0f} %" for value in (self.load, self.memory))
-        return f"GPU {self.number}: " + ", ".join(map(" ".join, zip(("load", "memory"), values, strict=True)))
+        load, memory = ("unknown" if math.isnan(value) else f"{value:.0f} %" for value in (self.load, self.memory))
+        return f"GPU {self.number}: load {load}, memory {memory}"
 
 
 def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -> list[str] | None:
@@ -169,36 +167,32 @@ def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -
     """
     if devices is None:
         return None
+    existing = _list_devices()
     if devices == "idle":
-        return _idle_devices(1 if processes is None else processes)
+        return _idle_devices(existing, 1 if processes is None else processes)
     numbers = [str(number).strip() for number in (devices.split(",") if isinstance(devices, str) else devices)]
-    if not all(re.fullmatch(r"\d+", number) for number in numbers):
-        raise ValueError(f"devices={devices!r} must be 'idle' or the numbers of GPUs, such as '0,2'.")
-    if len(set(numbers)) != len(numbers):
-        raise ValueError(f"devices={devices!r} names a GPU twice.")
     if processes is not None and processes != len(numbers):
         raise ValueError(
             f"processes={processes} does not fit devices={devices!r}: each process needs a GPU of its own. Leave "
             "processes out to start one for each."
         )
-    known = {device.number: device.uuid for device in _list_devices()}
+    by_number = {device.number: device.uuid for device in existing}
     for number in numbers:
-        if number not in known:
-            there_are = f"only {', '.join(sorted(known))}" if known else "nor any other"
+        if number not in by_number:
+            there_are = f"only {', '.join(sorted(by_number))}" if by_number else "nor any other"
             raise ValueError(f"devices={devices!r}: there is no GPU {number}, {there_are}.")
-    return [known[number] for number in numbers]  # as CUDA may number them otherwise, the fastest first
+    return [by_number[number] for number in numbers]  # as CUDA may number them otherwise, the fastest first
 
 
-def _idle_devices(count: int) -> list[str]:
-    found = sorted(_list_devices(), key=lambda device: device.order)
-    idle = [device for device in found if device.is_idle]
+def _idle_devices(existing: list[_Device], count: int) -> list[str]:
+    idle = [device for device in existing if device.in_use and max(device.in_use) <= _IDLE]
     if len(idle) < count:
-        states = "; ".join(map(str, sorted(found, key=lambda device: device.number))) or "there is no GPU"
+        states = "; ".join(map(str, existing)) or "there is no GPU"
         raise ValueError(
-            f"devices='idle': {count} idle {'GPU is' if count == 1 else 'GPUs are'} needed, but there "
-            f"{'is' if len(idle) == 1 else 'are'} {len(idle)} ({states}). Wait, ask for fewer processes, or name the "
-            "GPUs to use anyway."
+            f"devices='idle': too few idle GPUs: {count} needed, {len(idle)} idle ({states}). Wait, ask for fewer "
+            "processes, or name the GPUs to use anyway."
         )
+    idle.sort(key=lambda device: (-len(device.in_use), *device.in_use))  # the more is known, the earlier
     return [device.uuid for device in idle[:count]]
 
 
@@ -216,8 +210,11 @@ def _list_devices() -> list[_Device]:
         output = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines() if line.strip()]
-    devices = [_Device(number, name, *map(_to_number, values)) for number, name, *values in rows]
+    devices = []
+    for line in output.splitlines():
+        number, name, *values = (field.strip() for field in line.split(","))
+        load, used, total = map(_to_number, values)
+        devices.append(_Device(number, name, load, 100 * used / total))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices

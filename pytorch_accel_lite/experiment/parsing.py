@@ -2,139 +2,148 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import inspect
-import io
+import json
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import yaml
-
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.other_libraries import suggest
-from pytorch_accel_lite.experiment.error_texts import UNWRITABLE, explain, tidy_comments, tidy_help, without_unwritable
-from pytorch_accel_lite.experiment.expressions import Expression
-from pytorch_accel_lite.experiment.importing import full_name, import_path
-from pytorch_accel_lite.experiment.kinds import check_kinds
-from pytorch_accel_lite.experiment.overriding import (
-    dig,
-    from_environment,
-    override_parts,
-    unknown_variables,
-    variable_of,
-)
-from pytorch_accel_lite.experiment.signatures import add_part, takes_anything, untyped_and_required
+from pytorch_accel_lite.callbacks import TrainerCallback
+from pytorch_accel_lite.experiment.expressions import find_expressions, located, replaced
+from pytorch_accel_lite.experiment.importing import check_kinds, full_name, import_path
 from pytorch_accel_lite.experiment.testing import run_tests
-from pytorch_accel_lite.experiment.yaml_files import PARTS, Document, ExperimentError, dump_yaml, short
+from pytorch_accel_lite.experiment.yaml_files import PARTS, Document, ExperimentError, dump_yaml, load_yaml, short
 from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import import_extra, suggest
 
 #: Commands with arguments of their own beside some of those of ``train``: methods of the trainer, and ``run_tests``.
 TOOLS = ("find_lr", "find_batch_size", "diagnose", "estimate_memory", "test")
 _DEFAULT_CLASSES = {"trainer": "Trainer", "accelerator": "Accelerator"}
-_GIVEN_TO_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
-_GIVEN_TO_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
+# Arguments that parts, data and commands give.
+_OF_TRAINER = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
+_OF_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
+_OF_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
+_CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # with as many arguments before those of the file
+# How the parser begins the text that it writes in place of an object that has none.
+_UNWRITABLE = "Unable to serialize instance"
+_UNWANTED_HELP = {
+    r"  --print_config .*?(?=\n  -)\n": "",
+    r"  --[\w.]+ CONFIG\s+Path to a configuration file\.\n": "",
+    r"  --[\w.]+\.help .*?exit\.\n": "",
+    r",\s+known\s+subclasses:[^)]*\)": ")",
+    r"<function (\w+) at 0x\w+>": r"\1",
+    r"\.init_args(?=[. ])": "",
+}
 
 
 class Parser:
     """The parser of one experiment, with an option for each argument of each part.
 
-    :param document: the contents of the file
-    :param environment: variables that override them
-    :param arguments: of the command line, which override both
-    :param tool: the method of the trainer, one of ``TOOLS``, whose own arguments the experiment has too
+    :param document: the contents of the file, and what overrides them
+    :param tool: the command, one of ``TOOLS``, whose own arguments the experiment has too
     :raises ExperimentError: if a class does not exist, or a key is not known
     """
 
-    def __init__(
-        self, document: Document, environment: Mapping[str, str], arguments: Sequence[str], tool: str | None = None
-    ) -> None:
+    def __init__(self, document: Document, tool: str | None = None) -> None:
         self._library = import_extra("jsonargparse", "cli", "An experiment file")
         self._document = document
         self._tool = tool
         content = document.content
         for other in {*TOOLS} - {tool}:
             content.pop(other, None)
-        given = override_parts(document, environment, arguments)
-        if content.get("trainer") is None:
-            content["trainer"] = {}
+        content["trainer"] = content.get("trainer") or {}
         self.parts = dict(self._import_parts())
         check_kinds(document, self.parts | self._import_callbacks())
+        self._expressions = self._take_expressions()
         self._parser = self._create()
         self._known = set(self._parser.get_defaults().keys())
-        self._accept_further(given)
+        self._accept_further()
         self._check_keys(content)
-        for variable, key in unknown_variables(environment, self._known):
-            if key in self._known:  # by a short name, such as resume, which only options have
-                raise ExperimentError(f"environment variable {variable} is not known. Use {variable_of(key)}.")
-            if key.partition(".")[0] not in {*TOOLS} - {tool}:
-                raise ExperimentError(f"environment variable {variable}: {short(key)} {self._unknown(key)}")
-        self._arguments = [*from_environment(document, environment, self._known), *given]
 
     def place(self, key: str) -> str:
         """Return the start of an error message about a key: where it stands, and the key."""
         return self._document.place(key)
 
+    def _arguments(self, key: str) -> dict[str, Any]:
+        """Return the arguments that the file gives to a part."""
+        part: Any = self._document.content
+        for name in key.split("."):
+            part = (part or {}).get(name)
+        return (part or {}).get("init_args") or {}
+
     # ------------------------------------------------------------------------------- classes and functions
 
     def _import_parts(self) -> Iterator[tuple[str, Any]]:
         for key in PARTS:
-            part = dig(self._document.content, key)
-            if part is None:
-                continue
-            if not isinstance(part, dict):
-                raise ExperimentError(f"{self.place(key)}={part!r} must be a class path, or class_path and init_args.")
-            if key in _DEFAULT_CLASSES:
-                part.setdefault("class_path", _DEFAULT_CLASSES[key])
-            if "class_path" not in part:
-                raise ExperimentError(f"{self.place(key)} has arguments, but no class_path.")
-            for name in sorted(part.keys() - {"class_path", "init_args"}):
-                raise ExperimentError(
-                    f"{self.place(f'{key}.{name}')} is neither class_path nor init_args, under which the arguments of "
-                    "the class belong."
-                )
-            path = part["class_path"]
-            thing = import_path(self._document, key, path)
-            part["class_path"] = path if "." in path else full_name(thing)
-            part["init_args"] = part.get("init_args") or {}
-            yield key, thing
+            owner, _, name = key.rpartition(".")
+            section = self._document.content.get(owner) if owner else self._document.content
+            if isinstance(section, dict) and (part := section.get(name)) is not None:
+                default = {"class_path": _DEFAULT_CLASSES[key]} if key in _DEFAULT_CLASSES else {}
+                section[name], thing = self._import(key, default | part if isinstance(part, dict) else part)
+                yield key, thing
+
+    def _import(self, key: str, item: Any) -> tuple[dict[str, Any], Any]:
+        """Return an item with the full path of its class or function, and that class or function."""
+        if not isinstance(item, dict):
+            raise ExperimentError(f"{self.place(key)}={item!r} must be a class path, or class_path and init_args.")
+        if "class_path" not in item:
+            raise ExperimentError(f"{self.place(key)} has arguments, but no class_path.")
+        for name in sorted(item.keys() - {"class_path", "init_args"}):
+            raise ExperimentError(
+                f"{self.place(f'{key}.{name}')} is neither class_path nor init_args, under which the arguments of the "
+                "class belong."
+            )
+        thing = import_path(self._document, key, item["class_path"])
+        return {"class_path": full_name(thing), "init_args": item.get("init_args") or {}}, thing
 
     def _import_callbacks(self) -> dict[str, Any]:
-        given = self._document.content.get("callbacks") or []
-        if not isinstance(given, list):
-            raise ExperimentError(f"{self.place('callbacks')}={given!r} must be a list.")
-        items = [{"class_path": item} if isinstance(item, str) else item for item in given]
-        result: dict[str, Any] = {}
+        items = self._document.content.get("callbacks") or []
+        if not isinstance(items, list):
+            raise ExperimentError(f"{self.place('callbacks')}={items!r} must be a list.")
+        kinds: dict[str, Any] = {}
         for number, item in enumerate(items):
             key = f"callbacks.{number}"
-            if not isinstance(item, dict) or "class_path" not in item:
-                raise ExperimentError(f"{self.place(key)}={item!r} must be a class path, or class_path and init_args.")
-            result[key] = import_path(self._document, key, item["class_path"])
-            item["class_path"] = full_name(result[key])
+            items[number], kinds[key] = self._import(key, {"class_path": item} if isinstance(item, str) else item)
         self._document.content["callbacks"] = items
-        return result
+        return kinds
+
+    def _take_expressions(self) -> dict[tuple[Any, ...], str]:
+        """Put a number in place of each expression in the arguments of the scheduler, and return the expressions."""
+        arguments = self._arguments("scheduler")
+        expressions = dict(find_expressions(arguments))
+        for (name, *inner), text in expressions.items():
+            located(text, self.place(f"scheduler.{name}"))  # an error if it is none
+            arguments[name] = replaced(arguments[name], inner, 1)
+        return expressions
 
     # ------------------------------------------------------------------------------------- the parser
 
     def _create(self) -> Any:
-        self._library.typing.register_type(Expression, fail_already_registered=False)
         parser = self._library.ArgumentParser(
             prog="train FILE", exit_on_error=False, allow_abbrev=False, usage="%(prog)s [--KEY VALUE ...]"
         )
-        parser.add_argument("--_file", action="config", help=argparse.SUPPRESS)
         for key, thing in self.parts.items():
-            add_part(parser, key, thing)
+            parser.add_argument(f"--{key}.class_path", type=str, default=full_name(thing), help="a class or a function")
+            skip: set[Any] = {_CALLED_LATER[key]} if key in _CALLED_LATER else set()
+            parameters = _parameters(thing) or {}
+            if key == "trainer":
+                skip = _OF_TRAINER & parameters.keys()
+            skip |= {name for name, value in parameters.items() if type(value.default) is object}  # without a meaning
+            if not inspect.isclass(thing):
+                parser.add_function_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False)
+                continue
+            skip = set() if key == "loss_func" else skip
+            parser.add_class_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False, instantiate=False)
         kind = list[TrainerCallback]
         parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, beside the default ones")
         trainer = self._trainer_class()
-        parser.add_method_arguments(trainer, "train", "train", skip={*_GIVEN_TO_TRAIN})
+        parser.add_method_arguments(trainer, "train", "train", skip={*_OF_TRAIN})
         if self._tool is not None:
-            of_train = set(inspect.signature(trainer.train).parameters)
             function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
-            skip = of_train | {"self", *_GIVEN_TO_TESTS}
-            parser.add_function_arguments(function, self._tool, skip=skip & set(inspect.signature(function).parameters))
+            shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS}
+            skip = shared & set(inspect.signature(function).parameters)
+            parser.add_function_arguments(function, self._tool, skip=skip)
         parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
         return parser
 
@@ -143,20 +152,17 @@ class Parser:
         made = self.parts["trainer"]
         return made if inspect.isclass(made) and issubclass(made, Trainer) else Trainer
 
-    def _accept_further(self, arguments: Sequence[str]) -> None:
-        """Add the arguments that a part takes as ``**kwargs`` of which the signature tells nothing."""
-        options = [argument[2:].partition("=")[0] for argument in arguments]
+    def _accept_further(self) -> None:
+        """Add the arguments in the file that a part takes as ``**kwargs`` of which its signature tells nothing."""
         for key, thing in self.parts.items():
             prefix = f"{key}.init_args."
-            taken = {k.removeprefix(prefix) for k in self._known if k.startswith(prefix)}
-            if not takes_anything(thing, taken):
-                continue
-            in_file = [prefix + name for name in dig(self._document.content, f"{key}.init_args")]
-            for name in dict.fromkeys([*in_file, *(option for option in options if option.startswith(prefix))]):
-                first = name.removeprefix(prefix).partition(".")[0].removesuffix("+")
-                if first not in taken:  # else it is, or changes, an argument in the signature
-                    self._parser.add_argument(f"--{name}", type=Any, help="passed on as it is")
-                    self._known.add(name)
+            taken = {name.removeprefix(prefix) for name in self._known if name.startswith(prefix)}
+            parameters = _parameters(thing)
+            is_open = parameters is None or any(value.kind is value.VAR_KEYWORD for value in parameters.values())
+            if is_open and taken <= (parameters or {}).keys():
+                for name in self._arguments(key).keys() - taken:
+                    self._parser.add_argument(f"--{prefix}{name}", type=Any, help="passed on as it is")
+                    self._known.add(f"{prefix}{name}")
 
     def _check_keys(self, content: dict[str, Any], under: str = "") -> None:
         """Refuse keys that nothing takes, and drop those that were meant for a class that has been replaced."""
@@ -179,57 +185,72 @@ class Parser:
 
     def _has_keys(self, key: str) -> bool:
         is_part = key in PARTS or key.removesuffix(".init_args") in PARTS or key == "data"
-        return is_part or any(known.startswith(f"{key}.") for known in self._known)
+        return is_part or any(name.startswith(f"{key}.") for name in self._known)
 
     def _unknown(self, key: str) -> str:
         """Return why a key is not known, and which may have been meant."""
-        if inner := sorted(name for name in self._known if name.startswith(f"{key}.")):
-            return f"takes no value itself, unlike what is under it, such as {short(inner[0])}."
-        part = next((part for part in self.parts if key.startswith(f"{part}.init_args.")), "")
+        part = next((part for part in self.parts if key.startswith(f"{part}.init_args.")), None)
         section = key.partition(".")[0]
-        is_section = section in ("train", self._tool) and section != key
-        prefix = f"{part}.init_args." if part else f"{section}." if is_section else ""
-        owner = full_name(self.parts[part]) if part else section if is_section else "an experiment"
-        known = {name.removeprefix(prefix) for name in self._known if name.startswith(prefix)}
-        hint = suggest(key.removeprefix(prefix), known) if prefix else ""
+        owner, prefix = "an experiment", ""
+        if part is not None:
+            owner, prefix = full_name(self.parts[part]), f"{part}.init_args."
+        elif section in ("train", self._tool) and section != key:
+            owner, prefix = section, f"{section}."
+        names = {name.removeprefix(prefix) for name in self._known if name.startswith(prefix)}
+        elsewhere: list[str] = []
         if not prefix:
-            known = {*PARTS, *(name.partition(".")[0] for name in self._known), "base"} - {"_file"}
-            elsewhere = [short(name) for name in sorted(self._known) if name.endswith(f".{key}")]
-            hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, known)
-        return f"is not an argument of {owner}.{hint or ' There are: ' + ', '.join(sorted(known)) + '.'}"
+            elsewhere = [short(name) for name in sorted(names) if name.endswith(f".{key}")]
+            names = {*PARTS, "base", *(name.partition(".")[0] for name in names)}
+        hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key.removeprefix(prefix), names, 0.5)
+        return f"is not an argument of {owner}.{hint or ' There are: ' + ', '.join(sorted(names)) + '.'}"
 
     # ----------------------------------------------------------------------------------------- results
 
     def parse(self) -> Any:
-        """Return the checked contents as a namespace of jsonargparse's.
+        """Return the checked contents as a namespace of jsonargparse's, with numbers in place of expressions.
 
-        :raises ExperimentError: if a value is missing, unknown, or of the wrong type
+        :raises ExperimentError: if a value is missing, or of the wrong type
         """
-        try:
-            result = self._parser.parse_args(["--_file", self._text(), *self._arguments])
-        except self._library.ArgumentError as error:
-            raise ExperimentError(explain(str(error), self._document, self._unknown)) from None
-        del result["_file"]
-        self._check_required(result)
-        return result
-
-    def _check_required(self, found: Any) -> None:
-        """Refuse to leave out arguments without a type and a default; others the parser has refused."""
-        options = {argument.partition("=")[0] for argument in self._arguments}
-        for key, thing in self.parts.items():
-            in_file = dig(self._document.content, f"{key}.init_args") or {}
-            names = [f"{key}.init_args.{name}" for name in untyped_and_required(thing) if name not in in_file]
-            names = [name for name in names if name in self._known and f"--{name}" not in options]
-            if missing := [short(name) for name in names if found[name] is None]:
+        for key, thing in self.parts.items():  # where the parser would put None
+            given = self._arguments(key)
+            names = [name for name in _untyped_and_required(thing) if name not in given]
+            if missing := [f"{key}.{name}" for name in names if f"{key}.init_args.{name}" in self._known]:
                 raise ExperimentError(f"{self.place(key)} needs {' and '.join(missing)}, without a default.")
-
-    def _text(self) -> str:
         try:
-            return dump_yaml(self._document.content)
-        except yaml.representer.RepresenterError as error:
-            raise ExperimentError(f"overrides: {error.args[1]!r} cannot be written into a file.") from error
+            return self._parser.parse_object(load_yaml(dump_yaml(self._document.content)))
+        except self._library.ArgumentError as error:
+            raise ExperimentError(self._explain(str(error))) from None
 
-    def instantiate(self, found: Any, create: Callable[..., Any]) -> Any:
+    def _explain(self, message: str) -> str:
+        """Return an error of jsonargparse's in terms of the file."""
+        if missing := re.search(r"arguments are required: (.*)", message):
+            keys = missing[1].split(", ")
+            owner = keys[0].partition(".init_args.")[0]
+            return f"{self.place(owner)} needs {' and '.join(map(short, keys))}, without a default."
+        keys = re.findall(r'Parser key "([^"]+)"', message)
+        if option := re.search(r"Option '([^']+)' is not accepted", message):
+            place, path = self._innermost([*keys, option[1]]), re.findall(r"given class_path '([^']+)'", message)[-1]
+            names = inspect.signature(import_path(self._document, keys[0], path)).parameters
+            hint = suggest(option[1], names, 0.5) or f" There are: {', '.join(names)}."
+            return f"{place} is not an argument of {path}.{hint}"
+        value = re.search(r"(?:Got|Given) value: (.*?)(?=\n +(?:- |Given value)|\Z)", message, re.DOTALL)
+        message = message[: value.end()] if value else message  # of an item in a list, what follows is about the list
+        kinds = [kind.rpartition(".")[2] for kind in re.findall(r"Expected an? <class '([^']+)'>", message)]
+        must_be = f" must be {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null") if kinds else " is wrong"
+        reasons = re.findall(r"^ *- (?!Expected an? <|Does not validate)(.*?)\.?$", message, re.MULTILINE)
+        if kinds == ["str"]:  # what YAML has read as something else
+            reasons.append("Put it in quotes")
+        text = ". ".join([must_be, *reasons])
+        if not value:
+            return f"{self._innermost(keys)}: {' '.join(message.split())}"
+        return f"{self._innermost(keys)}={value[1]!r}{text if text.endswith('?') else f'{text}.'}"
+
+    def _innermost(self, keys: list[str]) -> str:
+        """Return the place of the last key, which may belong to an item of the first."""
+        inside = (key for key in self._document.places if key.startswith(keys[0]) and key.endswith(f".{keys[-1]}"))
+        return self.place(next(inside, ".".join(dict.fromkeys(keys))) if len(keys) > 1 else keys[0])
+
+    def instantiate(self, contents: Any, create: Callable[..., Any]) -> Any:
         """Return the contents with objects in place of nested classes and their arguments.
 
         :param create: called with each class and its arguments
@@ -245,45 +266,64 @@ class Parser:
                 raise
 
         try:
-            return self._parser.instantiate(found, instantiators=[(create_and_note, object, True)])
+            return self._parser.instantiate(contents, instantiators=[(create_and_note, object, True)])
         except Exception:
             if failures:
                 raise failures[-1] from None  # the parser hides it where None is allowed, too
             raise
 
-    def dump(self, found: Any) -> str:
-        """Return checked contents in YAML, as a file of its own.
+    def with_placeholders(self, schedule: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return some of the arguments of the scheduler with placeholders in place of expressions.
+
+        :param schedule: all arguments of the scheduler
+        """
+        for (name, *inner), text in self._expressions.items():
+            value = located(text, self.place(f"scheduler.{name}"))
+            arguments = {**arguments, name: replaced(arguments.get(name, schedule[name]), inner, value)}
+        return arguments
+
+    def to_config(self, contents: Any) -> dict[str, Any]:
+        """Return checked contents as nested dicts of what a file can hold, with all defaults.
 
         Defaults that cannot be written, such as ``nn.Tanh()``, are left out, and so are the same when it is read.
         """
-        lists = {key: value for key, value in found.items() if isinstance(value, list) and value}
-        functions = {key: [*map(full_name, value)] for key, value in lists.items() if all(map(callable, value))}
-
-        def write(content: dict[str, Any]) -> str:
-            for key, names in functions.items():  # the parser writes one by its path, but not several
-                owner, _, name = key.rpartition(".")
-                dig(content, owner)[name] = names
-            return dump_yaml(without_unwritable(content))
-
-        self._library.set_dumper("experiment", write)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", rf"\s*{UNWRITABLE}")
-            return str(self._parser.dump(found, "experiment", skip_unset=False))
-
-    def commented(self) -> str:
-        """Return the contents in YAML with comments; what is required and missing is ``null``."""
-        arguments = ["--_file", self._text(), *self._arguments, "--print_config=comments"]
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-            contextlib.suppress(SystemExit),
-            warnings.catch_warnings(),
-        ):
-            warnings.filterwarnings("ignore", rf"\s*{UNWRITABLE}")
-            self._parser.parse_args(arguments)
-        return "\n".join(tidy_comments(printed.getvalue())) + "\n"
+            warnings.filterwarnings("ignore", rf"\s*{_UNWRITABLE}")
+            config = json.loads(self._parser.dump(contents, "json", skip_unset=False))
+        for key, value in contents.items():
+            if isinstance(value, list) and value and all(map(callable, value)):  # the parser writes only single ones
+                config = replaced(config, key.split("."), [*map(full_name, value)])
+        config = _without_unwritable(config)
+        for path, text in self._expressions.items():
+            config = replaced(config, ("scheduler", "init_args", *path), text)
+        return config  # type: ignore[no-any-return]
 
     def help(self) -> str:
         """Return the description of all options, with the values of this experiment."""
-        given = {key: value for key in self._known if (value := dig(self._document.content, key)) is not None}
-        self._parser.set_defaults(given)
-        return tidy_help(self._parser.format_help())
+        self._parser.set_defaults({key: value for key, value in self.parse().items() if key in self._known})
+        text: str = self._parser.format_help()
+        for pattern, replacement in _UNWANTED_HELP.items():
+            text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+        return text
+
+
+def _parameters(thing: Any) -> dict[str, inspect.Parameter] | None:
+    """Return the parameters of a class or a function; what is not written in Python has no signature."""
+    try:
+        return dict(inspect.signature(thing).parameters)
+    except ValueError:
+        return None
+
+
+def _untyped_and_required(thing: Any) -> list[str]:
+    empty = inspect.Parameter.empty
+    parameters = (_parameters(thing) or {}).values()
+    return [parameter.name for parameter in parameters if parameter.annotation is parameter.default is empty]
+
+
+def _without_unwritable(content: Any) -> Any:
+    """Return nested contents without the values that could not be written."""
+    if isinstance(content, dict):
+        written = {key: value for key, value in content.items() if not str(value).startswith(_UNWRITABLE)}
+        return {key: _without_unwritable(value) for key, value in written.items()}
+    return [_without_unwritable(value) for value in content] if isinstance(content, list) else content

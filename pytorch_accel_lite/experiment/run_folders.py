@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import glob
 import json
-import math
 import os
+import pydoc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,45 +27,39 @@ _BESIDE_THE_POINT = re.compile(
     r"|(train|eval)_dl_kwargs(\..*)?"
 )
 
-#: Settings that say where a run took place.
-ENVIRONMENT = re.compile(r"processes$|device$|git commit$|version of ")
-
 
 @dataclass
 class RecordedRun:
     """What a run has left behind.
 
-    :param name: its folder, relative to what all runs that are compared have in common
+    :param folder: its folder
     :param rows: the metrics of each epoch, with ``epoch``
     :param settings: its configuration, by key, such as ``optimizer.lr``
     :param source: the file that the configuration is from; those of different kinds have different keys
     :param directions: whether greater values are better, as far as known, by metric name
     :param outcome: how it ended, if it kept a record of that
-    :param seconds: how long it took, if it kept a record of that
-    :param file: name of the file with its metrics, if its folder has those of several runs
+    :param name: its folder, or the file with its metrics, relative to what all runs that are compared have in common
     """
 
     folder: Path
-    name: str
     rows: list[Row]
     settings: dict[str, Any] = field(default_factory=dict)
     source: str = ""
-    directions: dict[str, bool | None] = field(default_factory=dict)
+    directions: dict[str, bool] = field(default_factory=dict)
     outcome: str = ""
-    seconds: float | None = None
-    file: str = ""
+    name: str = ""
 
     @property
     def metrics(self) -> dict[str, tuple[list[int], list[float]]]:
         """The epochs and values of each metric that is a number, by name."""
-        result: dict[str, tuple[list[int], list[float]]] = {}
+        metrics: dict[str, tuple[list[int], list[float]]] = {}
         for row in self.rows:
             for name, value in row.items():
                 if name != "epoch" and isinstance(value, float):
-                    epochs, values = result.setdefault(name, ([], []))
+                    epochs, values = metrics.setdefault(name, ([], []))
                     epochs.append(int(row["epoch"]))
                     values.append(value)
-        return result
+        return metrics
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun], list[str]]:
@@ -79,9 +73,9 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
     left_out: list[str] = []
     given = [os.fspath(path) for path in paths]
     for path in _expanded(given):
-        found = _runs_at(path)
-        runs |= {run.folder.resolve() / run.file: run for run in found}
-        if not found and path.is_dir():
+        in_path = _runs_at(path)
+        runs |= {place.resolve(): run for place, run in in_path.items()}
+        if not in_path and path.is_dir():
             left_out.append(os.fspath(path))
     if not runs:
         raise ValueError(
@@ -89,19 +83,18 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
             "metrics.csv of a MetricsFileCallback, which runs from files have by default, or in the run.json of a "
             "RunLogCallback, once an epoch has been completed."
         )
-    _name(list(runs.values()))
+    above = os.path.commonpath([place.parent for place in runs])
+    for place, run in runs.items():
+        run.name = os.path.relpath(place, above)
     return list(runs.values()), left_out
 
 
 def _expanded(given: Sequence[str]) -> Iterator[Path]:
     for text in given:
-        if Path(text).exists():
-            yield Path(text)
-            continue
-        found = sorted(glob.glob(text), key=natural_order)
-        if not found:
+        matches = [text] if Path(text).exists() else sorted(glob.glob(text), key=natural_order)
+        if not matches:
             raise FileNotFoundError(f"There is no {text!r}.")
-        yield from map(Path, found)
+        yield from map(Path, matches)
 
 
 def natural_order(text: object) -> list[Any]:
@@ -110,79 +103,32 @@ def natural_order(text: object) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in parts]
 
 
-def _runs_at(path: Path) -> list[RecordedRun]:
-    """Return the runs in a folder, or else those in its subfolders; or that of a file with metrics."""
+def _runs_at(path: Path) -> dict[Path, RecordedRun]:
+    """Return the run with a file of metrics; the runs in a folder; or else those in its subfolders."""
     if path.is_file():
-        return _runs_in(path.parent, path) if path.suffix in _SUFFIXES else []
-    own = _runs_in(path)
-    if own:
-        return own
-    inner = sorted((child for child in path.iterdir() if child.is_dir()), key=natural_order)
-    return [run for child in inner if not child.name.startswith(".") for run in _runs_in(child)]
-
-
-def _name(runs: Sequence[RecordedRun]) -> None:
-    folders = [run.folder.resolve() for run in runs]
-    above = Path(os.path.commonpath([folder.parent for folder in folders]))
-    for run, folder in zip(runs, folders, strict=True):
-        run.name = os.fspath((folder / run.file).relative_to(above))
-
-
-# ------------------------------------------------------------------------------------------------------ one run
-
-
-def _runs_in(folder: Path, file: Path | None = None) -> list[RecordedRun]:
-    """Return the runs that have recorded metrics in a folder, usually one; or the one that has written a file."""
-    record = _read_record(folder)
-    found = _read_metrics(folder)
-    several = len(found) > 1
-    if file is not None:
-        found = [(files, rows) for files, rows in found if file.name in files]
-    elif not found and record.get("metrics"):
-        found = [([""], [_as_numbers(row) for row in record["metrics"]])]
-    runs = []
-    for files, rows in found:
-        run = _read_run(folder, rows, record)
-        run.file = files[0] if several else ""
-        runs.append(run)
+        rows = _read_rows(path) if path.suffix in _SUFFIXES else []
+        return {path: _read_run(path.parent, rows)} if rows else {}
+    runs = _runs_in(path)
+    if not runs:
+        for child in sorted(path.iterdir(), key=natural_order):
+            if child.is_dir() and not child.name.startswith("."):
+                runs |= _runs_in(child)
     return runs
 
 
-def _read_run(folder: Path, rows: list[Row], record: Mapping[str, Any]) -> RecordedRun:
-    """Return the run in a folder that has these metrics, and this ``run.json``."""
-    experiment = _read_experiment(folder)
-    run = RecordedRun(folder, folder.name, rows)
-    run.directions = directions_in(experiment) | record.get("directions", {})
-    state = {} if experiment or record else _read_state(folder)
-    run.settings = settings_of(experiment, record or state)
-    sources = {RESOLVED: experiment, "run.json": record, "manifest.json": state}
-    run.source = next((name for name, content in sources.items() if content), "")
-    if attempts := record.get("attempts"):
-        run.outcome = str(attempts[-1]["outcome"]).partition(":")[0]
-        run.seconds = sum(attempt.get("seconds", 0) for attempt in attempts)
-    return run
-
-
-def _read_metrics(folder: Path) -> list[tuple[list[str], list[Row]]]:
-    """Return the metrics of each run in a folder: the names of its files, the usual one first, and the rows.
-
-    Files whose values do not contradict each other are of one run.
-    """
-    usual = [folder / f"metrics{suffix}" for suffix in _SUFFIXES]
-    others = [path for suffix in _SUFFIXES for path in sorted(folder.glob(f"*{suffix}"))]
-    result: list[tuple[list[str], list[Row]]] = []
-    for path in dict.fromkeys([*usual, *others]):
-        rows = _read_rows(path) if path.is_file() and (path in usual or _is_of_epochs(path)) else []
-        if not rows or not all(isinstance(row.get("epoch"), float) and next(iter(row)) != "update" for row in rows):
-            continue
-        for files, known in result:
-            if _agree(known, rows):
-                files.append(path.name)
-                known[:] = _joined(known, rows)
-                break
-        else:
-            result.append(([path.name], rows))
-    return result
+def _runs_in(folder: Path) -> dict[Path, RecordedRun]:
+    """Return the run that a folder is of; or else one for each file of metrics in it."""
+    for suffix in _SUFFIXES:
+        path = folder / f"metrics{suffix}"
+        if path.is_file() and (rows := _read_rows(path)):
+            return {folder: _read_run(folder, rows)}
+    if rows := [_as_numbers(row) for row in _read_record(folder).get("metrics") or []]:
+        return {folder: _read_run(folder, rows)}
+    others: dict[str, Path] = {}
+    for suffix in _SUFFIXES:
+        others |= {path.stem: path for path in sorted(folder.glob(f"*{suffix}")) if path.stem not in others}
+    by_path = {path: _read_rows(path) for path in others.values() if _is_of_epochs(path)}
+    return {path: _read_run(folder, rows) for path, rows in by_path.items() if rows}
 
 
 def _is_of_epochs(path: Path) -> bool:
@@ -190,28 +136,32 @@ def _is_of_epochs(path: Path) -> bool:
     with path.open(errors="replace") as file:
         first = file.readline()
     try:
-        names = next(csv.reader([first]), []) if path.suffix == ".csv" else json.loads(first)
-        return "epoch" in names and next(iter(names)) != "update"
+        names = next(csv.reader([first]), []) if path.suffix == ".csv" else list(json.loads(first))
     except (ValueError, TypeError, csv.Error):
         return False
+    return "epoch" in names and names[0] != "update"
 
 
-def _agree(first: list[Row], second: list[Row]) -> bool:
-    """Whether no number in one file is another in the other."""
-    known = {(row["epoch"], name): value for row in first for name, value in row.items() if isinstance(value, float)}
-    pairs = [(known.get((row["epoch"], name)), value) for row in second for name, value in row.items()]
-    return all(
-        one == other or (math.isnan(one) and math.isnan(other))
-        for one, other in pairs
-        if one is not None and isinstance(other, float)
+# ------------------------------------------------------------------------------------------------------ one run
+
+
+def _read_run(folder: Path, rows: list[Row]) -> RecordedRun:
+    """Return the run in a folder that has these metrics."""
+    record = _read_record(folder)
+    path = folder / RESOLVED
+    try:
+        experiment = (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}.") from error
+    directions = dict(_directions_in(experiment)) | record.get("directions", {})
+    return RecordedRun(
+        folder,
+        rows,
+        _settings_of(experiment, record),
+        RESOLVED if experiment else "run.json" if record else "",
+        {name: direction for name, direction in directions.items() if direction is not None},
+        str(record.get("attempts", [{"outcome": ""}])[-1]["outcome"]).partition(":")[0],
     )
-
-
-def _joined(first: list[Row], second: list[Row]) -> list[Row]:
-    """Return the rows of two files, joined by epoch."""
-    rows = {row["epoch"]: row for row in second}
-    rows |= {row["epoch"]: row | rows.get(row["epoch"], {}) for row in first}
-    return [rows[epoch] for epoch in sorted(rows)]
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -224,59 +174,37 @@ def _read_rows(path: Path) -> list[Row]:
             rows.append(_as_numbers(json.loads(line)))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path}, line {number} is no row of metrics in JSON: {error}.") from error
-    return rows
+    return [row for row in rows if "epoch" in row]
 
 
-def _as_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+def _as_numbers(row: Mapping[str, Any]) -> Row:
     """Return a row with floats in place of all that can be read as such, and without empty cells."""
-    result: dict[str, Any] = {}
+    numbers: Row = {}
     for name, value in row.items():
         try:
-            result[name] = float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError):
             if value not in ("", None):
-                result[name] = value
-    return result
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    return content if isinstance(content, dict) else {}
+                numbers[name] = value
+    return numbers
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
     """Return the contents of the ``run.json`` of a folder, which may be in a folder of its own in it."""
-    paths = [folder / "run.json", *sorted(folder.glob("*/run.json"))]
-    return next((_read_json(path) for path in paths if path.is_file()), {})
-
-
-def _read_experiment(folder: Path) -> dict[str, Any]:
-    path = folder / RESOLVED
-    if not path.is_file():
-        return {}
-    try:
-        return yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}.") from error
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    """Return what the newest training state of a run says about it, as its ``run.json`` would."""
-    manifests = [*folder.glob("update-*/manifest.json"), *folder.glob("*/update-*/manifest.json")]
-    if not manifests:
-        return {}
-    state = _read_json(max(manifests, key=lambda path: path.parent.name))
-    about = {"config": state.get("run_config", {}), "processes": state.get("world_size")}
-    return {**about, "versions": state.get("versions", {})}
+    for path in (folder / "run.json", *sorted(folder.glob("*/run.json"))):
+        if path.is_file():
+            try:
+                content: dict[str, Any] = json.loads(path.read_text())
+            except ValueError as error:
+                raise ValueError(f"{path} is not JSON: {error}.") from error
+            return content
+    return {}
 
 
 # ----------------------------------------------------------------------------------------------------- settings
 
 
-def settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run by key.
 
     :param experiment: contents of its ``experiment.yaml``, if it has one
@@ -305,9 +233,8 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested settings by key; a class is the value of the key above its arguments."""
     if isinstance(value, Mapping) and "class_path" in value:
         yield key, ClassPath(value["class_path"])
+    if isinstance(value, Mapping) and value.keys() & {"class_path", "init_args"}:
         value = value.get("init_args") or {}
-    elif isinstance(value, Mapping) and "init_args" in value:
-        value = value["init_args"] or {}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) and "class_path" in item for item in value):
         value = _by_class(value)
     if not isinstance(value, Mapping):
@@ -327,34 +254,23 @@ def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return named
 
 
-def directions_in(experiment: Any) -> dict[str, bool | None]:
-    """Return whether greater values are better of the metrics that an experiment names, as far as it tells."""
-    found: dict[str, bool | None] = {}
-    if isinstance(experiment, list):
-        for item in experiment:
-            found |= directions_in(item)
+def _directions_in(experiment: Any) -> Iterator[tuple[str, bool | None]]:
+    """Yield whether greater values are better of the metrics that an experiment names, as far as it tells."""
+    if isinstance(experiment, (list, Mapping)):
+        for inner in experiment.values() if isinstance(experiment, Mapping) else experiment:
+            yield from _directions_in(inner)
     if isinstance(experiment, Mapping):
-        for inner in experiment.values():
-            found |= directions_in(inner)
         metrics = experiment.get("metrics")
-        if isinstance(metrics, Mapping):
-            found |= {name: _direction_of_class(metric) for name, metric in metrics.items()}
-        watched, greater = experiment.get("watch_metric"), experiment.get("greater_is_better")
-        if watched is not None and greater is not None:
-            found[watched] = greater
-    return {name: direction for name, direction in found.items() if direction is not None}
+        for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
+            if isinstance(metric, Mapping) and "class_path" in metric:
+                yield name, getattr(_locate(metric["class_path"]), "higher_is_better", None)
+        if experiment.get("greater_is_better") is not None and "watch_metric" in experiment:
+            yield experiment["watch_metric"], experiment["greater_is_better"]
 
 
-def _direction_of_class(metric: Any) -> bool | None:
-    """Return what the class of a metric of torchmetrics says, unless it cannot be imported here."""
+def _locate(path: str) -> Any:
+    """Return a class by its path; ``None`` if it cannot be imported here."""
     try:
-        module, _, name = metric["class_path"].rpartition(".")
-        kind = getattr(__import__(module, fromlist=[name]), name)
-    except (TypeError, KeyError, ImportError, AttributeError, ValueError):
+        return pydoc.locate(path)
+    except pydoc.ErrorDuringImport:
         return None
-    return getattr(kind, "higher_is_better", None)
-
-
-def is_finite(value: Any) -> bool:
-    """Whether a value is a number and finite."""
-    return isinstance(value, float) and math.isfinite(value)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.base.validation import check_number
-from pytorch_accel_lite.base.watched_metric import WatchedMetric
-from pytorch_accel_lite.distributed.collectives import result_of_first
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.callbacks import StopTrainingError, TrainerCallback, WatchedMetric
+from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import import_extra, result_of_first
 
 #: User attributes of a trial: the paths that it writes to, and the number of the killed trial that it continues.
 _PATHS = "paths"
@@ -72,6 +67,7 @@ class OptunaPruningCallback(TrainerCallback):
             self.is_pruned = False
             self._watched.is_maximised = trainer.ranks.broadcast_object(self._maximises)
             request.metrics.watch(self._watched)
+        self._request = request
 
     def _maximises(self) -> bool | None:
         """Return whether the study maximises the metric; ``None`` without a study, as for a FixedTrial."""
@@ -80,15 +76,14 @@ class OptunaPruningCallback(TrainerCallback):
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
         """Check that no other trial has the folder."""
-        request = trainer.current_run.request
-        if request.kind == "training":
-            trainer.ranks.run_together(lambda: self._check(request.paths), only_first=True)
+        if self._request.kind == "training":
+            trainer.ranks.run_together(self._check, only_first=True)
 
-    def _check(self, paths: Iterable[str]) -> None:
+    def _check(self) -> None:
         study = getattr(self.trial, "study", None)  # a FixedTrial has none
         if study is None:
             return
-        mine = sorted(path if "://" in path else os.path.realpath(path) for path in paths)
+        mine = sorted(path if "://" in path else os.path.realpath(path) for path in self._request.paths)
         self.trial.set_user_attr(_PATHS, mine)  # before looking at those of others, which may start now
         failed = self._optuna.trial.TrialState.FAIL
         for other in study.get_trials(deepcopy=False):
@@ -106,8 +101,8 @@ class OptunaPruningCallback(TrainerCallback):
         history = trainer.run_history
         if trainer.progress.update and hasattr(history, "curves") and self.metric in history:
             epochs, values = history.curves([self.metric])[self.metric]
-            known = dict(zip(epochs, map(float, values), strict=True))
-            trainer.ranks.run_together(lambda: self._report_all(known), only_first=True)
+            earlier = dict(zip(epochs, map(float, values), strict=True))
+            trainer.ranks.run_together(lambda: self._report_all(earlier), only_first=True)
 
     def _report_all(self, values: Mapping[int, float]) -> None:
         with warnings.catch_warnings():
@@ -180,12 +175,11 @@ def _suggest(trial: Any, key: str, range_of: Mapping[str, Any]) -> Any:
         return trial.suggest_categorical(key, range_of["choices"])
     if not {"low", "high"} <= names <= {"low", "high", "log", "step"}:
         raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have choices, or low and high, with log or step.")
-    numbers = [check_number(f"space[{key!r}][{name!r}]", range_of[name]) for name in ("low", "high")]
-    ends = tuple(numbers)
-    if range_of.get("step") is not None:
-        numbers.append(check_number(f"space[{key!r}]['step']", range_of["step"]))
+    numbers = [range_of[name] for name in ("low", "high", "step") if range_of.get(name) is not None]
+    if not all(isinstance(number, (int, float)) for number in numbers):
+        raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have numbers for low, high and step.")
     suggest = trial.suggest_int if all(type(number) is int for number in numbers) else trial.suggest_float
-    return suggest(key, *ends, **{name: range_of[name] for name in names - {"low", "high"}})
+    return suggest(key, **range_of)
 
 
 def retry_killed_trials(study: Any) -> list[int]:

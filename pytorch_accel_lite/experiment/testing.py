@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,21 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from pytorch_accel_lite.base.text import did_you_mean, format_metric
-from pytorch_accel_lite.callbacks import TrainerCallback, WorstSamplesCallback
-from pytorch_accel_lite.callbacks.metrics import default_transform
-from pytorch_accel_lite.callbacks.metrics_file import plain
-from pytorch_accel_lite.callbacks.prediction_writer import read_failures
-from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.callbacks import TrainerCallback, WorstSamplesCallback, read_failures
+from pytorch_accel_lite.checkpoint import replacing
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of, source_of
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import format_metric, suggest
 
 Row = dict[str, Any]
 _NAME = re.compile(r"[\w.=+-]+")
@@ -75,8 +69,8 @@ def run_tests(
     :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics; with
         ``skip_failed``, also ``failed``, the number of samples in failed batches
     :raises FileNotFoundError: if there is no such checkpoint
-    :raises AttributeError: if the trainer does not have an attribute of a setting
-    :raises ValueError: if batches of a model that is sharded over the processes are to be skipped
+    :raises ValueError: if the trainer does not have an attribute of a setting; if batches of a model that is sharded
+        over the processes are to be skipped
     """
     if skip_failed and trainer.is_sharded:
         raise ValueError(
@@ -85,46 +79,42 @@ def run_tests(
         )
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
     settings: Mapping[str, Mapping[str, Any]] = inference or {"default": {}}
-    for folder in (*by_name, *settings):
-        if not _NAME.fullmatch(folder):
-            raise ValueError(f"The name {folder!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
+    for word in (*by_name, *settings):
+        if not _NAME.fullmatch(word):
+            raise ValueError(f"The name {word!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
     for setting, attributes in settings.items():
         for attribute in attributes:
             _check_attribute(trainer, setting, attribute)
     names = [_folder_name(name) for name in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints={[*checkpoints]} would share folders: {names}. Test them with a save_dir each.")
-    found = {_folder_name(name): find_weights(trainer, name, Path(save_dir)) for name in checkpoints}
+    weights = {_folder_name(name): find_weights(trainer, name) for name in checkpoints}
     reading = {
         "per_device_batch_size": per_device_batch_size,
         "dataloader_kwargs": dataloader_kwargs,
         "collate_fn": collate_fn,
     }
-    test = _Test(trainer, reading, worst, worst_by, predictions, skip_failed, shard_size)
+    folder = Path(save_dir)
+    test = _Test(trainer, folder, reading, worst, worst_by, predictions, skip_failed, shard_size)
     rows: list[Row] = []
-    for checkpoint, path in found.items():
+    for checkpoint, paths in weights.items():
         for setting, attributes in settings.items():
             for name, dataset in by_name.items():
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
+                about = {"inference": dict(attributes), "depends_on": depends_on}
                 with _attributes(trainer, attributes):
-                    about = {"inference": dict(attributes), "depends_on": depends_on}
-                    metrics = test.run(path, dataset, Path(save_dir) / checkpoint / setting / name, about)
-                rows.append(row | metrics)
-    trainer.ranks.run_together(lambda: _write_tables(rows, Path(save_dir)), only_first=True)
+                    rows.append(row | test.run(paths, dataset, folder / checkpoint / setting / name, about))
+    trainer.ranks.run_together(lambda: _write_tables(rows, folder), only_first=True)
     return rows
-
-
-class _UnknownAttributeError(AttributeError, ValueError):
-    """A setting names an attribute that does not exist: the user's mistake, unlike other errors of this kind."""
 
 
 def _check_attribute(trainer: Trainer, setting: str, attribute: str) -> None:
     owner: Any = trainer
     for name in attribute.split("."):
         if not hasattr(owner, name):
-            raise _UnknownAttributeError(
+            raise ValueError(
                 f"inference: the setting {setting!r} sets {attribute!r}, but {type(owner).__name__} has no "
-                f"{name!r}.{did_you_mean(name, dir(owner))}"
+                f"{name!r}.{suggest(name, dir(owner))}"
             )
         owner = getattr(owner, name)
 
@@ -157,10 +147,12 @@ def _attributes(trainer: Trainer, values: Mapping[str, Any]) -> Iterator[None]:
 class _Test:
     """What all combinations have in common; see :func:`run_tests`.
 
+    :param folder: the folder of all results
     :param reading: the arguments with which each dataset is read
     """
 
     trainer: Trainer
+    folder: Path
     reading: dict[str, Any]
     worst: int
     worst_by: Callable[[Any, Any], Any] | None
@@ -168,29 +160,28 @@ class _Test:
     skip_failed: bool
     shard_size: int
 
-    def run(self, weights: Path, dataset: Any, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    def run(self, paths: Sequence[Path], dataset: Any, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one combination, from its folder if it is finished.
 
+        :param paths: where its weights are
         :param about: what the results depend on besides the weights and the dataset
         """
         trainer = self.trainer
-        source = source_of(
-            weights,
-            worst=self.worst,
-            worst_by=self.worst_by and _name_of(self.worst_by),
-            predictions=self.predictions,
-            skip_failed=self.skip_failed,
-            **about,
-        )
-        known = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
-        if known is not None:
+        worst_by = self.worst_by and _name_of(self.worst_by)
+        options = {"worst": self.worst, "worst_by": worst_by, "predictions": self.predictions}
+        source = source_of(paths, **options, skip_failed=self.skip_failed, **about)
+        finished = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
+        if finished is not None:
             trainer.print(f"{folder} is finished: skipped")
-            return known
-        load_weights(trainer, weights)
+            return finished
+        load_weights(trainer, paths, self.folder / f"{folder.parts[-3]}.pt")
         if self.predictions:
-            self._predict(weights, dataset, folder, about)
+            directory = folder / "predictions"
+            writer = predictions_of(trainer, paths, directory, about, self.shard_size, self.skip_failed)
+            with _callbacks(trainer, writer):
+                for _ in trainer.predict_iter(dataset, **self.reading):
+                    pass
         metrics, samples, failures = self._evaluate(dataset)
-        files = {"worst.json": samples, "failures.json": failures}
 
         def write() -> None:
             if self.predictions and self.skip_failed:
@@ -198,7 +189,7 @@ class _Test:
                 failures[:0] = [{"in": "prediction", **failure} for failure in of_predictions]
             if self.skip_failed:
                 metrics["failed"] = len({index for failure in failures for index in failure["indices"]})
-            for name, content in files.items():
+            for name, content in {"worst.json": samples, "failures.json": failures}.items():
                 if content:
                     _write(folder / name, "[\n" + ",\n".join(map(json.dumps, content)) + "\n]")
                 else:
@@ -208,32 +199,19 @@ class _Test:
         trainer.ranks.run_together(write, only_first=True)
         return trainer.ranks.broadcast_object(lambda: metrics)
 
-    def _predict(self, weights: Path, dataset: Any, folder: Path, about: dict[str, Any]) -> None:
-        writer = predictions_of(
-            self.trainer,
-            weights,
-            folder / "predictions",
-            shard_size=self.shard_size,
-            skip_failed=self.skip_failed,
-            **about,
-        )
-        with _callbacks(self.trainer, writer):
-            for _ in self.trainer.predict_iter(dataset, **self.reading):
-                pass
-
     def _evaluate(self, dataset: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
         """Return the metrics, the worst samples and the failures of an evaluation."""
         transform = None if self.worst_by is None else _outputs_and_targets
         collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
         skipping = _SkippedBatches() if self.skip_failed else None
         with _callbacks(self.trainer, collector, skipping):
-            found = self.trainer.evaluate(dataset, **self.reading)
+            metrics = self.trainer.evaluate(dataset, **self.reading)
         value = "loss" if self.worst_by is None else _name_of(self.worst_by).rpartition(".")[2]
         samples = [] if collector is None else [sample._asdict() for sample in collector.samples]
         renamed = [{value if key == "loss" else key: item for key, item in sample.items()} for sample in samples]
         failures = [] if skipping is None else skipping.failures
         gathered = [failure for part in self.trainer.ranks.all_gather_object(failures) for failure in part]
-        return {name: plain(value) for name, value in found.items()}, _as_json(renamed), gathered
+        return as_json(metrics), as_json(renamed), gathered
 
 
 class _SkippedBatches(TrainerCallback):
@@ -250,11 +228,12 @@ class _SkippedBatches(TrainerCallback):
 
 
 def _outputs_and_targets(batch: Any, output: Mapping[str, Any]) -> tuple[Any, Any]:
-    try:
-        return default_transform(batch, output)
-    except ValueError:  # other things than tensors
-        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else batch
-        return output.get("model_outputs", output), targets
+    outputs = output.get("model_outputs", output)
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("logits", outputs)
+    if isinstance(batch, Mapping):
+        return outputs, batch.get("labels", batch)
+    return outputs, batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else batch
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -275,22 +254,25 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
 def _callbacks(trainer: Trainer, *callbacks: TrainerCallback | None) -> Iterator[None]:
     """Add callbacks to a trainer within a block; ``None`` stands for none."""
     handler = trainer.callback_handler
-    added = [callback for callback in callbacks if callback is not None]
-    handler.add_callbacks(added)
+    before = trainer.callbacks
+    handler.add_callbacks([callback for callback in callbacks if callback is not None])
     try:
         yield
     finally:
-        for callback in added:
-            handler.callbacks.remove(callback)
-        handler.listeners.clear()
+        handler.clear_callbacks()
+        handler.add_callbacks(before)
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """Return a nested value as JSON can hold it: numbers and lists in place of tensors, and texts for all else."""
     if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor) and value.ndim:
-        value = value.tolist()
-    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else plain(value)
+        return {str(key): as_json(item) for key, item in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
 def _write_tables(rows: list[Row], folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.utils import import_extra
 
 #: The parts of an experiment that are given by a class, or a function, and its arguments.
 PARTS = (
@@ -40,8 +40,8 @@ class ExperimentError(ValueError):
 def is_ours(error: Exception) -> bool:
     """Whether an error comes from a check of this package, so that its message says all."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_known = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError, NotADirectoryError))
-    return is_known and str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
+    is_check = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError, NotADirectoryError))
+    return is_check and str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Document:
     """The contents of an experiment file and of those it builds on.
 
     :param content: the values, as nested dicts
-    :param places: file and line of each key, by its path, such as ``"train.num_epochs"``
-    :param inherited: paths of arguments that were given for another class than the one that they are now for
+    :param places: file and line of each key, by its short form, such as ``"optimizer.lr"``
+    :param inherited: full keys of arguments that were given for another class than the one that they are now for
     """
 
     content: dict[str, Any] = field(default_factory=dict)
@@ -62,15 +62,42 @@ class Document:
         _merge(self.content, _spelt_out(content), "", self.inherited)
         self.places |= places
 
+    def override(self, key: str, value: Any, source: str) -> None:
+        """Override the value of a key such as ``optimizer.lr``; ``callbacks.x`` is an argument of the last callback."""
+        first, *rest = key.split(".")
+        callbacks = self.content.get("callbacks")
+        if first == "callbacks" and rest and isinstance(callbacks, list) and callbacks:
+            last = callbacks[-1]
+            callbacks[-1] = {"class_path": last} if isinstance(last, str) else last
+            _merge(callbacks[-1], _nested(last, rest, value), key, self.inherited)
+            self.places[f"callbacks.{len(callbacks) - 1}.{'.'.join(rest)}"] = source
+        else:
+            self.update(_nested(self.content, [first, *rest], value), {short(key): source})
+
     def place(self, key: str) -> str:
         """Return the start of an error message about a key: its file and line, if it stands in one, and the key."""
-        where = self.places.get(key) or self.places.get(short(key))
+        where = self.places.get(short(key))
         return f"{where}: {short(key)}" if where else short(key)
 
 
 def short(key: str) -> str:
     """Return a key as it is written on the command line: ``optimizer.lr`` for ``optimizer.init_args.lr``."""
-    return key.replace(".init_args.", ".").removesuffix(".init_args").removesuffix(".class_path")
+    return key.replace(".init_args.", ".").removesuffix(".init_args").removesuffix(".class_path").removesuffix("+")
+
+
+def _nested(existing: Any, names: Sequence[str], value: Any) -> Any:
+    """Return a value in nested dicts. What is set in a class is one of its arguments.
+
+    :param existing: the contents that will be updated with it
+    """
+    if not names:
+        return value
+    result = {"class_path": existing} if isinstance(existing, str) else {}
+    existing = result or (existing if isinstance(existing, Mapping) else {})
+    if "class_path" in existing and names[0] not in ("class_path", "init_args"):
+        names = ["init_args", *names]
+    first, *rest = names
+    return {**result, first: _nested(existing.get(first), rest, value)}
 
 
 def read(path: Path) -> Document:
@@ -83,53 +110,23 @@ def read(path: Path) -> Document:
     return document
 
 
-def _read_into(
-    document: Document, path: Path, above: tuple[Path, ...], under: str = "", named_at: str | None = None
-) -> None:
+def _read_into(document: Document, path: Path, above: tuple[Path, ...], named_at: str = "") -> None:
     """Read a file into a document.
 
     :param above: the files that led to it
-    :param under: the key of which the file has the value
-    :param named_at: the place at which another file names it
+    :param named_at: the place at which the last of them names it, for errors
     """
-    where = f"{named_at}: " if named_at else ""
     if path.resolve() in above:
         chain = " -> ".join(file.name for file in (*above, path))
-        raise ExperimentError(f"{where}{path} builds on itself: {chain}. Remove one of these references.")
-    above = (*above, path.resolve())
-    content, places = _load(path, under, where)
-    named_at = places.get(f"{under}.base" if under else "base")
-    for base in _bases(content.pop("base", None), named_at):
-        _read_into(document, path.parent / base, above, under, named_at)
-    content = _spelt_out(_placed(under, content))
-    nested = dict(_named_files(content))
-    document.update(content, places)
-    for key, file in nested.items():
-        _read_into(document, path.parent / file, above, key, f"{document.place(key)}")
-
-
-def _bases(given: Any, place: str | None) -> list[str]:
-    bases = given if isinstance(given, list) else [] if given is None else [given]
+        raise ExperimentError(f"{named_at}{path} builds on itself: {chain}. Remove one of these references.")
+    content, places = _load(path, named_at)
+    bases = content.pop("base", None) or []
+    bases = bases if isinstance(bases, list) else [bases]
     if not all(isinstance(base, str) for base in bases):
-        raise ExperimentError(f"{place}: base={given!r} must be the path of a file, or a list of paths.")
-    return bases
-
-
-def _named_files(content: dict[str, Any], under: str = "") -> Iterator[tuple[str, str]]:
-    """Remove values that are names of YAML files, and yield their keys and names."""
-    for name, value in list(content.items()):
-        key = f"{under}.{name}" if under else name
-        if isinstance(value, str) and _is_yaml(value):
-            del content[name]
-            yield key, value
-        elif isinstance(value, dict) and name != "init_args":
-            yield from _named_files(value, key)
-
-
-def _placed(key: str, content: dict[str, Any]) -> dict[str, Any]:
-    for name in reversed(key.split(".") if key else []):
-        content = {name: content}
-    return content
+        raise ExperimentError(f"{places['base']}: base={bases[0]!r} must be the path of a file, or a list of paths.")
+    for base in bases:
+        _read_into(document, path.parent / base, (*above, path.resolve()), f"{places['base']}: ")
+    document.update(content, places)
 
 
 def _spelt_out(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
@@ -137,7 +134,7 @@ def _spelt_out(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
     full: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{under}.{name}" if under else name
-        if key in PARTS and isinstance(value, str) and not _is_yaml(value):
+        if key in PARTS and isinstance(value, str):
             value = {"class_path": value}
         elif key in PARTS and isinstance(value, Mapping) and not value.keys() & {"class_path", "init_args"}:
             value = {"init_args": dict(value)}
@@ -147,25 +144,22 @@ def _spelt_out(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
     return full
 
 
-def _is_yaml(value: str) -> bool:
-    return value.endswith((".yaml", ".yml"))
-
-
-def _load(path: Path, under: str, where: str = "") -> tuple[dict[str, Any], dict[str, str]]:
+def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = path.read_text()
     except OSError as error:
-        reason = error.strerror or error
         kept = path / RESOLVED
         advice = f"Did you mean {kept}?" if kept.is_file() else "Check the path."
-        raise ExperimentError(f"{where}{path} cannot be read: {reason}. {advice}") from error
+        raise ExperimentError(f"{named_at}{path} cannot be read: {error.strerror or error}. {advice}") from error
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path} is not a text file, and so no experiment in YAML.") from error
+    places: dict[str, str] = {}
     try:
         node = yaml.compose(text, yaml.SafeLoader)
         if node is not None:
             _check_aliases(node, path, {})
-        places = dict(_places(node, path, under))
+        for key, place in _places(node, path, ""):
+            places.setdefault(short(key), place)
         content = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -201,8 +195,14 @@ _Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represen
 
 
 def dump_yaml(content: Any) -> str:
-    """Return contents as YAML, of which ``load_yaml`` returns the same."""
-    return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
+    """Return contents as YAML, of which ``load_yaml`` returns the same.
+
+    :raises ExperimentError: if they contain an object that YAML does not have
+    """
+    try:
+        return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
+    except yaml.representer.RepresenterError as error:
+        raise ExperimentError(f"{error.args[1]!r} cannot be written into a file.") from error
 
 
 def _check_aliases(node: Any, path: Path, sizes: dict[int, int | None]) -> int:

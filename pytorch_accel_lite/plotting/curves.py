@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.templates import render
 from pytorch_accel_lite.plotting.figures import (
     COLOURS,
     GRID,
@@ -20,23 +21,21 @@ from pytorch_accel_lite.plotting.figures import (
     line_style,
     new_figure,
     save,
-    single_axis,
 )
-from pytorch_accel_lite.plotting.panels import TIME, Curve, Panel, epoch_ticks, panels_of
+from pytorch_accel_lite.plotting.panels import TIME, Curve, Panel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Metrics = Mapping[str, tuple[Sequence[int], Sequence[Any]]]
 Directions = Mapping[str, "bool | None"]
+Styles = Mapping[str, Mapping[str, Any]]  # by label of a curve
 
-# Inches.
-_WIDTH, _HEIGHT = 3.3, 2.1
-_LEFT, _RIGHT, _BOTTOM, _TITLE = 0.8, 0.2, 0.55, 0.4
+_WIDTH, _HEIGHT = 4.3, 3.1  # inches of a panel, without its legend
 
 # With more curves, the legend omits the best values, which are still marked.
 _MOST_WITH_BEST = 5
-# The parts of an epoch's time, in stacking order.
+# The parts of an epoch's time, which are stacked.
 _PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "saving", "callbacks")
 
 
@@ -53,24 +52,8 @@ def plot_curves(
     :param directions: whether larger values are better, by metric name; for losses, smaller is the default
     :raises NothingToPlotError: if no metric is numeric
     """
-    import_extra("matplotlib.figure", "plot", "plot()")
     panels = panels_of(curves, directions or {})
-    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
-    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    legends = [max(legend_height(_labels(panel), _WIDTH) for panel in row) for row in rows]
-    width = columns * (_LEFT + _WIDTH + _RIGHT)
-    height = sum(_TITLE + legend + _HEIGHT + _BOTTOM for legend in legends)
-    figure = new_figure((width, height), layout=None)
-    top = height
-    styles = _styles(panels)
-    for row, legend in zip(rows, legends, strict=True):
-        top -= _TITLE + legend + _HEIGHT
-        for column, panel in enumerate(row):
-            left = column * (_LEFT + _WIDTH + _RIGHT) + _LEFT
-            axis = figure.add_axes((left / width, top / height, _WIDTH / width, _HEIGHT / height))
-            _draw(axis, panel, styles, legend)
-        top -= _BOTTOM
-    return save(figure, path)
+    return save(_draw_panels(panels, _styles(panels)), path)
 
 
 def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[str]:
@@ -80,31 +63,14 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
 
     :raises NothingToPlotError: if no metric is numeric
     """
-    matplotlib = import_extra("matplotlib", "plot", "plot()")
     panels = panels_of(curves, directions or {})
     styles = _styles(panels)
-    pictures = []
-    for number, panel in enumerate(panels):
-        width = _LEFT + _WIDTH + _RIGHT
-        legend = legend_height(_labels(panel), _WIDTH)
-        height = _TITLE + legend + _HEIGHT + _BOTTOM
-        figure = new_figure((width, height), layout=None)
-        axis = figure.add_axes((_LEFT / width, _BOTTOM / height, _WIDTH / width, _HEIGHT / height))
-        _draw(axis, panel, styles, legend)
-        pictures.append(_as_svg(matplotlib, figure, number, panel.title))
-    return pictures
+    return [_as_svg(panel, number, styles) for number, panel in enumerate(panels)]
 
 
-#: Styles of the curves of runs laid over each other; further runs are drawn in grey.
-_SOLID_AND_DASHED = 2 * len(COLOURS)
-
-
-def overlay_style(number: int) -> dict[str, Any]:
-    """Return the colour, dashes and opacity of a run's curves on a page that defines the colours."""
-    if number >= _SOLID_AND_DASHED:
-        return {"colour": "var(--ink)", "dashes": "", "opacity": 0.25}
-    dashes = "" if number < len(COLOURS) else "6 3"
-    return {"colour": f"var(--series-{number % len(COLOURS) + 1})", "dashes": dashes, "opacity": 1}
+def page_style() -> str:
+    """Return the CSS of the pages of this package, which defines the colours of :func:`svg_overlays`."""
+    return render("run.css")
 
 
 def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]) -> list[str]:
@@ -114,38 +80,37 @@ def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[flo
 
     :param curves: epochs and values by metric name, run by run; empty for runs without this metric
     """
-    matplotlib = import_extra("matplotlib", "plot", "plot()")
-    pictures = []
-    for number, (name, of_runs) in enumerate(curves.items()):
-        drawn = [values for _, values in of_runs if any(map(math.isfinite, values))]
-        if not drawn:
-            continue
-        figure, axis = single_axis((4.3, 2.9), [])
-        for place in reversed(range(len(of_runs))):  # the first runs above the others
-            epochs, values = of_runs[place]
-            is_grey = place >= _SOLID_AND_DASHED
-            style = {"color": INK, "alpha": 0.25} if is_grey else line_style(place)
-            marker = "o" if len(values) <= 30 else None
-            axis.plot(epochs, values, gid=f"run-{place}", marker=marker, markersize=2.5, linewidth=1.4, **style)
-        choose_scale(axis, drawn)
-        epochs_drawn = [epoch for epochs, _ in of_runs for epoch in epochs]
-        ticker = import_extra("matplotlib.ticker", "plot", "plot()")
-        axis.xaxis.set_major_locator(ticker.FixedLocator(epoch_ticks(min(epochs_drawn), max(epochs_drawn))))
-        axis.set_xlabel("epoch")
+    panels = []
+    for name, runs in curves.items():
+        drawn = [
+            Curve(f"run-{number}", list(epochs), list(values))
+            for number, (epochs, values) in enumerate(runs)
+            if any(map(math.isfinite, values))
+        ]
         title = name.removesuffix("_epoch").replace("_", " ")
-        finish(axis, title, [])
-        pictures.append(_as_svg(matplotlib, figure, number, title))
-    return pictures
+        panels += [Panel(title, curves=drawn[::-1], has_legend=False)] if drawn else []  # the first run on top
+    numbers = range(max(map(len, curves.values()), default=0))
+    styles = {f"run-{number}": line_style(number) | {"gid": f"run-{number}"} for number in numbers}
+    return [_as_svg(panel, number, styles) for number, panel in enumerate(panels)]
 
 
-def _as_svg(matplotlib: Any, figure: Figure, number: int, title: str) -> str:
-    """Return a figure as SVG for a page of which it is one of several."""
+def overlay_style(number: int) -> dict[str, Any]:
+    """Return the colour and dashes of a run's curves on a page that defines the colours."""
+    dashes = ("", "6 3", "2 3", "6 3 2 3")
+    repeat, colour = divmod(number, len(COLOURS))
+    return {"colour": f"var(--series-{colour + 1})", "dashes": dashes[repeat % len(dashes)]}
+
+
+def _as_svg(panel: Panel, number: int, styles: Styles) -> str:
+    """Return a panel as SVG for a page of which it is one of several."""
+    matplotlib = import_extra("matplotlib", "plot", "plot()")
     text = io.StringIO()
     # Keeps text as text; the salt makes marker ids differ between the pictures of a page.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure = _draw_panels([panel], styles)
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
-    return _for_a_page(text.getvalue(), title)
+    return _for_a_page(text.getvalue(), panel.title)
 
 
 def _for_a_page(svg: str, title: str) -> str:
@@ -166,10 +131,22 @@ def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
     return {label: line_style(number) for number, label in enumerate(dict.fromkeys(labels))}
 
 
+def _draw_panels(panels: Sequence[Panel], styles: Styles) -> Figure:
+    """Draw panels in rows, each as high as its highest legend asks for."""
+    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
+    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
+    heights = [_HEIGHT + max(legend_height(_labels(panel), _WIDTH - 1) for panel in row) for row in rows]
+    figure = new_figure((columns * _WIDTH, sum(heights)))
+    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+    for number, panel in enumerate(panels):
+        _draw(figure.add_subplot(grid[divmod(number, columns)]), panel, styles)
+    return figure
+
+
 def _labels(panel: Panel) -> list[str]:
     """Return the entries of a panel's legend."""
-    if _is_stacked(panel):
-        return [label for label, _, _ in _layers(panel)] + [curve.label for curve in _beside_layers(panel)]
+    if not panel.has_legend:
+        return []
     entries = []
     for curve in panel.curves:
         if curve.best is None or len(panel.curves) > _MOST_WITH_BEST:
@@ -180,28 +157,30 @@ def _labels(panel: Panel) -> list[str]:
     return [] if len(entries) == 1 and panel.curves[0].best is None else entries
 
 
-def _draw(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]], above: float) -> None:
-    """Draw one panel.
-
-    :param above: height in inches reserved for the legend
-    """
-    ticker = import_extra("matplotlib.ticker", "plot", "plot()")
-    if _is_stacked(panel):
-        handles = _stack(axis, panel)
-    else:
-        handles = [
-            _line(axis, curve, line_style(number) if panel.is_monitor else styles[curve.label])
-            for number, curve in enumerate(panel.curves)
-        ]
+def _draw(axis: Any, panel: Panel, styles: Styles) -> None:
+    """Draw one panel."""
+    is_stacked = panel.title == TIME and len({tuple(c.epochs) for c in panel.curves if c.label in _PARTS}) == 1
+    tops = [0.0] * max(len(curve.epochs) for curve in panel.curves)
+    handles = []
+    for number, curve in enumerate(panel.curves):
+        style = line_style(number) if panel.is_monitor else styles[curve.label]
+        if is_stacked and curve.label in _PARTS:
+            colour = style["color"]
+            handles.append(axis.bar(curve.epochs, curve.values, 1, tops, color=colour, linewidth=0, alpha=0.85))
+            tops = [top + value for top, value in zip(tops, curve.values, strict=False)]
+        else:
+            if is_stacked:
+                style = {"color": INK, "linestyle": "-" if curve.label == TIME else "--"}
+            handles.append(_line(axis, curve, style))
+    if not is_stacked:
         choose_scale(axis, [curve.values for curve in panel.curves])
         if panel.is_monitor and axis.get_yscale() == "linear" and axis.get_ylim()[0] > 0:
             axis.set_ylim(0, 1.05 * axis.dataLim.y1)  # a tiny relative change must not look large
-    places = [place for curve in panel.curves for place in curve.epochs]
-    axis.xaxis.set_major_locator(ticker.FixedLocator(epoch_ticks(min(places), max(places))))
-    if max(places) - min(places) < 1:
-        axis.set_xlim(min(places) - 0.6, max(places) + 0.6)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if max(len(curve.epochs) for curve in panel.curves) == 1:
+        axis.set_xticks(panel.curves[0].epochs)
     axis.set(xlabel="epoch", ylabel=panel.unit)
-    finish(axis, panel.title, _labels(panel), handles, above)
+    finish(axis, panel.title, _labels(panel), handles)
 
 
 def _line(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
@@ -214,41 +193,3 @@ def _line(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
         place = [curve.epochs[curve.best]], [curve.values[curve.best]]
         axis.scatter(*place, s=55, facecolors="none", edgecolors=style["color"], linewidths=1.4, zorder=3)
     return line
-
-
-def _is_stacked(panel: Panel) -> bool:
-    """Whether a panel shows how the time of an epoch was spent, with all parts for the same epochs."""
-    times = {curve.label: curve.epochs for curve in panel.curves}
-    whole = times.get(TIME)
-    return panel.title == TIME and whole is not None and all(times.get(part) == whole for part in _PARTS)
-
-
-def _layers(panel: Panel) -> list[tuple[str, list[float], dict[str, Any]]]:
-    """Return the label, values and style of each layer, without negligible ones; the rest of the time is on top."""
-    times = {curve.label: curve.values for curve in panel.curves}
-    spent = zip(*(times[part] for part in _PARTS), strict=True)
-    rest = [max(whole - sum(parts), 0.0) for whole, parts in zip(times[TIME], spent, strict=True)]
-    layers = [(part, times[part], line_style(number)) for number, part in enumerate(_PARTS)]
-    layers.append(("other", rest, {"color": GRID}))
-    longest = max(times[TIME])
-    return [layer for layer in layers if max(layer[1]) >= 0.001 * longest]
-
-
-def _beside_layers(panel: Panel) -> list[Curve]:
-    """Return the curves that are not parts of the total, except duplicates of a part."""
-    known = [curve.values for curve in panel.curves if curve.label in _PARTS]
-    return [c for c in panel.curves if c.label not in (*_PARTS, TIME) and c.values not in known]
-
-
-def _stack(axis: Any, panel: Panel) -> list[Any]:
-    """Draw the parts of each epoch's time as stacked layers."""
-    epochs = panel.curves[0].epochs
-    edges = [epoch - 0.5 for epoch in epochs] + [epochs[-1] + 0.5]
-    below = [0.0] * len(epochs)
-    handles = []
-    for _, values, style in _layers(panel):
-        above = [low + value for low, value in zip(below, values, strict=True)]
-        handles.append(axis.stairs(above, edges, baseline=below, fill=True, color=style["color"], alpha=0.85))
-        below = above
-    handles += [_line(axis, curve, {"color": INK, "linestyle": "--"}) for curve in _beside_layers(panel)]
-    return handles

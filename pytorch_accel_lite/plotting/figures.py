@@ -23,13 +23,13 @@ GRID = "#dddddd"
 _LEGEND_LINE = 0.154  # inches, like all sizes here
 _LETTER = 0.072
 _HANDLE = 0.42
+_MARGINS = 1.0  # left and right of axes
 
 
-def new_figure(size: tuple[float, float], layout: str | None = "constrained") -> Figure:
+def new_figure(size: tuple[float, float]) -> Figure:
     """Return an empty figure, which a notebook displays if it is the value of a cell.
 
     :param size: width and height in inches
-    :param layout: matplotlib's layout engine; ``None`` draws twice as fast, without one
     """
     figures = import_extra("matplotlib.figure", "plot", "plot()")
 
@@ -39,20 +39,9 @@ def new_figure(size: tuple[float, float], layout: str | None = "constrained") ->
             self.savefig(data, format="png")
             return data.getvalue()
 
-    return Shown(figsize=size, dpi=120, layout=layout)
-
-
-def single_axis(size: tuple[float, float], labels: Sequence[str]) -> tuple[Figure, Any]:
-    """Return a figure and its only pair of axes, with room for a legend above.
-
-    :param labels: the legend's entries
-    """
-    width, height = size
-    left, bottom, right = 0.75, 0.55, 0.2
-    top = 0.35 + legend_height(labels, width - left - right)
-    figure = new_figure(size, layout=None)
-    box = (left / width, bottom / height, (width - left - right) / width, (height - bottom - top) / height)
-    return figure, figure.add_axes(box)
+    figure = Shown(figsize=size, dpi=120, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    return figure
 
 
 def line_style(number: int) -> dict[str, Any]:
@@ -71,18 +60,13 @@ def legend_height(labels: Sequence[str], width: float) -> float:
     return -(-len(labels) // legend_columns(labels, width)) * _LEGEND_LINE if labels else 0.0
 
 
-def finish(
-    axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] = (), above: float | None = None
-) -> None:
+def finish(axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] = ()) -> None:
     """Style axes, and add a title with the legend below it, where it hides nothing.
 
     :param labels: the legend's entries; empty for no legend
-    :param above: height in inches reserved for the legend; ``None`` reserves what it needs
     """
-    box = axis.get_position()
-    width = box.width * axis.figure.get_figwidth()
-    above = legend_height(labels, width) if above is None else above
-    axis.set_title(title, loc="left", fontsize=10, color=INK, pad=9 + 72 * above)
+    width = axis.figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols - _MARGINS
+    axis.set_title(title, loc="left", fontsize=10, color=INK, pad=9 + 72 * legend_height(labels, width))
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -94,13 +78,13 @@ def finish(
         axis.legend(
             handles,
             labels,
-            loc="upper left",
-            bbox_to_anchor=(0, 1 + (above + 0.06) / (box.height * axis.figure.get_figheight())),
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
             ncols=legend_columns(labels, width),
             frameon=False,
             fontsize=8,
             labelcolor=INK,
-            borderaxespad=0,
+            borderaxespad=0.5,
             borderpad=0,
             labelspacing=0.25,
             handlelength=1.8,
@@ -117,21 +101,17 @@ def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def choose_scale(axis: Any, curves: Sequence[Sequence[float]]) -> None:
-    """Make the vertical axis logarithmic if that shows more, and its large and small numbers readable.
+    """Make the vertical axis logarithmic if that shows more.
 
     It is logarithmic if most values of the largest curve, or all of another curve, would lie at the bottom of a linear
     axis.
 
     :param curves: values of each curve; non-finite ones are ignored
     """
-    finite = [found for curve in curves if (found := sorted(value for value in curve if math.isfinite(value)))]
+    finite = [sorted(filter(math.isfinite, curve)) for curve in curves]
+    finite = [curve for curve in finite if curve]
     low, high = min((curve[0] for curve in finite), default=0), max((curve[-1] for curve in finite), default=0)
-    if high >= 1e4:
-        axis.yaxis.set_major_formatter("{x:,.0f}")
-    elif 0 < high < 1e-3:
-        axis.yaxis.set_major_formatter("{x:.3g}")
-    else:
-        axis.ticklabel_format(axis="y", useOffset=False)
+    axis.ticklabel_format(axis="y", style="plain", useOffset=False)
     if low <= 0 or high < 30 * low:
         return
     largest = max(finite, key=lambda curve: curve[-1])

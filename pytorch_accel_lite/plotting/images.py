@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Largest number of classes for which the counts are legible.
 _MOST_WITH_COUNTS = 30
+_LETTER = 0.07  # inches of width
 
 
 def plot_confusion_matrix(
@@ -42,26 +43,22 @@ def plot_confusion_matrix(
     names = [str(number) for number in range(size)] if classes is None else list(classes)
     if len(names) != size:
         raise ValueError(f"classes has {len(names)} names, but there are {size} classes.")
-    counts = multiclass_confusion_matrix(predictions, targets, size).cpu()
-    right = int(counts.diag().sum())
+    counts = multiclass_confusion_matrix(predictions, targets, size).cpu().numpy()
+    right = int(counts.diagonal().sum())
     title = f"accuracy {right / len(targets):.1%}: {right:,} of {len(targets):,} samples"
-    return save(_draw_matrix(counts.numpy(), names, title), path)
+    return save(_draw_matrix(counts, names, title), path)
 
 
 def _draw_matrix(counts: np.ndarray[Any, Any], names: Sequence[str], title: str) -> Figure:
     colours = import_extra("matplotlib.colors", "plot", "plot()")
     shares = counts / counts.sum(1, keepdims=True).clip(min=1)
     size = len(names)
-    side = 0.36 * size if size <= _MOST_WITH_COUNTS else 5.5
-    side = max(side, 2.6)
-    for_names = min(0.07 * max(map(len, names)), 1.5)
-    is_upright = for_names < side / size - 0.05 or max(map(len, names)) <= 2
-    beside = 0.5 + for_names
-    below = 0.6 if is_upright else beside
-    width = beside + side + 0.95
-    height = 0.4 + side + below
-    figure = new_figure((width, height), layout=None)
-    axis = figure.add_axes((beside / width, below / height, side / width, side / height))
+    side = max(0.36 * size, 2.6) if size <= _MOST_WITH_COUNTS else 5.5
+    longest = max(map(len, names))
+    for_names = min(_LETTER * longest, 1.5)
+    is_upright = longest <= 2 or for_names < side / size - 0.05
+    figure = new_figure((side + for_names + 1.45, side + 1.0 + (not is_upright) * for_names))
+    axis = figure.add_subplot()
     # The square root makes rare confusions visible.
     picture = axis.imshow(shares, cmap="Blues", norm=colours.PowerNorm(0.5, 0, 1))
     if size <= _MOST_WITH_COUNTS:
@@ -78,16 +75,11 @@ def _draw_matrix(counts: np.ndarray[Any, Any], names: Sequence[str], title: str)
     axis.set_xlabel("predicted", fontsize=9, color=INK)
     axis.set_ylabel("true", fontsize=9, color=INK)
     axis.set_title(title, loc="left", fontsize=10, color=INK)
-    _add_scale(figure, picture, ((beside + side + 0.15) / width, below / height, 0.12 / width, side / height))
-    return figure
-
-
-def _add_scale(figure: Figure, picture: Any, box: tuple[float, float, float, float]) -> None:
-    """Add a colour bar to a matrix."""
-    bar = figure.colorbar(picture, cax=figure.add_axes(box), ticks=(0, 0.05, 0.25, 0.5, 1), format="%.2f")
+    bar = figure.colorbar(picture, ticks=(0, 0.05, 0.25, 0.5, 1), format="%.2f", aspect=30)
     bar.outline.set_visible(False)
     bar.set_label("share of the true class", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7, color=INK, labelcolor=INK)
+    return figure
 
 
 def plot_sheet(
@@ -102,15 +94,9 @@ def plot_sheet(
     """
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
-    side, beside, above = 1.5, 0.3, 0.55
-    width = columns * (side + beside)
-    height = rows * (side + above) + 0.15
-    figure = new_figure((width, height), layout=None)
-    for number, (image, title) in enumerate(zip(images, titles, strict=True)):
-        row, column = divmod(number, columns)
-        left = column * (side + beside) + beside / 2
-        bottom = height - (row + 1) * (side + above)
-        axis = figure.add_axes((left / width, bottom / height, side / width, side / height))
+    figure = new_figure((columns * 1.8, rows * 2.05 + 0.15))
+    for number, (image, title) in enumerate(zip(images, titles, strict=True), 1):
+        axis = figure.add_subplot(rows, columns, number)
         picture = as_picture(image)
         axis.imshow(picture, cmap="gray" if picture.ndim == 2 else None)
         axis.set_title(title, fontsize=8.5, color=INK, linespacing=1.3)

@@ -51,11 +51,13 @@ class Panel:
 
     :param unit: unit of the values; empty for none
     :param is_monitor: whether the curves describe the run rather than the quality of the model
+    :param has_legend: whether the curves are labelled
     """
 
     title: str
     unit: str = ""
     is_monitor: bool = False
+    has_legend: bool = True
     curves: list[Curve] = field(default_factory=list)
 
 
@@ -95,6 +97,11 @@ def place_of_each(names: Iterable[str]) -> dict[str, tuple[str, str, bool, str]]
     prefixes = {match[1] for name in names if (match := _LOSS_OF_AN_EVALUATION.fullmatch(name))}
     longest_first = sorted(prefixes, key=len, reverse=True)
     return {name: _monitor(name) or _quality(name, longest_first) for name in names}
+
+
+def is_monitor(name: str) -> bool:
+    """Whether a metric is of the run itself, such as a time or a learning rate, and not of the model."""
+    return _monitor(name) is not None
 
 
 def _monitor(name: str) -> tuple[str, str, bool, str] | None:
@@ -143,14 +150,3 @@ def _spread(epochs: Sequence[int]) -> list[float]:
         seen[epoch] += 1
         places.append(epoch - 1 + seen[epoch] / counts[epoch])
     return places
-
-
-def epoch_ticks(first: float, last: float, most: int = 6) -> list[int]:
-    """Return the epochs to mark on the axis: the first, the last, and round numbers between them."""
-    begin = math.ceil(first)
-    end = max(math.floor(last), begin)
-    steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
-    step = next(step for step in steps if (end - begin) / step <= most - 1)
-    between = range(-(-begin // step) * step, end, step)
-    ticks = [epoch for epoch in between if min(epoch - begin, end - epoch) >= 0.6 * step]
-    return sorted({begin, *ticks, end})

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.plotting.figures import INK, choose_scale, finish, line_style, save, single_axis
+from pytorch_accel_lite.plotting.figures import INK, choose_scale, finish, line_style, new_figure, save
 from pytorch_accel_lite.schedulers.preview import schedule_values
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ def plot_range_test(
 ) -> Figure:
     """Plot the losses of a learning rate range test."""
     labels = ["loss of each update", "smoothed"]
-    figure, axis = single_axis((6.4, 4), labels)
+    figure = new_figure((6.4, 4))
+    axis = figure.add_subplot()
     colour = line_style(0)["color"]
     handles = [axis.plot(lrs, losses, color=colour, alpha=0.35, linewidth=1)[0]]
     handles += axis.plot(lrs, smoothed, color=colour, linewidth=2)
@@ -56,7 +57,8 @@ def plot_schedule(
     """
     curves = schedule_values(create_scheduler_fn, num_updates, lr, num_epochs)
     labels = [f"group {number}" for number in range(len(curves))] if len(curves) > 1 else []
-    figure, axis = single_axis((6.4, 3.6), labels)
+    figure = new_figure((6.4, 3.6))
+    axis = figure.add_subplot()
     updates = range(1, num_updates + 1)
     handles = [axis.plot(updates, values, **line_style(number))[0] for number, values in enumerate(curves)]
     if 1 < num_epochs <= 30:

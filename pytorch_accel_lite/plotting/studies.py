@@ -8,12 +8,13 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.plotting.figures import COLOURS, INK, choose_scale, finish, new_figure, save
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Trials = Sequence[Any]
 
 _WIDTH, _HEIGHT = 3.6, 2.9  # inches of a panel
 _COMPLETE, _PRUNED, _BEST = COLOURS[0], COLOURS[6], COLOURS[1]
@@ -54,18 +55,17 @@ def _value(trial: Any) -> float:
     return float(trial.intermediate_values[max(trial.intermediate_values)] if trial.value is None else trial.value)
 
 
-def _draw_trials(axis: Any, complete: Sequence[Any], pruned: Sequence[Any], maximises: bool) -> None:
-    numbers = [trial.number for trial in complete]
+def _draw_trials(axis: Any, complete: Trials, pruned: Trials, maximises: bool) -> None:
     best = list(accumulate(map(_value, complete), max if maximises else min))
+    numbers = [trial.number for trial in complete]
     (line,) = axis.plot(numbers, best, drawstyle="steps-post", color=_BEST, linewidth=1.4)
-    handles = [line, *_scatter(axis, numbers, complete, [trial.number for trial in pruned], pruned)]
-    choose_scale(axis, [list(map(_value, [*complete, *pruned]))])
+    handles = [line, *_scatter(axis, lambda trial: float(trial.number), complete, pruned)]
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("trial")
     finish(axis, "trials", ["best so far", "completed", "pruned"][: len(handles)], handles)
 
 
-def _draw_curves(axis: Any, complete: Sequence[Any], pruned: Sequence[Any], best: Any) -> None:
+def _draw_curves(axis: Any, complete: Trials, pruned: Trials, best: Any) -> None:
     kinds = (("pruned", pruned, _PRUNED, 1.0), ("completed", complete, _COMPLETE, 1.0), ("best", [best], _BEST, 2.0))
     handles, labels = [], []
     for label, trials, colour, width in kinds:
@@ -81,37 +81,33 @@ def _draw_curves(axis: Any, complete: Sequence[Any], pruned: Sequence[Any], best
     finish(axis, "curves", labels, handles)
 
 
-def _draw_setting(axis: Any, name: str, complete: Sequence[Any], pruned: Sequence[Any]) -> None:
-    trials = [trial for trial in [*complete, *pruned] if name in trial.params]
-    ticker = import_extra("matplotlib.ticker", "plot", "plot_search()")
-    space = trials[0].distributions[name]
+def _draw_setting(axis: Any, name: str, complete: Trials, pruned: Trials) -> None:
+    complete, pruned = ([trial for trial in trials if name in trial.params] for trials in (complete, pruned))
+    space = complete[0].distributions[name]
     choices = getattr(space, "choices", None)
 
-    def places(chosen: Sequence[Any]) -> list[float]:
-        return [choices.index(trial.params[name]) if choices else trial.params[name] for trial in chosen]
+    def place(trial: Any) -> float:
+        value = trial.params[name]
+        return choices.index(value) if choices else value  # type: ignore[no-any-return]
 
-    with_setting = [[trial for trial in kind if name in trial.params] for kind in (complete, pruned)]
-    _scatter(axis, places(with_setting[0]), with_setting[0], places(with_setting[1]), with_setting[1])
-    choose_scale(axis, [list(map(_value, trials))])
+    _scatter(axis, place, complete, pruned)
     if choices:
         axis.set_xticks(range(len(choices)), list(map(str, choices)))
         axis.set_xlim(-0.5, len(choices) - 0.5)
     elif getattr(space, "log", False):
         axis.set_xscale("log")
-        if space.high < 100 * space.low:
-            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.xaxis.set_minor_formatter("")
     finish(axis, name, [])
 
 
-def _scatter(
-    axis: Any, x: Sequence[float], complete: Sequence[Any], x_pruned: Sequence[float], pruned: Any
-) -> list[Any]:
-    """Draw the values of trials, those that were pruned hollow; return the handles for a legend."""
-    style = {"s": 26, "zorder": 3, "linewidths": 1.2}
-    handles = [axis.scatter(x, list(map(_value, complete)), color=_COMPLETE, **style)]
-    if pruned:
-        values = list(map(_value, pruned))
-        handles.append(axis.scatter(x_pruned, values, facecolors="none", edgecolors=INK, alpha=0.6, **style))
+def _scatter(axis: Any, place: Callable[[Any], float], complete: Trials, pruned: Trials) -> list[Any]:
+    """Draw the values of trials, those that were pruned hollow; return the handles for a legend.
+
+    :param place: returns the horizontal position of a trial
+    """
+    handles = []
+    for trials, style in ((complete, {"color": _COMPLETE}), (pruned, {"fc": "none", "ec": INK, "alpha": 0.6})):
+        if trials:
+            x, y = list(map(place, trials)), list(map(_value, trials))
+            handles.append(axis.scatter(x, y, s=26, zorder=3, linewidths=1.2, **style))
+    choose_scale(axis, [list(map(_value, [*complete, *pruned]))])
     return handles

@@ -1,0 +1,92 @@
+"""What callbacks that watch a metric have in common: when they look at its values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.watched_metric import WatchedMetric
+
+
+class MetricWatcher(TrainerCallback):
+    """Calls :meth:`_handle_value` for each new value of a metric.
+
+    Values of evaluations within an epoch are handled after the update at which they were made, others at the end of the
+    epoch.
+    """
+
+    _handles_values_within_epochs = True
+    _is_due = False  # whether there was an evaluation within the epoch whose values have not been handled
+
+    def __init__(self, watch_metric: str, greater_is_better: bool | None, reset_on_train: bool) -> None:
+        self.watch_metric = watch_metric
+        self.greater_is_better = greater_is_better
+        self.reset_on_train = reset_on_train
+        self.best_metric: float | None = None
+        self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
+
+    @property
+    def operator(self) -> Callable[[Any, Any], bool]:
+        """The function that compares whether one value is better than another."""
+        return operator.gt if self._watched.greater_is_better else operator.lt
+
+    def _reset(self) -> None:
+        """Forget the values of earlier runs."""
+        raise NotImplementedError
+
+    def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
+        """Handle a new value."""
+        raise NotImplementedError
+
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.metrics.watch(self._watched)
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._is_due = False
+        self._watched.start(trainer)
+        if self.reset_on_train:
+            self._reset()
+
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._look_if_due(trainer)  # the state from which the run resumed was saved before this callback's turn
+
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._look_if_due(trainer)
+
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        # The values of evaluate() are not those of the run.
+        is_of_run = "evaluation_loss" not in trainer.current_run.recorded_losses
+        self._is_due = is_of_run and self._handles_values_within_epochs
+
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._look(trainer, mid_epoch=False)
+
+    def _look_if_due(self, trainer: TrainerLike) -> None:
+        if self._is_due:
+            self._look(trainer, mid_epoch=True)
+
+    def _look(self, trainer: TrainerLike, mid_epoch: bool) -> None:
+        self._is_due = False
+        metric = self._watched.new_value(trainer, mid_epoch)
+        if metric is not None:
+            self._handle_value(trainer, metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metric, its best value, and whether a value is yet to be handled."""
+        return {**self._watched.state_dict(), "best_metric": self.best_metric, "is_due": self._is_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state returned by :meth:`state_dict`, unless it belongs to another metric."""
+        if self._watched.load_state_dict(state, self):
+            self.best_metric = state["best_metric"]
+            self._is_due = state.get("is_due", False)
+            self._load_progress(state)
+
+    def _load_progress(self, state: dict[str, Any]) -> None:
+        """Load what else a subclass has saved in its state."""
+        raise NotImplementedError

@@ -1,0 +1,47 @@
+"""What a training state contains, in words."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+
+from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, parse_location
+from pytorch_accel_lite.checkpoint.remote import local_copy
+from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state, stored_checksum, verify_state
+
+
+def print_contents(state: StrPath) -> None:
+    """Print the contents of a training state.
+
+    :param state: its directory, or its URL in a remote store
+    """
+    with local_copy(parse_location(state)) as directory:
+        manifest = verify_state(directory)
+        opened = open_state(directory, manifest)
+        weights = opened.read_weights()
+    shared = opened.shared
+    saved = datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
+    print(f"training state {os.fspath(state)}, format {manifest['format_version']}, saved {saved}")
+    for title in ("versions", "progress", "machine"):
+        print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in manifest.get(title, {}).items()))
+    print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
+    if manifest.get("logical_processes"):
+        print(f"logical processes: {manifest['logical_processes']}")
+    count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
+    checksum = stored_checksum(manifest["files"][MODEL])[:16]
+    print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
+    if in_shards := [name for name in manifest["files"] if name.startswith("shards")]:
+        print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
+    if left_out := shared.get(FROZEN):
+        print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
+    print("also: " + ", ".join(name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None))
+    for title in ("attributes", "callbacks", "objects", "extra"):
+        if shared.get(title):
+            print(f"{title}: {', '.join(shared[title])}")
+    for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
+        print(f"  {name}: {', '.join(map(format_metric, values[-5:]))}")
+    for name, entry in manifest["files"].items():
+        print(f"  {entry['size']:>12,} bytes  {name}")
