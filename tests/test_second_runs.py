@@ -168,7 +168,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_said_also_in_the_last_epoch(capsys):
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     before = weights(trainer.model)
     said = advice_of(trainer, capsys, epochs=1)
-    assert "The learning rate was 0 throughout this epoch, so no weight has changed. The optimizer was" in said
+    assert "The learning rate was 0 throughout this epoch, so no weight has changed. Set 'lr'" in said
     assert equal(before, weights(trainer.model))
 
 

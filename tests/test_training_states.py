@@ -947,7 +947,7 @@ def test_predictions_of_sharded_weights_are_known_as_those_of_the_same_weights_i
         model.load_state_dict({name: value if has_same else value + 1 for name, value in weights.items()})
         trainer = Trainer(model, None, None, [PredictionWriterCallback(tmp_path / "predictions")])
         assert sum(map(len, trainer.predict_iter(data))) == number
-        assert ("other weights" in capsys.readouterr().out) != has_same
+        assert ("unknown weights" in capsys.readouterr().out) != has_same
 
 
 def refusals() -> dict[str, str]:

@@ -162,7 +162,8 @@ class ModelEmaCallback(TrainerCallback):
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.update_every == "update" and not trainer.update_was_skipped:
-            self._average.update(trainer.get_model(keep_torch_compile=False))
+            assert self.ema is not None
+            self.ema.update(trainer.get_model(keep_torch_compile=False))
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.update_every == "epoch":

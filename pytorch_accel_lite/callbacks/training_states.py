@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -165,6 +166,9 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._complete = path, trainer.progress.update
         self._newest_time = trainer.ranks.broadcast_object(self._store.newest_time)
         self._resumed_at = trainer.progress.samples or None
+        if not is_overridden(self, "on_train_step_checkpoint"):
+            counts_steps = self.save_every_n_steps is not None or self.save_every_n_minutes is not None
+            trainer.callback_handler.set_listening(self, counts_steps, "on_train_step_checkpoint")
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:
