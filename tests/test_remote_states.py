@@ -108,7 +108,7 @@ def sharded_and_damaged(folder: Path, thoroughly: bool) -> tuple[Any, dict[str, 
     without_manifest = {"deleted": "manifest.json"}  # that is no state, but what a killed run has left
     resume = {}
     for place, file in enumerate(files):
-        for how in DAMAGES if thoroughly else [[*DAMAGES][(place + 2) % 3]]:
+        for how in DAMAGES if thoroughly else [[*DAMAGES][(place + 1) % 3]]:
             if without_manifest.get(how) == file.name:
                 continue
             there = folder / f"{how}-{file.name}"

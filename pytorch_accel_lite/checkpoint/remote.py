@@ -223,6 +223,7 @@ class RemoteStore(StateStore):
         self.location = url
         self._connected: RemoteFolder | None = None
         self._owner: dict[str, Any] | None = None
+        self._incomplete: list[str] = []  # when it was claimed
 
     @property
     def _folder(self) -> RemoteFolder:
@@ -262,9 +263,19 @@ class RemoteStore(StateStore):
         owner = {"token": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid()}
         self._folder.write(_OWNER, json.dumps(owner).encode())
         self._owner = owner
-        for name in self._all_names():
+        self._incomplete = [name for name in self._all_names() if self._manifest(name) is None]
+
+    def rotate(self, keep: int | None, protected: set[str]) -> None:
+        """Remove all but the newest states, and what killed runs have left.
+
+        The latter only now that a state of this run is complete: a run that it has taken over from may have been alive,
+        and saving. That one has ended since, or completes its state.
+        """
+        super().rotate(keep, protected)
+        for name in self._incomplete:
             if self._manifest(name) is None:
                 self._folder.remove(name)
+        self._incomplete = []
 
     def unlock(self) -> None:
         """Give up the claim, unless another run has taken over."""
