@@ -1060,7 +1060,7 @@ def test_objects_of_the_users_are_kept(tmp_path):
     other.register_for_checkpointing("other", again)
     with (
         pytest.warns(UserWarning, match="holds nothing for the registered object 'other'"),
-        pytest.warns(UserWarning, match="state of the registered object 'counter', which no longer exists"),
+        pytest.warns(UserWarning, match="state of registered object 'counter', which no longer exists"),
     ):
         other.load_training_state(tmp_path / "state")
     with pytest.raises(ValueError, match="already registered as 'counter'"):
@@ -1202,7 +1202,7 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
     with (
         pytest.warns(UserWarning, match="no longer exists"),
         pytest.warns(UserWarning, match="nothing for the callback 'Other'"),
-        pytest.warns(UserWarning, match="state of the callback 'EarlyStoppingCallback', which no longer exists"),
+        pytest.warns(UserWarning, match="state of callback 'EarlyStoppingCallback', which no longer exists"),
     ):
         trainer.load_training_state(state)
 

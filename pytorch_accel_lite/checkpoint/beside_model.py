@@ -112,7 +112,7 @@ def load_attribute_states(
     """
     if trainer.saves_attributes:
         load = partial(load_state, source=source, strict=strict)
-        load_each("trainer's attribute", _included(trainer, optimizers, schedulers), states, load, is_final)
+        load_each("attribute", _included(trainer, optimizers, schedulers), states, load, is_final)
 
 
 def load_state(name: str, owner: Any, state: Any, source: StrPath, strict: bool = True) -> None:
@@ -148,7 +148,7 @@ def load_each(
         elif is_final:
             warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
     for name in states.keys() - owners.keys() if is_final else ():
-        warn_outside(f"The training state holds the state of the {kind} {name!r}, which no longer exists.")
+        warn_outside(f"The training state holds the state of {kind} {name!r}, which no longer exists.")
 
 
 def describe_attributes(trainer: TrainerLike) -> str:
