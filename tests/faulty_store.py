@@ -1,4 +1,4 @@
-"""A remote store that fails, kills, or lists nothing of what was written: ``faulty:///folder`` is a folder on disk."""
+"""A remote store that fails, kills, or loses bytes: ``faulty:///folder`` is a folder on disk."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class FaultyStore(LocalFileSystem):
     fails_at: ClassVar[int | None] = None
     kills_at: ClassVar[int | None] = None
     loses_bytes: ClassVar[bool] = False
-    lists: ClassVar[bool] = True
 
     @classmethod
     def reset(cls, **faults: Any) -> None:
-        cls.operations, cls.fails_at, cls.kills_at, cls.loses_bytes, cls.lists = 0, None, None, False, True
+        cls.operations, cls.fails_at, cls.kills_at, cls.loses_bytes = 0, None, None, False
         for name, value in faults.items():
             setattr(cls, name, value)
 
@@ -54,9 +53,6 @@ class FaultyStore(LocalFileSystem):
     def rm(self, path, recursive=False, maxdepth=None):
         self._operate()
         super().rm(path, recursive=recursive)
-
-    def ls(self, path, detail=False, **kwargs):
-        return super().ls(path, detail=detail) if self.lists else []
 
 
 fsspec.register_implementation("faulty", FaultyStore, clobber=True)

@@ -346,13 +346,13 @@ def test_a_state_that_lacks_an_attribute_or_does_not_fit_says_so(tmp_path):
     del trainer.critics, trainer.critic_optimizer, trainer.critic_scheduler
     trainer.another = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     with (
-        pytest.warns(UserWarning, match="holds nothing for the trainer's attribute 'another'"),
+        pytest.warns(UserWarning, match="holds nothing for the attribute 'another'"),
         pytest.warns(UserWarning, match="state of attribute 'critics.0', which no longer exists"),
         pytest.warns(UserWarning, match="state of attribute 'critic_optimizer', which no longer exists"),
         pytest.warns(UserWarning, match="state of attribute 'critic_scheduler', which no longer exists"),
     ):
         trainer.load_training_state(tmp_path / "state")
-    with pytest.raises(ValueError, match=r"critics.0 of the trainer does not fit.*of a different shape: 0.bias"):
+    with pytest.raises(ValueError, match=r"The critics.0 in .* does not fit.*of a different shape: 0.bias"):
         Adversarial(critic_size=2).load_training_state(tmp_path / "state")
 
 

@@ -154,12 +154,11 @@ def test_parameters_unfrozen_without_rewrap_model_are_found_at_the_end_of_the_ep
         assert "rewrap_model()" in said
 
 
-def test_parameters_that_the_loss_does_not_depend_on_are_named(found):
+def test_parameters_that_the_loss_does_not_depend_on_are_found_after_the_first_update(found):
     for update, _, said in (result["unused"] for result in found):
         assert update == 1
-        assert "The loss does not depend on 'spare.weight', 'spare.bias'," in said
+        assert "the loss does not depend on all parameters" in said
         assert "find_unused_parameters=True" in said
-        assert "bare module" not in said
 
 
 def test_a_single_bit_is_found_at_the_end_of_the_epoch_and_sooner_when_checked_more_often(ranks, found):

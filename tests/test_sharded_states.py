@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import signal
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
-from pytorch_accel_lite.checkpoint.shards import find_pieces, read_whole
+from pytorch_accel_lite.checkpoint.shards import find_tensors
 from tests.cases import parallel
 from tests.cases.common import world_size
 from tests.cases.parallel import DATA, Parallel, create_model, fit, make_trainer, result_of, shard
@@ -50,11 +51,10 @@ def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes,
     files = verify_state(state)["files"]
     # Nothing that is sharded is in the other files; copies are written once.
     assert sum("shards" in name for name in files) == processes
-    pieces = find_pieces(state.glob("shards*"))
-    assert {"model.0.weight", "optimizer.state.0.exp_avg"} <= pieces.keys()
-    numbers = sum(piece.shape[0] * piece.shape[1] for piece in pieces["model.0.weight"])
-    assert numbers == 40
-    assert any("ModelEmaCallback" in name for name in pieces)
+    stored = find_tensors(state.glob("shards*"))
+    assert {"model.0.weight", "optimizer.state.0.exp_avg"} <= stored.keys()
+    assert sum(math.prod(sizes) for _, sizes, _ in stored["model.0.weight"].parts) == 40
+    assert any("ModelEmaCallback" in name for name in stored)
 
 
 @functools.cache
@@ -184,11 +184,11 @@ def test_torch_reads_the_shards(tmp_path, job):
     job(2).run(saved, "fsdp", tmp_path, sharded=True)
     state = tmp_path / "fsdp" / "update-000000002"
     (state / "model.safetensors").unlink()  # holds nothing, as all is sharded
-    pieces = find_pieces(sorted(state.glob("shards*")))
-    target = {name: torch.zeros_like(read_whole(parts, name)) for name, parts in pieces.items()}
+    stored = {name: tensor.read() for name, tensor in find_tensors(sorted(state.glob("shards*"))).items()}
+    target = {name: torch.zeros_like(tensor) for name, tensor in stored.items()}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):  # a single process
         checkpoint.load(target, storage_reader=storage.HuggingFaceStorageReader(str(state)))
-    assert all(torch.equal(target[name], read_whole(parts, name)) for name, parts in pieces.items())
+    assert all(torch.equal(target[name], tensor) for name, tensor in stored.items())
 
 
 def test_sharded_states_without_shards_are_an_error(tmp_path):

@@ -779,8 +779,8 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
 def test_a_run_whose_directory_is_removed_locks_it_again_before_its_next_state(tmp_path, is_other_first):
     """Otherwise a second run gets in, and both save in one directory."""
     code = (
-        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import StateStore\n"
-        "store = StateStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
+        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import DirectoryStore\n"
+        "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
     )
     command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
     starts = 5 if is_other_first else 6
@@ -1077,7 +1077,7 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
         quiet_trainer(torch.nn.Linear(5, 1)).load_training_state(tmp_path / "state")
     model = small_model()
     other = torch.optim.AdamW([model[0].weight], lr=0.1)
-    with pytest.raises(ValueError, match=r"The optimizer in the training state .* does not fit the trainer's AdamW"):
+    with pytest.raises(ValueError, match=r"The optimizer in '.*' does not fit the trainer's AdamW"):
         quiet_trainer(model, optimizer=other).load_training_state(tmp_path / "state")
     with pytest.raises(FileNotFoundError, match="There is no training state at"):
         trainer.load_training_state(tmp_path / "nothing")

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
-from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
+from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 
 
 @suggest_arguments

@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.checkpoint import fit_model_state, model_state, read_checkpoint, write_checkpoint
 from pytorch_accel_lite.engine.lifecycle import computing
+from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.engine.trial import prepared_for_trial
 from pytorch_accel_lite.optimizers.gradients import total_norm
 
@@ -170,10 +171,7 @@ def find_non_finite(
     trainer: TrainerLike, step: RecordedStep, keep_buffers: bool = True
 ) -> tuple[torch.Tensor, NonFinite]:
     """Repeat the forward pass of a step, on this process alone, and find where numbers stop being finite."""
-    wrapped = trainer.model
     model = trainer.get_model()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    generators = capture_generators()
     origin = NonFinite()
     names = {module: name for name, module in model.named_modules()}
 
@@ -185,21 +183,17 @@ def find_non_finite(
             origin.inputs_are_finite = _is_finite(inputs)
             origin.weights_are_finite = _is_finite(tensors)
 
-    hooks = [module.register_forward_hook(look) for module in names]
-    trainer.model = model
-    try:
+    with Snapshot() as before:
+        if keep_buffers:
+            before.keep_buffers([model])
+            before.keep_generators()
+        for module in names:
+            before.callback(module.register_forward_hook(look).remove)
+        before.enter_context(replaced(trainer, model=model))
         restore_generators(step.generators)
         # Compiled code does not call hooks.
         with torch.compiler.set_stance("force_eager"), mixed_precision(trainer.accelerator):
             loss = total_loss(trainer.calculate_train_batch_loss(step.batch)["loss"])
-    finally:
-        trainer.model = wrapped
-        for hook in hooks:
-            hook.remove()
-        if keep_buffers:
-            restore_generators(generators)
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
     return loss, origin
 
 

@@ -18,8 +18,7 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.checkpoint.files import load_plain, replacing, write_checkpoint
-from pytorch_accel_lite.checkpoint.frozen import fingerprints
-from pytorch_accel_lite.checkpoint.weights import without_compile
+from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.optimizers import attributes
 
 _ABOUT = "predictions.json"

@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, is_multiple, optional
-from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
+from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_directory
 
 
 class RayReportCallback(TrainerCallback):
@@ -69,7 +69,7 @@ class RayReportCallback(TrainerCallback):
         if checkpoint is None:
             return None
         directory = self._resumed.enter_context(checkpoint.as_directory())  # a copy, from remote storage
-        return read_state(Path(directory), trainer.ranks)
+        return read_directory(Path(directory), trainer.ranks)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Release the state that the run was resumed from."""

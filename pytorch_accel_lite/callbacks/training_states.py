@@ -20,12 +20,12 @@ from pytorch_accel_lite.base.validation import check_positive_int, check_positiv
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.files import StrPath, place
-from pytorch_accel_lite.checkpoint.frozen import model_fingerprints
-from pytorch_accel_lite.checkpoint.locations import open_store
+from pytorch_accel_lite.checkpoint.files import StrPath, parse_location
+from pytorch_accel_lite.checkpoint.remote import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.checkpoint.weights import model_fingerprints
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
         if not isinstance(sharded, bool) and sharded != "auto":
             raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
-        self.save_dir = place(save_dir)
+        self.save_dir = parse_location(save_dir)
         self.save_every_n_epochs = optional(check_positive_int, "save_every_n_epochs", save_every_n_epochs)
         self.save_every_n_steps = optional(check_positive_int, "save_every_n_steps", save_every_n_steps)
         self.save_every_n_minutes = optional(check_positive_number, "save_every_n_minutes", save_every_n_minutes)
@@ -181,7 +181,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def _check_requeue(self, trainer: TrainerLike) -> None:
         slurm.check_requeue()
-        if slurm.was_requeued() and trainer.progress.update == 0 and self._store.has_states():
+        if slurm.was_requeued() and trainer.progress.update == 0 and self._store.names():
             raise RuntimeError(
                 f"Slurm has started this job again, and there are training states in {os.fspath(self.save_dir)!r}, but "
                 "train() was not asked to resume: it would start over each time. Pass resume_from='latest'."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def save_adapters(model: Any, weights: Mapping[str, Any], directory: Path) -> No
         with naming(directory):
             model.save_pretrained(str(new), state_dict=dict(weights))
         mode = new.stat().st_mode & 0o666  # safetensors creates files that only their owner can read
-        for path in sorted(found for found in new.rglob("*") if found.is_file()):
+        for path in sorted(path for path in new.rglob("*") if path.is_file()):
             target = directory / path.relative_to(new)
             target.parent.mkdir(exist_ok=True)
             path.chmod(mode)
@@ -61,32 +61,20 @@ def _check_adapters_are_all(model: Any) -> None:
     from peft import get_peft_model_state_dict
 
     own = model.state_dict(keep_vars=True)
-    tensors: set[int] = set()
-    for adapter, config in model.peft_config.items():
-        with warnings.catch_warnings(), _without_allocated_ranks(config):
+    saved: set[int] = set()
+    for adapter in model.peft_config:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # saving repeats these warnings
             state = get_peft_model_state_dict(model, own, adapter)
-        tensors |= {id(tensor) for tensor in state.values()}
+        saved |= {id(tensor) for tensor in state.values()}
     left_out = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in tensors and not name.startswith("prompt_encoder.")
+        # Of prompts and of AdaLoRA's matrices, PEFT saves what it computes from them.
+        if parameter.requires_grad and id(parameter) not in saved and not re.search(r"^prompt_encoder\.|\.lora_", name)
     ]
     if left_out:
         raise ValueError(
             f"Adapters alone would be saved, but more is trained: {listed(left_out)}. Name those modules in "
             "modules_to_save of PEFT's config, freeze them, or save everything with trainable_only=False."
         )
-
-
-@contextmanager
-def _without_allocated_ranks(config: Any) -> Iterator[None]:
-    """Let PEFT return AdaLoRA's matrices themselves in a block, rather than copies of the ranks allocated to them."""
-    if getattr(config, "rank_pattern", None) is None or config.peft_type != "ADALORA":
-        yield
-        return
-    ranks, config.rank_pattern = config.rank_pattern, None
-    try:
-        yield
-    finally:
-        config.rank_pattern = ranks

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.files import StrPath
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
@@ -60,15 +61,23 @@ def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrP
     loss_func = trainer.loss_func
     own = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
     fitting = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
-    if isinstance(loss_func, nn.Module) and fitting:
+    if fitting:
         loss_func.load_state_dict(fitting, strict=False)
     others = sorted(state.keys() - fitting.keys())
     if others and loss_func is not None:
-        warnings.warn(
+        warn_outside(
             f"{os.fspath(source)!r} holds the state of a different loss function ({', '.join(others)}), which the "
-            "trainer's loss function does not have. It is ignored.",
-            stacklevel=3,
+            "trainer's loss function does not have. It is ignored."
         )
+
+
+def _included(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> dict[str, Any]:
+    """Return the attributes that are saved with a trainer, by name, with or without optimizers and schedulers."""
+    return {
+        name: owner
+        for name, owner in attributes.trained(trainer).items()
+        if isinstance(owner, nn.Module) or (optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers)
+    }
 
 
 def attribute_states(
@@ -80,62 +89,78 @@ def attribute_states(
     :param optimizers: whether to include optimizers
     :param schedulers: whether to include schedulers
     """
-    states: dict[str, Any] = {}
-    for name, owner in attributes.trained(trainer).items():
-        if isinstance(owner, nn.Module):
-            states[name] = model_state(owner, keep)
-        elif optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers:
-            states[name] = full_state_dict(owner.state_dict(), keep)
-    return states
+    return {
+        name: model_state(owner, keep) if isinstance(owner, nn.Module) else full_state_dict(owner.state_dict(), keep)
+        for name, owner in _included(trainer, optimizers, schedulers).items()
+    }
 
 
-def load_attribute_state(owner: Any, name: str, state: Mapping[str, Any], source: StrPath, strict: bool = True) -> None:
-    """Restore the state of an attribute.
+def load_attribute_states(
+    trainer: TrainerLike,
+    states: Mapping[str, Any],
+    source: StrPath,
+    optimizers: bool = True,
+    schedulers: bool = True,
+    strict: bool = True,
+    is_final: bool = False,
+) -> None:
+    """Restore the attributes from their states.
 
-    :raises ValueError: if it does not fit; names the attribute
+    :param strict: ``False`` to load only the weights that fit, and warn of the others
+    :param is_final: whether to warn of mismatches between attributes and states, as no more attributes will be created
+    :raises ValueError: if a state does not fit; names the attribute
+    """
+    if trainer.saves_attributes:
+        load = partial(load_state, source=source, strict=strict)
+        load_each("attribute", _included(trainer, optimizers, schedulers), states, load, is_final)
+
+
+def load_state(name: str, owner: Any, state: Any, source: StrPath, strict: bool = True) -> None:
+    """Load the state of a module, an optimizer or a scheduler.
+
+    :raises ValueError: if it does not fit; names it
     """
     try:
         if isinstance(owner, nn.Module):
             owner.load_state_dict(fit_model_state(owner, state, source, strict), strict)
-        elif isinstance(owner, torch.optim.Optimizer):
+        elif name == "optimizer" or isinstance(owner, torch.optim.Optimizer):
             load_optimizer_state(owner, state)
         else:
             owner.load_state_dict(state)
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"{name} of the trainer does not fit its saved state: {error} Create it as it was when it was saved, or "
-            "set saves_attributes = False in your Trainer to neither save nor restore its attributes."
+            f"The {name} in {os.fspath(source)!r} does not fit the trainer's {type(owner).__name__}: {error}. Create "
+            "it as it was when it was saved; saves_attributes = False in the trainer's class leaves out attributes."
         ) from error
 
 
-def load_attribute_states(trainer: TrainerLike, states: Mapping[str, Any], source: StrPath, is_final: bool) -> None:
-    """Restore the attributes that a training state holds.
-
-    :param is_final: whether to warn of mismatches between attributes and states, as no more attributes will be created
-    """
-    if not trainer.saves_attributes:
-        return
-    owners = attributes.trained(trainer)
-    for name in owners.keys() & states.keys():
-        load_attribute_state(owners[name], name, states[name], source)
-    for name in owners.keys() - states.keys() if is_final else ():
-        warnings.warn(f"The training state holds nothing for the trainer's attribute {name!r}.", stacklevel=3)
+def load_each(
+    kind: str,
+    owners: Mapping[str, Any],
+    states: Mapping[str, Any],
+    load: Callable[[str, Any, Any], None] = lambda name, owner, state: owner.load_state_dict(state),
+    is_final: bool = True,
+) -> None:
+    """Restore all owners of a kind that have a state; finally, warn of owners without a state, and the reverse."""
+    for name, owner in owners.items():
+        if name in states:
+            load(name, owner, states[name])
+        elif is_final:
+            warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
     for name in states.keys() - owners.keys() if is_final else ():
-        warnings.warn(
-            f"The training state holds the state of attribute {name!r}, which no longer exists.", stacklevel=3
-        )
+        warn_outside(f"The training state holds the state of {kind} {name!r}, which no longer exists.")
 
 
 def describe_attributes(trainer: TrainerLike) -> str:
     """Return a description of the attributes that training states hold; empty if there are none."""
     if not trainer.saves_attributes:
         return ""
-    held = ", ".join(attributes.trained(trainer))
+    included = ", ".join(attributes.trained(trainer))
     left_out = ", ".join(attributes.untrained(trainer))
-    parts = [f"Training states include these attributes of the trainer: {held}."] if held else []
+    parts = [f"Training states include these attributes of the trainer: {included}."] if included else []
     if left_out:
         parts.append(
-            f"{'They' if held else 'Training states'} do not include what no optimizer trains: {left_out}. If that "
+            f"{'They' if included else 'Training states'} do not include what no optimizer trains: {left_out}. If that "
             "changes during the run, include it with register_for_checkpointing()."
         )
     return " ".join(parts)

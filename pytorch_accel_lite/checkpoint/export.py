@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from pytorch_accel_lite.checkpoint.files import FROZEN, naming, sync, write_tensors
-from pytorch_accel_lite.checkpoint.shards import find_pieces, read_like, read_whole, shape_of
+from pytorch_accel_lite.checkpoint.files import FROZEN, naming, remove, sync, write_tensors
+from pytorch_accel_lite.checkpoint.shards import find_tensors
 from pytorch_accel_lite.checkpoint.weights import full_state_dict, without_compile
 from pytorch_accel_lite.distributed import Ranks
 
@@ -33,7 +32,7 @@ def is_directory(path: str | os.PathLike[str], sharded: bool) -> bool:
     return Path(path).is_dir() or os.fspath(path).endswith(os.sep) or (sharded and not Path(path).suffix)
 
 
-def save_directory(
+def save_exported(
     model: nn.Module, weights: Mapping[str, Any], directory: Path, ranks: Ranks, frozen: Mapping[str, int]
 ) -> None:
     """Save weights, which may be sharded, as safetensors files with an index. Call it on every process.
@@ -45,70 +44,52 @@ def save_directory(
     :raises OSError: if it cannot be written
     """
     first = _first_names(model)
-    files = _divide({name: value for name, value in weights.items() if first.get(name, name) == name}, ranks.world_size)
+    weights = {name: value for name, value in weights.items() if first.get(name, name) == name}
+    sizes = {name: value.numel() * value.element_size() for name, value in weights.items()}
+    total = sum(sizes.values())
+    files = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=int,
+        filename_pattern="{suffix}",
+        max_shard_size=min(_MOST_BYTES, -(-total // ranks.world_size)),
+    ).filename_to_tensors
+    names = {_FILE.format(number, len(files)): keys for number, keys in enumerate(files.values(), 1)}
     temporary = directory / ".saving"
     ranks.run_together(lambda: _make_empty(temporary), only_first=True)
-    names = [_FILE.format(number, len(files)) for number in range(1, len(files) + 1)]
-    for place, (name, keys) in enumerate(zip(names, files, strict=True)):
-        is_mine = place % ranks.world_size == ranks.rank
+    for number, (name, keys) in enumerate(names.items()):
+        is_mine = number % ranks.world_size == ranks.rank
         whole = full_state_dict({key: weights[key] for key in keys}, keep=is_mine)
-        ranks.run_together(partial(write_tensors, whole, temporary / name) if is_mine else _nothing)
-    index = {
-        "metadata": {"total_size": sum(_size(weights[key]) for keys in files for key in keys)},
-        "weight_map": {key: name for name, keys in zip(names, files, strict=True) for key in keys},
-    }
+        ranks.run_together(partial(write_tensors, whole, temporary / name) if is_mine else lambda: None)
+    metadata: dict[str, Any] = {"total_size": total}
     if frozen:
-        index["metadata"][FROZEN] = json.dumps(frozen)  # type: ignore[index]
+        metadata[FROZEN] = json.dumps(frozen)
+    index = {"metadata": metadata, "weight_map": {key: name for name, keys in names.items() for key in keys}}
     ranks.run_together(lambda: _finish(model, temporary, directory, index), only_first=True)
 
 
-def _nothing() -> None:
-    """Write nothing: another process does."""
-
-
 def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
+    remove(directory)
     directory.mkdir(parents=True)
 
 
 def _finish(model: nn.Module, temporary: Path, directory: Path, index: dict[str, Any]) -> None:
     """Move the files into place, and remove those of an earlier save."""
-    _save_configs(model, temporary)
+    if hasattr(model, "save_pretrained"):  # of transformers: from_pretrained() reads the configurations, too
+        for name in ("config", "generation_config"):
+            config: Any = getattr(model, name, None)
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(temporary)
     with naming(temporary / INDEX):
         (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    sync(temporary / INDEX)
-    written = sorted(path.name for path in temporary.iterdir())
-    for name in [*(name for name in written if name != INDEX), INDEX]:
+    written = sorted((path.name for path in temporary.iterdir()), key=lambda name: (name == INDEX, name))
+    for name in written:
+        sync(temporary / name)
         (temporary / name).replace(directory / name)
     for path in directory.glob("model-*-of-*.safetensors"):
         if path.name not in written:
             path.unlink()
     temporary.rmdir()
     sync(directory)
-
-
-def _save_configs(model: nn.Module, directory: Path) -> None:
-    """Save the configurations of a model of transformers beside its weights, so that ``from_pretrained`` reads both."""
-    if hasattr(model, "save_pretrained"):
-        for name in ("config", "generation_config"):
-            config: Any = getattr(model, name, None)
-            if hasattr(config, "save_pretrained"):
-                config.save_pretrained(directory)
-
-
-def _divide(weights: Mapping[str, Any], least: int) -> list[list[str]]:
-    """Divide tensors over files of about equal size, at least one for each process if there are enough tensors."""
-    most = min(_MOST_BYTES, -(-sum(map(_size, weights.values())) // least))
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, value in weights.items():
-        size = _size(value)
-        if files[-1] and held + size > most:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += size
-    return files
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -118,11 +99,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in without_compile(dict(named)).items()}
 
 
-def _size(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
-
-
-def read_directory(directory: Path, model: nn.Module) -> dict[str, Any]:
+def read_exported(directory: Path, model: nn.Module) -> dict[str, Any]:
     """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
 
     :return: the content of a checkpoint. Weights that are tied in the model have all their names.
@@ -136,8 +113,8 @@ def read_directory(directory: Path, model: nn.Module) -> dict[str, Any]:
         )
     index = directory / INDEX
     content = json.loads(index.read_text()) if index.is_file() else {}
-    listed = sorted(set(content.get("weight_map", {}).values()))
-    files = [directory / name for name in listed] or sorted(directory.glob("*.safetensors"))
+    names = sorted(set(content.get("weight_map", {}).values()))
+    files = [directory / name for name in names] or sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
             f"There is no checkpoint at {os.fspath(directory)!r}: it has no weights as safetensors."
@@ -146,14 +123,10 @@ def read_directory(directory: Path, model: nn.Module) -> dict[str, Any]:
     if missing:
         raise FileNotFoundError(f"{missing[0]} is missing in {os.fspath(directory)!r}, whose index names it.")
     own = without_compile(model.state_dict())
-    weights: dict[str, Any] = {}
-    for name, pieces in find_pieces(files).items():
-        like = own.get(name)
-        fits = isinstance(like, torch.Tensor) and tuple(like.shape) == shape_of(pieces)
-        weights[name] = read_like(pieces, like, name) if fits else read_whole(pieces, name)
+    weights = {name: stored.read(own.get(name)) for name, stored in find_tensors(files).items()}
     first = _first_names(model)
-    known = {first[name]: value for name, value in weights.items() if name in first}
+    by_first_name = {first[name]: value for name, value in weights.items() if name in first}
     for name, kept in first.items():
-        if name in own and kept in known:
-            weights.setdefault(name, known[kept])
+        if name in own and kept in by_first_name:
+            weights.setdefault(name, by_first_name[kept])
     return {"model_state_dict": weights, FROZEN: json.loads(content.get("metadata", {}).get(FROZEN, "{}"))}

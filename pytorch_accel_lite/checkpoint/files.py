@@ -13,11 +13,10 @@ import shutil
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -39,7 +38,7 @@ _NUMPY_NUMBERS: list[Any] = [
 ]
 
 
-def place(path: StrPath) -> Path | str:
+def parse_location(path: StrPath) -> Path | str:
     """Return a path as a ``Path``, and the URL of a folder in a remote store as text without a final slash."""
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
@@ -85,8 +84,8 @@ def naming(path: Path) -> Iterator[None]:
 def _error_number(error: BaseException | None) -> int | None:
     """Return the system's number of the error that led to this one; ``None`` if there was none."""
     if isinstance(error, safetensors.SafetensorError):
-        found = re.search(r"(?:os error|code:) (\d+)", str(error))
-        return int(found[1]) if found else errno.EIO
+        match = re.search(r"(?:os error|code:) (\d+)", str(error))
+        return int(match[1]) if match else errno.EIO
     while isinstance(error, RuntimeError):
         error = error.__context__
     return error.errno if isinstance(error, OSError) else None
@@ -94,13 +93,14 @@ def _error_number(error: BaseException | None) -> int | None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``target`` when the block succeeds, and is removed when it fails."""
+    """Yield a temporary path that is synced and replaces ``target``, or is removed when the block fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_remains(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with naming(target):
             yield temporary
+            sync(temporary)
             temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -162,15 +162,10 @@ def storable(value: Any, path: str) -> Any:
     )
 
 
-def write_plain(value: Any, path: Path, synced: bool = True) -> None:
-    """Write a value to be loaded with :func:`load_plain`.
-
-    :param synced: ``False`` to leave it to the caller to sync the file
-    """
+def write_plain(value: Any, path: Path) -> None:
+    """Write a value to be loaded with :func:`load_plain`, without syncing the file."""
     with naming(path), open(path, "wb") as file:
         torch.save(value, file)
-    if synced:
-        sync(path)
 
 
 def load_plain(path: Path, mapped: bool = False) -> Any:
@@ -195,19 +190,16 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     tied = {}
     for name, tensor in tensors.items():
         start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-        place = (*start, tensor.shape, tensor.stride(), tensor.dtype)
-        if kept.setdefault(place, name) != name:
-            tied[name] = kept[place]
+        memory = (*start, tensor.shape, tensor.stride(), tensor.dtype)
+        if kept.setdefault(memory, name) != name:
+            tied[name] = kept[memory]
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
-def write_tensors(
-    tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None, synced: bool = True
-) -> None:
-    """Write tensors as safetensors. The format has no tied tensors: each name gets its own copy.
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors, without syncing the file. Tied tensors are not supported: each gets its own copy.
 
     :param metadata: further texts to store in the file, by name
-    :param synced: ``False`` to leave it to the caller to sync the file
     :raises OSError: if the file cannot be written
     """
     separate: dict[str, torch.Tensor] = {}
@@ -222,8 +214,18 @@ def write_tensors(
     with naming(path):
         safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(metadata or {}))
     path.chmod(mode)  # safetensors creates files that only their owner can read
-    if synced:
-        sync(path)
+
+
+def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
+    """Return an open safetensors file and the texts stored in it. It stays open, and may be removed.
+
+    :raises ValueError: if it is damaged
+    """
+    try:
+        file: Any = safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"The file {os.fspath(path)!r} is damaged, or no safetensors file. {error}") from error
+    return file, file.metadata() or {}
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
@@ -246,68 +248,35 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no checkpoint at {os.fspath(path)!r}.")
     if Path(path).suffix == ".safetensors":
-        return _read_weights(path)
+        _, metadata = open_tensors(path)
+        weights = safetensors.torch.load_file(path)
+        return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
     checkpoint = load_plain(Path(path))
     if not isinstance(checkpoint, dict) or "model_state_dict" not in checkpoint:
         raise ValueError(f"The file {os.fspath(path)!r} is not a checkpoint: it has no 'model_state_dict'.")
     return checkpoint
 
 
-def _read_weights(path: StrPath) -> dict[str, Any]:
-    try:
-        weights = safetensors.torch.load_file(path)
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"The file {os.fspath(path)!r} is damaged, or no safetensors file. {error}") from error
-    return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
-
-
 #: Bytes of a file that are hashed at once. Part of the format: another size gives other checksums.
 PIECE = 8 << 20
-_BLOCK = 1 << 20  # stays in a core's cache between being read and being hashed
 _MOST_THREADS = 8  # hash faster than most disks read
 
 
-class FileHashes:
-    """Computes SHA-256 of files in the background of a block. hashlib releases the interpreter's lock meanwhile.
+def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Return a checksum of each file, by its name: the SHA-256 of those of its pieces, which all cores compute.
 
-    The checksum of a file is the SHA-256 of those of its pieces, so that all cores share the work on one large file.
+    :raises OSError: if a file cannot be read
     """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(min(available_cores(), _MOST_THREADS), "hashing")
-        self._found: dict[Path, list[Future[bytes]]] = {}
-
-    def __enter__(self) -> FileHashes:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def add(self, path: Path) -> None:
-        """Start to compute the checksum of a file, which is complete."""
-        starts = range(0, path.stat().st_size, PIECE)
-        self._found[path] = [self._pool.submit(_hash_piece, path, start) for start in starts]
-
-    def of(self, path: Path) -> str:
-        """Return the checksum of a file as a hexadecimal string, once it is computed.
-
-        :raises OSError: if the file cannot be read
-        """
-        return hashlib.sha256(b"".join(piece.result() for piece in self._found[path])).hexdigest()
+    with ThreadPoolExecutor(min(available_cores(), _MOST_THREADS), "hashing") as pool:
+        pieces = {
+            path.name: [pool.submit(_hash_piece, path, start) for start in range(0, path.stat().st_size, PIECE)]
+            for path in paths
+        }
+        digests = {name: b"".join(piece.result() for piece in of_file) for name, of_file in pieces.items()}
+    return {name: hashlib.sha256(digest).hexdigest() for name, digest in digests.items()}
 
 
 def _hash_piece(path: Path, start: int) -> bytes:
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         file.seek(start)
-        for _ in range(PIECE // _BLOCK):
-            filled = 0
-            while filled < _BLOCK and (count := file.readinto(block[filled:])):
-                filled += count
-            digest.update(block[:filled])
-    return digest.digest()
+        return hashlib.sha256(file.read(PIECE)).digest()

@@ -14,22 +14,18 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
     """Return what computes the run of a trainer, in JSON types."""
     device = trainer.device
-    is_cuda = device.type == "cuda"
-    threads = torch.get_num_threads() if trainer.logical is None else 1
-    on_cpu = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
-    on_cuda = {"CUDA": torch.version.cuda, "cuDNN": _cudnn_version()} if is_cuda else {}
     with trainer.backend_settings.in_force():
-        settings = describe_settings(is_cuda)
-    return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
-        "torch": str(torch.__version__),
-        **settings,
-        **(on_cpu if device.type == "cpu" else on_cuda),
-    }
-
-
-def _cudnn_version() -> Any:
-    return torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        settings = describe_settings(device.type == "cuda")
+    name = device.type
+    versions: dict[str, Any] = {}
+    if device.type == "cuda":
+        cudnn: Any = torch.backends.cudnn
+        name = torch.cuda.get_device_name(device)
+        versions = {"CUDA": torch.version.cuda, "cuDNN": cudnn.version()}
+    elif device.type == "cpu":
+        threads = torch.get_num_threads() if trainer.logical is None else 1
+        versions = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
+    return {"device": name, "torch": str(torch.__version__), **settings, **versions}
 
 
 def describe_changes(trainer: TrainerLike, metadata: Mapping[str, Any]) -> str:

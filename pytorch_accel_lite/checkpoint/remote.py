@@ -7,16 +7,14 @@ names, so a state is replaced in one step as well. To be read, a state is fetche
 
 from __future__ import annotations
 
-import fcntl
 import json
-import math
 import os
 import secrets
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,35 +22,35 @@ from typing import Any
 from accelerate import PartialState
 
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.checkpoint.store import STATE_NAME, refuse_damaged, state_name
+from pytorch_accel_lite.checkpoint.store import STATE_NAME, DirectoryStore, StateStore
 from pytorch_accel_lite.checkpoint.training_state import (
     MANIFEST,
     CapturedState,
     DamagedStateError,
     TrainingState,
     manifest_text,
+    or_damage,
+    read_directory,
     read_manifest,
-    read_tensors,
+    read_model,
     read_verified,
     verify_state,
+    write_directory,
     write_files,
 )
 from pytorch_accel_lite.distributed import Ranks
 
-#: Says which run saves here. The newest run takes over: a lock would outlive a run whose machine has died.
-_OWNER = ".owner.json"
-#: Names the complete states, as a store may be late to list what was written.
-_INDEX = ".states.json"
-_LOCAL = "training-state-"
-_SECONDS_UNTIL_LOCKED = 60  # far more than a process needs to lock what it has created
+_OWNER = ".owner.json"  # says which run saves here
+_PREFIX = "training-state-"
+_SECONDS_UNTIL_REMOVED = 24 * 60 * 60  # far more than it takes to upload a state
 
 
 class RemoteFolder:
     """A folder in a remote store. Its errors are ``OSError`` and name the address.
 
     :param url: such as ``s3://bucket/run``
-    :raises ImportError: if the package for this kind of store is not installed; says how to install it
-    :raises ValueError: if there is no such kind of store
+    :raises ImportError: if the package for this kind of store is not installed
+    :raises ValueError: if fsspec knows no such kind of store
     """
 
     def __init__(self, url: str) -> None:
@@ -60,14 +58,7 @@ class RemoteFolder:
         import_extra("fsspec", "s3", f"The address {url!r}")
         from fsspec.core import url_to_fs
 
-        try:
-            self._store, self._path = url_to_fs(url)
-        except ImportError as error:
-            if url.startswith(("s3:", "s3a:")):
-                import_extra("s3fs", "s3", f"The address {url!r}")
-            raise ImportError(f"{url!r} needs a further package. {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{url!r} is not the address of a store that fsspec knows: {error}") from error
+        self._store, self._path = url_to_fs(url)
         self._created: set[PurePosixPath] = set()
 
     @contextmanager
@@ -140,49 +131,31 @@ class RemoteFolder:
 
 
 @contextmanager
-def _local_directory() -> Iterator[str]:
-    """Yield an empty temporary directory; those that killed processes have left on this machine are removed.
-
-    A process has a lock on its own, which ends with it.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{_LOCAL}*"):
-        with suppress(OSError), _opened(left) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - left.stat().st_mtime > _SECONDS_UNTIL_LOCKED:
-                shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_LOCAL) as directory, _opened(Path(directory)) as descriptor:
-        with suppress(OSError):  # no locks there, so nothing is removed, either
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield directory
+def _temporary_directory() -> Iterator[Path]:
+    """Yield an empty directory for the files of a state; those that killed processes have left here are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > _SECONDS_UNTIL_REMOVED:
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
+        yield Path(directory)
 
 
-@contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def upload_state(url: str, ranks: Ranks, snapshot: CapturedState) -> None:
-    """Upload a training state. All ranks take part, and all raise an error if one fails.
-
-    :raises OSError: if it cannot be written; an existing state is left unchanged
-    """
+def _upload(url: str, ranks: Ranks, captured: CapturedState) -> None:
+    """Upload a training state. All ranks take part, and all raise an error if one fails."""
     folder = RemoteFolder(url)
     files_of_this_save = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
 
     def upload() -> dict[str, dict[str, Any]]:
-        with _local_directory() as staging:
-            entries = write_files(Path(staging), ranks.rank, snapshot)
+        with _temporary_directory() as directory:
+            entries = write_files(directory, ranks.rank, captured)
             for name in entries:
-                folder.upload(Path(staging, name), f"{files_of_this_save}/{name}")
+                folder.upload(directory / name, f"{files_of_this_save}/{name}")
         return entries
 
     try:
-        files = ranks.run_together(upload)
-        text = manifest_text(files, {**snapshot.metadata, "folder": files_of_this_save})
+        entries = ranks.run_together(upload)
+        text = manifest_text(entries, {**captured.metadata, "folder": files_of_this_save})
         ranks.run_together(lambda: folder.write(MANIFEST, text.encode()), only_first=True)
     except BaseException:
         if ranks.rank == 0:
@@ -190,111 +163,119 @@ def upload_state(url: str, ranks: Ranks, snapshot: CapturedState) -> None:
                 folder.remove(files_of_this_save)
         raise
     if ranks.rank == 0:
-        _remove_others(folder, files_of_this_save)
+        with suppress(OSError):
+            for name in folder.names():
+                if name not in (MANIFEST, files_of_this_save):  # of an earlier or an interrupted save
+                    folder.remove(name)
 
 
-def _remove_others(folder: RemoteFolder, files: str) -> None:
-    """Remove what earlier or interrupted saves of a state have left."""
-    with suppress(OSError):
-        for name in folder.names():
-            if name not in (MANIFEST, files):
-                folder.remove(name)
-
-
-def fetch_state(url: str, ranks: Ranks, is_listed: bool = False) -> TrainingState:
-    """Fetch a state to each machine, verify it there and read it, including the weights. All ranks take part.
-
-    :param is_listed: whether it was complete at some time: a missing manifest is damage then
-    :raises FileNotFoundError: if there is no state
-    :raises DamagedStateError: on all ranks, if it is damaged; names the file
-    :raises OSError: if the store cannot be reached
-    """
-    with _local_directory() as directory:
-
-        def fetch() -> tuple[str, dict[str, Any], str | None] | None:
-            if not PartialState().is_local_main_process:
-                return None
-            try:
-                return directory, _copy(RemoteFolder(url), Path(directory)), None
-            except DamagedStateError as error:
-                return directory, {}, str(error).replace(directory, url)
-            except FileNotFoundError:
-                if not is_listed:
-                    raise
-                return directory, {}, f"'{url}/{MANIFEST}' is missing."
-
-        outcomes = ranks.run_together(fetch)  # nothing is raised for damage, so that all ranks raise the same
-        for outcome in outcomes:
-            if outcome is not None and outcome[2] is not None:
-                raise DamagedStateError(outcome[2])
-        # The first process of this machine is the last one before this that has fetched the state.
-        here, metadata, _ = [outcome for outcome in outcomes[: ranks.rank + 1] if outcome is not None][-1]
-        found: list[TrainingState] = []
-
-        def read() -> None:
-            state = read_verified(Path(here), metadata, ranks)
-            tensors = read_tensors(Path(here))  # in a mapped file, which outlives its name
-            found.append(TrainingState(url, metadata, state.shared, state.own, tensors, state.pieces))
-
-        ranks.run_together(read)
-        return found[0]
-
-
-def _copy(folder: RemoteFolder, directory: Path) -> dict[str, Any]:
+def _download(url: str, directory: Path) -> dict[str, Any]:
     """Copy a state to an empty directory, and return its manifest once every byte of it is verified."""
+    folder = RemoteFolder(url)
     try:
         (directory / MANIFEST).write_bytes(folder.read(MANIFEST))
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"There is no training state at {folder.url!r}.") from error
-    manifest = read_manifest(directory)
-    for name in manifest["files"]:
-        if PurePosixPath(name).name != name:
-            raise DamagedStateError(f"The manifest of {folder.url!r} lists {name!r}, which is not the name of a file.")
-        with suppress(FileNotFoundError):  # which verification reports
-            folder.fetch(f"{manifest['folder']}/{name}", directory / name)
-    return verify_state(directory)
+        raise FileNotFoundError(f"There is no training state at {url!r}.") from error
+    try:
+        manifest = read_manifest(directory)
+        for name in manifest["files"]:
+            if PurePosixPath(name).name != name:
+                raise DamagedStateError(f"The manifest of {url!r} lists {name!r}, which is not the name of a file.")
+            with suppress(FileNotFoundError):  # which verification reports
+                folder.fetch(f"{manifest['folder']}/{name}", directory / name)
+        return verify_state(directory)
+    except DamagedStateError as error:
+        raise DamagedStateError(str(error).replace(os.fspath(directory), url)) from None
 
 
-@contextmanager
-def fetched(url: str) -> Iterator[Path]:
-    """Yield the directory of a verified copy of a state, which is removed afterwards."""
-    with _local_directory() as directory:
-        _copy(RemoteFolder(url), Path(directory))
-        yield Path(directory)
+def _fetch(url: str, ranks: Ranks) -> TrainingState:
+    """Fetch a state to each machine, verify it there and read it, including the weights. All ranks take part."""
+    with _temporary_directory() as directory:
+
+        def download() -> tuple[Path, dict[str, Any] | DamagedStateError] | None:
+            is_first_here = PartialState().is_local_main_process
+            return (directory, or_damage(lambda: _download(url, directory))) if is_first_here else None
+
+        outcomes = ranks.run_together(download)
+        for outcome in outcomes:
+            if outcome is not None and isinstance(outcome[1], DamagedStateError):
+                raise outcome[1]
+        # The first process of this machine is the last one before this that has fetched the state.
+        fetched, manifest = [outcome for outcome in outcomes[: ranks.rank + 1] if outcome is not None][-1]
+        states: list[TrainingState] = []
+
+        def read() -> None:
+            state = read_verified(fetched, manifest, ranks)  # type: ignore[arg-type]
+            state.weights = read_model(fetched)
+            state.directory = url
+            states.append(state)
+
+        ranks.run_together(read)
+        return states[0]
 
 
-class RemoteStore:
-    """The states of a run at a URL. Other objects there are left alone."""
+class RemoteStore(StateStore):
+    """The states of a run at a URL. The newest run takes over: a lock would outlive one whose machine has died."""
+
+    location: str
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.location = url
         self._connected: RemoteFolder | None = None
         self._owner: dict[str, Any] | None = None
+        self._incomplete: list[str] = []  # when it was claimed
 
     @property
     def _folder(self) -> RemoteFolder:
         if self._connected is None:
-            self._connected = RemoteFolder(self.url)
+            self._connected = RemoteFolder(self.location)
         return self._connected
 
-    def path_for(self, update: int) -> str:
-        """Return the URL of the state after an update."""
-        return f"{self.url}/{state_name(update)}"
+    def _path(self, name: str) -> str:
+        return f"{self.location}/{name}"
+
+    def names(self) -> list[str]:
+        """Return the names of the states that are complete."""
+        return [name for name in self._all_names() if self._manifest(name) is not None]
+
+    def _all_names(self) -> list[str]:
+        """Return the names of all states, complete or not."""
+        return [name for name in self._folder.names() if STATE_NAME.fullmatch(name)]
+
+    def saved_at(self, name: str) -> float:
+        """Return when a state was saved; now if that is unknown, so that a damaged one is reported first."""
+        manifest = self._manifest(name) or {}
+        return float(manifest.get("saved_at", time.time()))
+
+    def read(self, name: str, ranks: Ranks) -> TrainingState:
+        """Verify and read a state. All ranks take part."""
+        return _fetch(self._path(name), ranks)
+
+    def remove(self, name: str) -> None:
+        """Remove a state, its manifest first."""
+        self._folder.remove(f"{name}/{MANIFEST}")
+        self._folder.remove(name)
 
     def lock(self) -> None:
-        """Claim the URL until :meth:`unlock`, or until another run claims it, and remove remains of killed runs.
-
-        :raises OSError: if it cannot be written
-        """
+        """Claim the URL until :meth:`unlock`, or until another run claims it."""
         if self._owner is not None:
             return
         owner = {"token": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid()}
         self._folder.write(_OWNER, json.dumps(owner).encode())
         self._owner = owner
-        complete = self._complete()
-        for name in self._names():
-            if name not in complete:
+        self._incomplete = [name for name in self._all_names() if self._manifest(name) is None]
+
+    def rotate(self, keep: int | None, protected: set[str]) -> None:
+        """Remove all but the newest states, and what killed runs have left.
+
+        The latter only now that a state of this run is complete: a run that it has taken over from may have been alive,
+        and saving. That one has ended since, or completes its state.
+        """
+        super().rotate(keep, protected)
+        for name in self._incomplete:
+            if self._manifest(name) is None:
                 self._folder.remove(name)
+        self._incomplete = []
 
     def unlock(self) -> None:
         """Give up the claim, unless another run has taken over."""
@@ -304,73 +285,13 @@ class RemoteStore:
                 if self._read_json(_OWNER) == owner:
                     self._folder.remove(_OWNER)
 
-    def check_lock(self, ranks: Ranks) -> None:
-        """Check, on all ranks, that no other run has taken over.
-
-        :raises RuntimeError: if one has; names its machine and process
-        """
-        ranks.run_together(self._check_owner, only_first=True)
-
-    def _check_owner(self) -> None:
+    def _check_lock(self) -> None:
         newest = self._read_json(_OWNER)
         if newest and newest != self._owner:
             raise RuntimeError(
                 f"Another run (process {newest['process']} on {newest['host']}) has started to save its training "
-                f"states in {self.url!r}, so this one ends. Give each run a save_dir of its own."
+                f"states in {self.location!r}, so this one ends. Give each run a save_dir of its own."
             )
-
-    def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
-        """Return the newest intact state, or ``None`` if there is none. All ranks take part.
-
-        :param report: called with a message for each damaged state that is skipped
-        :raises DamagedStateError: if there are states, but all are damaged
-        """
-        problems = []
-        for name in ranks.broadcast_object(self._newest_first):
-            try:
-                return fetch_state(f"{self.url}/{name}", ranks, is_listed=True)
-            except DamagedStateError as error:
-                problems.append(str(error))
-                report(f"Skipping a damaged training state. {error}")
-        refuse_damaged(self.url, problems)
-        return None
-
-    def has_states(self) -> bool:
-        """Whether there are any complete states."""
-        return bool(self._complete())
-
-    def newest_time(self) -> float:
-        """Return when the newest state was saved, by the clock of the machine that did so; 0 if there is none."""
-        manifests = [self._manifest(name) or {} for name in self._complete()]
-        return max((float(manifest.get("saved_at", 0.0)) for manifest in manifests), default=0.0)
-
-    def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest ``keep`` states, sparing those with protected names; ``None`` keeps all."""
-        names = self._complete()
-        removed = [] if keep is None else [name for name in self._newest_first()[keep:] if name not in protected]
-        left = [name for name in names if name not in removed]
-        self._folder.write(_INDEX, json.dumps({"states": left}).encode())
-        for name in removed:
-            self._folder.remove(f"{name}/{MANIFEST}")  # stops being a state at once, however long removal takes
-            self._folder.remove(name)
-
-    def _newest_first(self) -> list[str]:
-        # Those with damaged manifests come first, to be reported.
-        saved_at = {name: float((self._manifest(name) or {}).get("saved_at", math.inf)) for name in self._complete()}
-        return sorted(saved_at, key=lambda name: (saved_at[name], name), reverse=True)
-
-    def _complete(self) -> list[str]:
-        """Return the names of the states that were complete at some time."""
-        index = self._index()
-        return [name for name in self._names() if name in index or self._manifest(name) is not None]
-
-    def _names(self) -> list[str]:
-        """Return the names of all states, complete or not, including those that the store does not list yet."""
-        return sorted(name for name in {*self._folder.names(), *self._index()} if STATE_NAME.fullmatch(name))
-
-    def _index(self) -> list[str]:
-        names: list[str] = (self._read_json(_INDEX) or {}).get("states", [])
-        return names
 
     def _manifest(self, name: str) -> dict[str, Any] | None:
         return self._read_json(f"{name}/{MANIFEST}")
@@ -384,3 +305,42 @@ class RemoteStore:
         except ValueError:
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def open_store(save_dir: Path | str) -> StateStore:
+    """Return the states in a directory, or at a URL."""
+    return DirectoryStore(save_dir) if isinstance(save_dir, Path) else RemoteStore(save_dir)
+
+
+def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> None:
+    """Write a training state. All ranks take part, and all raise an error if one fails.
+
+    An existing state there is replaced once the new one is complete.
+
+    :raises OSError: if it cannot be written; an existing state is left unchanged
+    """
+    if isinstance(location, Path):
+        write_directory(location, ranks, captured)
+    else:
+        _upload(location, ranks, captured)
+
+
+def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
+    """Verify a state, once in the job or on each machine that fetches it, and read it. All ranks take part.
+
+    :raises FileNotFoundError: if there is no state
+    :raises DamagedStateError: on all ranks, if it is damaged; names the file
+    :raises OSError: if the store cannot be reached
+    """
+    return read_directory(location, ranks) if isinstance(location, Path) else _fetch(location, ranks)
+
+
+@contextmanager
+def local_copy(location: Path | str) -> Iterator[Path]:
+    """Yield the directory of a state, or that of a verified copy if it lies in a remote store."""
+    if isinstance(location, Path):
+        yield location
+        return
+    with _temporary_directory() as directory:
+        _download(location, directory)
+        yield directory

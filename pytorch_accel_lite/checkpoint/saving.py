@@ -10,9 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -20,27 +17,29 @@ from pytorch_accel_lite.checkpoint.adapters import CONFIG, check_directory, save
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
-    load_attribute_state,
+    load_attribute_states,
     load_loss_state,
     loss_state,
 )
-from pytorch_accel_lite.checkpoint.export import is_directory, read_directory, save_directory
+from pytorch_accel_lite.checkpoint.export import is_directory, read_exported, save_exported
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
     StrPath,
-    place,
+    parse_location,
     read_checkpoint,
     replacing,
     write_checkpoint,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.frozen import check_has_trainable, describe_other_weights, leave_out_frozen
-from pytorch_accel_lite.checkpoint.locations import read_state, write_state
+from pytorch_accel_lite.checkpoint.remote import read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import MANIFEST, read_learned
 from pytorch_accel_lite.checkpoint.weights import (
+    check_has_trainable,
+    describe_other_weights,
     fit_model_state,
     full_state_dict,
+    leave_out_frozen,
     load_optimizer_state,
     model_state,
     without_compile,
@@ -104,8 +103,8 @@ def save_checkpoint(
             checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
         if learned := loss_state(self):
             checkpoint["loss_func_state_dict"] = learned
-        if held := attribute_states(self, here, save_optimizer, save_scheduler):
-            checkpoint["attribute_state_dicts"] = held
+        if states := attribute_states(self, here, save_optimizer, save_scheduler):
+            checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs or {})
         self.ranks.barrier()  # others may still be reading the file that is replaced
         self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if here else None)
@@ -141,7 +140,7 @@ def load_checkpoint(
     if is_state and not (load_optimizer or load_scheduler):
         checkpoint = read_learned(checkpoint_path)
     elif Path(checkpoint_path).is_dir():
-        checkpoint = read_directory(Path(checkpoint_path), model)
+        checkpoint = read_exported(Path(checkpoint_path), model)
     else:
         checkpoint = read_checkpoint(checkpoint_path)
     left_out = checkpoint.get(FROZEN, {})
@@ -160,11 +159,8 @@ def load_checkpoint(
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
-        held = checkpoint.get("attribute_state_dicts", {})
-        for name, owner in attributes.trained(self).items():
-            is_asked_for = load_optimizer if isinstance(owner, torch.optim.Optimizer) else load_scheduler
-            if name in held and (isinstance(owner, nn.Module) or is_asked_for):
-                load_attribute_state(owner, name, held[name], checkpoint_path, strict)
+        states = checkpoint.get("attribute_state_dicts", {})
+        load_attribute_states(self, states, checkpoint_path, load_optimizer, load_scheduler, strict)
         model.load_state_dict(weights, strict=strict and not left_out)
     return checkpoint
 
@@ -203,7 +199,7 @@ def save_model(self: TrainerLike, path: StrPath, *, trainable_only: bool = False
         if not of_adapters and is_directory(path, self.is_sharded):
             parts = without_compile(model.state_dict())
             frozen = leave_out_frozen(model, parts) if trainable_only else {}
-            save_directory(model, parts, Path(path), self.ranks, frozen)
+            save_exported(model, parts, Path(path), self.ranks, frozen)
             return
         weights = model_state(model, keep=self.accelerator.is_main_process)
 
@@ -294,18 +290,18 @@ def save_training_state(
     with _timed(self):
         if writer is not None:
             writer.wait()  # its memory is used again
-        snapshot = capture(self, dict(checkpoint_kwargs or {}), created_weights, sharded)
+        captured = capture(self, dict(checkpoint_kwargs or {}), created_weights, sharded)
         ranks = self.ranks if writer is None else writer.ranks
 
         def write() -> None:
-            write_state(place(output_dir), ranks, snapshot)
+            write_state(parse_location(output_dir), ranks, captured)
             if then is not None:
                 then()
 
         if writer is None:
             write()
         else:
-            snapshot = snapshot.to_host(writer.memory)
+            captured = captured.to_host(writer.memory)
             writer.start(write)
 
 
@@ -318,11 +314,11 @@ def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]
     :raises ValueError: if it does not fit the model or the optimizer
     """
     resumed = self.current_run.resumed
-    if resumed is not None and resumed.directory == place(input_dir):  # read, and finished later, by the run
+    if resumed is not None and resumed.directory == parse_location(input_dir):  # read, and finished later, by the run
         state = resumed
         restore(self, state, with_scheduler=not self.current_run.schedule.is_recreated)
     else:
-        state = read_state(place(input_dir), self.ranks)
+        state = read_state(parse_location(input_dir), self.ranks)
         restore(self, state)
         finish_restoring(self, state)
         prepared = self.prepared_model

@@ -1,4 +1,4 @@
-"""Tensors in pieces: each process writes its own shards to a safetensors file, and reads those it needs from any files.
+"""Tensors in files of their own: sharded ones, of which each process writes and reads its part, and large ones.
 
 The files have the form of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter``), which its
 ``HuggingFaceStorageReader`` reads, too. Files of whole tensors, such as those of pretrained models, are read as well.
@@ -8,158 +8,208 @@ Nothing is gathered, and nothing but safetensors is read.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import safetensors
 import torch
+from torch.utils._pytree import KeyEntry, MappingKey, tree_leaves, tree_map_with_path
 
-from pytorch_accel_lite.checkpoint.files import write_tensors
+from pytorch_accel_lite.checkpoint.files import open_tensors, write_tensors
 
 _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _OFFSETS = "saved_offsets"
-
-
-class Piece(NamedTuple):
-    """A part of a tensor in an open file: where it begins in each dimension, and its sizes."""
-
-    path: Path
-    file: Any
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
+_MARK = "in the shards, as"  # the only key of a dict that stands for a tensor
+_LARGE = 1 << 16  # bytes from which a tensor is worth an entry in a file of tensors
 
 #: For each tensor, where this process's part of it begins, and that part.
-OwnPieces = dict[str, tuple[tuple[int, ...], torch.Tensor]]
+Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 
 
-def as_pieces(tensor: Any) -> Any:
-    """Return a sharded tensor such that each process holds one contiguous piece of it. May communicate.
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a tensor of which each process holds a part."""
+    return hasattr(value, "full_tensor")
+
+
+def fits_safetensors(value: Any) -> bool:
+    """Whether safetensors supports a value, unlike, for example, a sparse tensor."""
+    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
+    return is_plain and value.dtype != torch.complex128
+
+
+def take_out_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.Tensor]) -> Any:
+    """Return nested dicts, lists and tuples with each sharded or large tensor replaced by a mark.
+
+    Files of tensors are written and read faster than pickled ones, but lack what some tensors have: memory that they
+    share, gaps or another order of elements in memory, rare types. Such tensors stay where they are.
+
+    :param sharded: gets the sharded tensors, by name
+    :param large: gets the large ones
+    """
+    tensors = [value for value in tree_leaves(state) if type(value) is torch.Tensor and fits_safetensors(value)]
+    owners = Counter(value.untyped_storage().data_ptr() for value in tensors)
+
+    def is_large(value: Any) -> bool:
+        return (
+            type(value) is torch.Tensor
+            and fits_safetensors(value)
+            and value.nbytes >= _LARGE
+            and value.is_contiguous()
+            and not value.requires_grad
+            and value.untyped_storage().nbytes() == value.nbytes
+            and owners[value.untyped_storage().data_ptr()] == 1
+        )
+
+    def take_out(path: tuple[KeyEntry, ...], value: Any) -> Any:
+        if not is_sharded(value) and not is_large(value):
+            return value
+        name = ".".join(map(str, _keys(path)))
+        while name in sharded or name in large:  # a key may have dots, too
+            name += "'"
+        (sharded if is_sharded(value) else large)[name] = value
+        return {_MARK: name}
+
+    return tree_map_with_path(take_out, state)
+
+
+def put_back_tensors(
+    state: Any, stored: Mapping[str, StoredTensor], find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None
+) -> Any:
+    """Return what :func:`take_out_tensors` was given.
+
+    :param find_like: returns the tensor like which to shard that for a path of keys, if there is one; by default
+        tensors are whole
+    """
+
+    def put_back(path: tuple[KeyEntry, ...], value: Any) -> Any:
+        return stored[value[_MARK]].read(find_like(_keys(path))) if _is_mark(value) else value
+
+    return tree_map_with_path(put_back, state, is_leaf=_is_mark)
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {_MARK}
+
+
+def _keys(path: tuple[KeyEntry, ...]) -> tuple[Any, ...]:
+    return tuple(entry.key if isinstance(entry, MappingKey) else entry.idx for entry in path)  # type: ignore[attr-defined]
+
+
+def local_parts(tensors: Mapping[str, Any]) -> Parts:
+    """Return the parts of sharded tensors that this process writes; a part that several hold, only the first writes.
+
+    Call it on every process.
+    """
+    parts: Parts = {}
+    for name, sharded in tensors.items():
+        tensor = _with_one_part(sharded)
+        start, shape = _bounds(tensor)
+        here = tensor.device_mesh.get_coordinate()
+        repeats = any(placement.is_replicate() and here[dim] for dim, placement in enumerate(tensor.placements))
+        if 0 not in shape and not repeats:
+            parts[name] = start, tensor.to_local().detach()
+    return parts
+
+
+def _with_one_part(tensor: Any) -> Any:
+    """Return a sharded tensor such that each process holds one contiguous part of it. May communicate.
 
     ``fully_shard`` over a tensor-parallel dimension leaves several.
     """
     from torch.distributed.tensor import Shard
 
-    placements = [Shard(place.dim) if _is_strided(place) else place for place in tensor.placements]
-    if placements == list(tensor.placements):
+    strided = [type(placement).__name__ == "_StridedShard" for placement in tensor.placements]
+    if not any(strided):
         return tensor
-    return tensor.redistribute(placements=placements)
+    pairs = zip(tensor.placements, strided, strict=True)
+    return tensor.redistribute(placements=[Shard(p.dim) if is_strided else p for p, is_strided in pairs])
 
 
-def _is_strided(placement: Any) -> bool:
-    return type(placement).__name__ == "_StridedShard"
-
-
-def own_pieces(tensors: Mapping[str, Any]) -> OwnPieces:
-    """Return the parts of sharded tensors that this process writes; a part that several hold, only the first writes.
-
-    Call it on every process.
-    """
-    own: OwnPieces = {}
-    for name, sharded in tensors.items():
-        tensor = as_pieces(sharded)
-        start, shape = _place(tensor)
-        here = tensor.device_mesh.get_coordinate()
-        repeats = any(place.is_replicate() and here[dim] for dim, place in enumerate(tensor.placements))
-        if 0 not in shape and not repeats:
-            own[name] = start, tensor.to_local().detach()
-    return own
-
-
-def write_pieces(pieces: OwnPieces, path: Path) -> None:
-    """Write the parts of tensors that this process holds, without syncing the file.
-
-    :raises OSError: if the file cannot be written
-    """
-    info = {name: {_OFFSETS: list(start)} for name, (start, _) in pieces.items()}
-    tensors = {name: tensor for name, (_, tensor) in pieces.items()}
-    write_tensors(tensors, path, {_INFO: json.dumps(info), _VERSION: "1.0"}, synced=False)
-
-
-def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where this process's piece of a sharded tensor begins, and its sizes."""
+def _bounds(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where this process's part of a sharded tensor begins, and its sizes."""
     shape = tuple(tensor.to_local().shape)
     chunks = tensor.__create_chunk_list__() if 0 not in shape else []  # the protocol of torch.distributed.checkpoint
     return tuple(chunks[0].offsets) if chunks else (0,) * len(shape), shape
 
 
-def find_pieces(paths: Iterable[Path]) -> dict[str, list[Piece]]:
-    """Return the pieces in safetensors files, by the names of the tensors. The files stay open, and may be removed.
+def write_parts(parts: Parts, path: Path) -> None:
+    """Write the parts of tensors that this process holds, without syncing the file.
+
+    :raises OSError: if the file cannot be written
+    """
+    info = {name: {_OFFSETS: list(start)} for name, (start, _) in parts.items()}
+    tensors = {name: tensor for name, (_, tensor) in parts.items()}
+    write_tensors(tensors, path, {_INFO: json.dumps(info), _VERSION: "1.0"})
+
+
+@dataclass
+class StoredTensor:
+    """A tensor in open files, whole or in parts.
+
+    :ivar parts: for each part, where it begins in each dimension, its sizes, and the file
+    """
+
+    name: str
+    parts: list[tuple[tuple[int, ...], tuple[int, ...], Any]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        ends = [tuple(a + size for a, size in zip(start, sizes, strict=True)) for start, sizes, _ in self.parts]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the elements."""
+        file = self.parts[0][2]
+        some = file.get_slice(self.name)[:0] if self.shape else file.get_tensor(self.name)
+        return some.dtype  # type: ignore[no-any-return]
+
+    def read(self, like: Any = None) -> Any:
+        """Read the tensor, sharded like another one of its shape: each process reads only its own part.
+
+        Whole if that is not sharded, or has another shape. May communicate.
+        """
+        if not is_sharded(like) or tuple(like.shape) != self.shape:
+            return self._read((0,) * len(self.shape), self.shape)
+        from torch.distributed.tensor import DTensor
+
+        target = _with_one_part(torch.empty_like(like, dtype=self.dtype))
+        part = self._read(*_bounds(target)).to(like.device)
+        made = DTensor.from_local(part, like.device_mesh, target.placements, shape=like.shape, stride=like.stride())
+        return made if made.placements == like.placements else made.redistribute(placements=like.placements)
+
+    def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Read a part of the tensor."""
+        for begin, sizes, file in self.parts:
+            if (begin, sizes) == (start, shape):
+                mapped: torch.Tensor = file.get_tensor(self.name)
+                return mapped.clone()  # its pages would be lost with the file
+        result = torch.empty(shape, dtype=self.dtype)
+        for begin, sizes, file in self.parts:
+            first = [max(a, b) for a, b in zip(start, begin, strict=True)]
+            last = [min(a + n, b + m) for a, n, b, m in zip(start, shape, begin, sizes, strict=True)]
+            if all(a < b for a, b in zip(first, last, strict=True)):
+                there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
+                here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start, strict=True))
+                result[here] = file.get_slice(self.name)[there]
+        return result
+
+
+def find_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors in safetensors files, by name. The files stay open, and may be removed.
 
     :raises ValueError: if a file is damaged
     """
-    result: dict[str, list[Piece]] = {}
+    stored: dict[str, StoredTensor] = {}
     for path in paths:
-        try:
-            file: Any = safetensors.safe_open(path, framework="pt")
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"The file {os.fspath(path)!r} is damaged, or no safetensors file. {error}") from error
-        info = json.loads((file.metadata() or {}).get(_INFO, "{}"))
+        file, metadata = open_tensors(path)
+        info = json.loads(metadata.get(_INFO, "{}"))
         for name in file.keys():  # noqa: SIM118
-            part = file.get_slice(name)
-            shape = tuple(part.get_shape())
+            shape = tuple(file.get_slice(name).get_shape())
             start = tuple(info[name][_OFFSETS]) if name in info else (0,) * len(shape)
-            result.setdefault(name, []).append(Piece(path, file, start, shape, _DTYPES[part.get_dtype()]))
-    return result
-
-
-def shape_of(pieces: Iterable[Piece]) -> tuple[int, ...]:
-    """Return the shape of a tensor from its pieces."""
-    ends = [tuple(a + b for a, b in zip(piece.start, piece.shape, strict=True)) for piece in pieces]
-    return tuple(map(max, zip(*ends, strict=True)))
-
-
-def read_whole(pieces: list[Piece], name: str) -> torch.Tensor:
-    """Read a whole tensor from its pieces."""
-    shape = shape_of(pieces)
-    return _read(pieces, name, (0,) * len(shape), shape)
-
-
-def read_like(pieces: list[Piece], like: Any, name: str) -> Any:
-    """Read a tensor, sharded like another one of its shape: each process reads only its own piece. May communicate.
-
-    :raises ValueError: if it has another shape
-    """
-    shape = shape_of(pieces)
-    if shape != tuple(like.shape):
-        raise ValueError(f"{name} has the shape {shape} in {str(pieces[0].path)!r}, and {tuple(like.shape)} here.")
-    if not hasattr(like, "device_mesh"):
-        return read_whole(pieces, name).to(like.device)
-    from torch.distributed.tensor import DTensor
-
-    target = as_pieces(torch.empty_like(like, dtype=pieces[0].dtype))
-    own = _read(pieces, name, *_place(target)).to(like.device)
-    made = DTensor.from_local(own, like.device_mesh, target.placements, shape=like.shape, stride=like.stride())
-    return made if made.placements == like.placements else made.redistribute(placements=like.placements)
-
-
-def _read(pieces: list[Piece], name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """Read a part of a tensor."""
-    for piece in pieces:
-        if (piece.start, piece.shape) == (start, shape):
-            mapped: torch.Tensor = piece.file.get_tensor(name)
-            return mapped.clone()  # its pages would be lost with the file
-    result = torch.empty(shape, dtype=pieces[0].dtype)
-    for piece in pieces:
-        first = [max(a, b) for a, b in zip(start, piece.start, strict=True)]
-        ends = zip(start, shape, piece.start, piece.shape, strict=True)
-        last = [min(a + size, b + length) for a, size, b, length in ends]
-        if all(a < b for a, b in zip(first, last, strict=True)):
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece.start, strict=True))
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start, strict=True))
-            result[here] = piece.file.get_slice(name)[there] if there else piece.file.get_tensor(name)
-    return result
-
-
-#: The types of tensors in safetensors files, by their names there.
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
-#: The types of tensors that can be written and read in pieces.
-READABLE = frozenset(_DTYPES.values())
+            stored.setdefault(name, StoredTensor(name)).parts.append((start, shape, file))
+    return stored

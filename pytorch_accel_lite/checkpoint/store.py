@@ -1,10 +1,11 @@
-"""A directory of training states: names, finding the newest intact one, rotation and locking."""
+"""The training states of a run in one place: names, finding the newest intact one, rotation and locking."""
 
 from __future__ import annotations
 
 import os
 import re
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,9 @@ from pytorch_accel_lite.checkpoint.files import remove, try_lock
 from pytorch_accel_lite.checkpoint.training_state import (
     DamagedStateError,
     TrainingState,
+    read_directory,
     read_manifest,
-    read_verified,
     recover,
-    verify_state,
 )
 from pytorch_accel_lite.distributed import Ranks
 
@@ -26,56 +26,155 @@ STATE_NAME = re.compile(r"update-\d{9,}")
 _WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
 
 
-def refuse_damaged(place: Path | str, problems: list[str]) -> None:
-    """Raise an error if none of the states in a place is intact.
-
-    :param problems: what is wrong with each of them; empty if there is none
-    """
-    if problems:
-        raise DamagedStateError(
-            f"All training states in {os.fspath(place)!r} are damaged: {' '.join(problems)} Remove them to start "
-            "afresh."
-        )
-
-
 def state_name(update: int) -> str:
     """Return the name of the state after an update; names sort in the order of updates."""
     return f"update-{update:09d}"
 
 
-class StateStore:
-    """The states of a run in one directory, which locking creates. Other files in it are left alone."""
+class StateStore(ABC):
+    """The states of a run. Whatever else there is is left alone.
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
-        self._lock: Any = None
+    :ivar location: the directory, or the URL
+    """
 
-    def path_for(self, update: int) -> Path:
-        """Return the path of the state after an update."""
-        return self.directory / state_name(update)
+    location: Path | str
 
+    def path_for(self, update: int) -> Path | str:
+        """Return the path or URL of the state after an update."""
+        return self._path(state_name(update))
+
+    @abstractmethod
+    def _path(self, name: str) -> Path | str: ...
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all states, intact or not."""
+
+    @abstractmethod
+    def saved_at(self, name: str) -> float:
+        """Return when a state was saved, by the clock of the machine that did so, also if it is damaged."""
+
+    @abstractmethod
+    def read(self, name: str, ranks: Ranks) -> TrainingState:
+        """Verify and read a state. All ranks take part.
+
+        :raises DamagedStateError: on all ranks, if it is damaged
+        """
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a state. It stops being one at once, however long that takes."""
+
+    @abstractmethod
     def lock(self) -> None:
-        """Lock the directory until :meth:`unlock` or the end of the process, and remove remains of killed runs.
+        """Claim the place until :meth:`unlock`, and remove remains of killed runs. Does nothing if it is claimed.
 
         :raises RuntimeError: if another live run has locked it
-        :raises OSError: if the directory cannot be written
+        :raises OSError: if it cannot be written
         """
+
+    @abstractmethod
+    def unlock(self) -> None:
+        """Give up the claim."""
+
+    @abstractmethod
+    def _check_lock(self) -> None: ...
+
+    def check_lock(self, ranks: Ranks) -> None:
+        """Check, on all ranks, that no other run has taken over.
+
+        :raises RuntimeError: if one has
+        """
+        ranks.run_together(self._check_lock, only_first=True)
+
+    def newest_first(self) -> list[str]:
+        """Return the names of all states, the newest first."""
+        times = {name: self.saved_at(name) for name in self.names()}
+        return sorted(times, key=lambda name: (times[name], name), reverse=True)
+
+    def newest_time(self) -> float:
+        """Return when the newest state was saved; 0 if there is none."""
+        return max(map(self.saved_at, self.names()), default=0.0)
+
+    def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
+        """Return the newest intact state, or ``None`` if there is none. All ranks take part.
+
+        :param report: called with a message for each damaged state that is skipped
+        :raises DamagedStateError: if there are states, but all are damaged
+        """
+        problems = []
+        for name in ranks.broadcast_object(self.newest_first):
+            try:
+                return self.read(name, ranks)
+            except DamagedStateError as error:
+                problems.append(str(error))
+                report(f"Skipping a damaged training state. {error}")
+        if problems:
+            raise DamagedStateError(
+                f"All training states in {os.fspath(self.location)!r} are damaged: {' '.join(problems)} Remove them to "
+                "start afresh."
+            )
+        return None
+
+    def rotate(self, keep: int | None, protected: set[str]) -> None:
+        """Remove all but the newest ``keep`` states, sparing those with protected names; ``None`` keeps all."""
+        for name in [] if keep is None else self.newest_first()[keep:]:
+            if name not in protected:
+                self.remove(name)
+
+
+class DirectoryStore(StateStore):
+    """The states of a run in a directory, which locking creates."""
+
+    location: Path
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.location = Path(directory)
+        self._lock: Any = None
+
+    def _path(self, name: str) -> Path:
+        return self.location / name
+
+    def names(self) -> list[str]:
+        """Return the names of all directories of states."""
+        return [path.name for path in self.location.iterdir() if path.is_dir() and STATE_NAME.fullmatch(path.name)]
+
+    def saved_at(self, name: str) -> float:
+        """Return when a state was saved."""
+        path = self._path(name)
+        try:
+            return float(read_manifest(path)["saved_at"])
+        except (ValueError, OSError, KeyError):
+            return path.stat().st_mtime
+
+    def read(self, name: str, ranks: Ranks) -> TrainingState:
+        """Verify and read a state. All ranks take part."""
+        return read_directory(self._path(name), ranks)
+
+    def remove(self, name: str) -> None:
+        """Remove a state."""
+        removed = self.location / f".{name}.removed"
+        self._path(name).rename(removed)
+        remove(removed)
+
+    def lock(self) -> None:
+        """Lock the directory until :meth:`unlock` or the end of the process."""
         if self._lock is not None:
             return
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.location.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise NotADirectoryError(
-                f"save_dir={os.fspath(self.directory)!r} is not a directory, but training states need one. Pass "
+                f"save_dir={os.fspath(self.location)!r} is not a directory, but training states need one. Pass "
                 "another save_dir, or move what is there."
             ) from None
-        file = open(self.directory / _LOCK, "a+")  # noqa: SIM115
+        file = open(self.location / _LOCK, "a+")  # noqa: SIM115
         if not try_lock(file):
             file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
             raise RuntimeError(
-                f"Another run (process {owner}) is saving its training states in {os.fspath(self.directory)!r}. Wait "
+                f"Another run (process {owner}) is saving its training states in {os.fspath(self.location)!r}. Wait "
                 "for it, end it, or give this run another save_dir."
             )
         file.truncate(0)
@@ -83,88 +182,22 @@ class StateStore:
         file.flush()
         self._lock = file
         self._closing = weakref.finalize(self, file.close)  # a run that fails before it begins never unlocks
-        self._tidy()
+        for path in self.location.iterdir():
+            if match := _WAITING.fullmatch(path.name):
+                recover(self._path(match[1]))
+                remove(path)
 
     def unlock(self) -> None:
-        """Unlock the directory."""
+        """Give up the claim."""
         if self._lock is not None:
             self._lock.close()
             self._closing.detach()  # it would hold the file of each run for as long as the callback lives
             self._lock = None
 
-    def check_lock(self, ranks: Ranks) -> None:
-        """Check, on all ranks, that no other run has taken over: if the directory was removed, it is locked again.
-
-        :raises RuntimeError: if another run has locked it since
-        """
-        ranks.run_together(self._lock_again, only_first=True)
-
-    def _lock_again(self) -> None:
+    def _check_lock(self) -> None:
+        """Lock the directory again if it was removed."""
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.directory / _LOCK)):
+            if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.location / _LOCK)):
                 return
         self.unlock()
         self.lock()
-
-    def _tidy(self) -> None:
-        for path in self.directory.iterdir():
-            if match := _WAITING.fullmatch(path.name):
-                recover(self.directory / match[1])
-                remove(path)
-
-    def _states(self) -> list[Path]:
-        """Return all states, newest first."""
-        found = [path for path in self.directory.iterdir() if path.is_dir() and STATE_NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (saved_at(path), path.name), reverse=True)
-
-    def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
-        """Return the newest intact state, as :meth:`find_latest` finds it. All ranks take part."""
-        found = ranks.broadcast_object(lambda: self._verify_latest(report))
-        return None if found is None else read_verified(*found, ranks)
-
-    def has_states(self) -> bool:
-        """Whether there are any states, intact or not."""
-        return bool(self._states())
-
-    def newest_time(self) -> float:
-        """Return when the newest state was saved, by the clock of the machine that did so; 0 if there is none."""
-        return max(map(saved_at, self._states()), default=0.0)
-
-    def find_latest(self, report: Callable[[str], object]) -> Path | None:
-        """Return the newest intact state, or ``None`` if there is no state at all.
-
-        :param report: called with a message for each damaged state that is skipped
-        :raises DamagedStateError: if there are states, but all are damaged
-        """
-        found = self._verify_latest(report)
-        return None if found is None else found[0]
-
-    def _verify_latest(self, report: Callable[[str], object]) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest intact state and its manifest."""
-        problems = []
-        for path in self._states():
-            try:
-                return path, verify_state(path)
-            except DamagedStateError as error:
-                problems.append(str(error))
-                report(f"Skipping a damaged training state. {error}")
-        refuse_damaged(self.directory, problems)
-        return None
-
-    def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest ``keep`` states, sparing those with protected names; ``None`` keeps all."""
-        if keep is None:
-            return
-        for path in self._states()[keep:]:
-            if path.name not in protected:
-                removed = path.with_name(f".{path.name}.removed")
-                path.rename(removed)  # stops being a state at once, however long removal takes
-                remove(removed)
-
-
-def saved_at(path: Path) -> float:
-    """Return when a state was saved, also if it is damaged."""
-    try:
-        return float(read_manifest(path)["saved_at"])
-    except (ValueError, OSError, KeyError):
-        return path.stat().st_mtime

@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
     load_attribute_states,
+    load_each,
     load_loss_state,
+    load_state,
     loss_state,
 )
-from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, place, storable, untie
-from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
-from pytorch_accel_lite.checkpoint.locations import read_state
+from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, parse_location, storable, untie
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
-from pytorch_accel_lite.checkpoint.numbers import pack_numbers
-from pytorch_accel_lite.checkpoint.shards import own_pieces
-from pytorch_accel_lite.checkpoint.tensor_files import take_out_large, take_out_sharded, take_out_weights
-from pytorch_accel_lite.checkpoint.training_state import (
-    CapturedState,
-    TrainingState,
-    read_weights,
-    restore_sharded_tensors,
-)
+from pytorch_accel_lite.checkpoint.remote import read_state
+from pytorch_accel_lite.checkpoint.shards import fits_safetensors, is_sharded, local_parts, take_out_tensors
+from pytorch_accel_lite.checkpoint.training_state import SHARD_OF_MODEL, CapturedState, TrainingState, pack_numbers
 from pytorch_accel_lite.checkpoint.weights import (
+    describe_other_weights,
     fit_model_state,
     full_state_dict,
-    load_optimizer_state,
+    leave_out_frozen,
     model_state,
     without_compile,
 )
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import class_names, group_names
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:
@@ -74,29 +66,24 @@ def capture(
     weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
     if created is not None and (is_first or sharded):
         shared[FROZEN] = leave_out_frozen(model, weights, created)
-    pieces: dict[str, Any] = {}
-    if sharded:
-        weights = take_out_weights(weights, pieces)
-        shared = take_out_sharded(shared, pieces)
-    own_part = own_pieces(pieces) if sharded else None
-    tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
-    shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
+    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded(value)}
+    whole = {name: value for name, value in weights.items() if not is_sharded(value)}
+    tensors = {name: value for name, value in whole.items() if fits_safetensors(value)}
+    shared["model_extra"] = {name: value for name, value in whole.items() if name not in tensors}
     if trainer.logical is not None:
         shared["logical"] = trainer.logical.capture(trainer)
     large: dict[str, torch.Tensor] = {}
-    history = shared.pop("history")  # what inspects a state reads it from one file
-    shared = take_out_large(storable(shared, "state"), large) | {"history": storable(history, "state.history")}
+    shared = take_out_tensors(storable(shared, "state"), shards, large)
+    history: Any = trainer.run_history
+    shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
-    own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
+    local = storable(
+        {"losses": losses, "generators": capture_generators(), **_position(trainer, is_local=True)}, "state"
+    )
+    parts = local_parts(shards) if sharded else None
     if not is_first:
-        return CapturedState({}, {}, {}, {}, own, {}, own_part)
-    return CapturedState(*untie(tensors), large, shared, own, _collect_metadata(trainer), own_part)
-
-
-def _fits_safetensors(value: Any) -> bool:
-    """Whether safetensors supports an entry of a model's state, unlike, for example, that of ``get_extra_state()``."""
-    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
-    return is_plain and value.dtype != torch.complex128
+        return CapturedState(local, parts)
+    return CapturedState(local, parts, *untie(tensors), large, shared, _collect_metadata(trainer))
 
 
 def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict[str, Any]:
@@ -106,13 +93,11 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         return state if sharded else full_state_dict(state, is_first)
 
     callbacks = _named(trainer.callback_handler, "state_dict")
-    history: Any = trainer.run_history
     return {
         **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
         "optimizer_classes": {name: class_names(optimizer) for name, optimizer in _optimizers(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
-        "history": pack_numbers(history.state_dict()) if _is_saved(history) else None,
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
@@ -120,14 +105,14 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         "schedule_shift": trainer.current_run.schedule.shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
         "set_apart": {name: sorted(numbers) for name, numbers in trainer.current_run.set_apart.items()},
-        **_position(trainer, is_own=False),
+        **_position(trainer, is_local=False),
     }
 
 
-def _position(trainer: TrainerLike, is_own: bool) -> dict[str, Any]:
+def _position(trainer: TrainerLike, is_local: bool) -> dict[str, Any]:
     """Return what the loader needs to resume in the middle of an epoch; its position may differ between processes."""
     loader = trainer.current_run.data.train_loader
-    if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_own:
+    if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_local:
         return {}
     size = getattr(loader, "batch_size", None)
     return {"position": loader.position(), "source_batch_size": size if isinstance(size, int) else None}
@@ -174,24 +159,22 @@ def check_history(history: object) -> None:
     """Warn if training states do not hold a history, as it is the user's own, without methods for its state."""
     if not _is_saved(history):
         name = type(history).__name__
-        warnings.warn(
+        warn_outside(
             f"run_history: training states do not hold the metrics of a {name}, so a resumed run lacks those of "
             f"earlier epochs. Give {name} the methods state_dict() and load_state_dict(state), or derive it from "
-            "InMemoryRunHistory.",
-            stacklevel=4,  # the call of train()
+            "InMemoryRunHistory."
         )
 
 
 def warn_of_project_configuration(accelerator: Accelerator) -> None:
     """Warn that what a given ``Accelerator`` says of the names and the number of its states has no effect on ours."""
-    given = accelerator.project_configuration
-    settings = {name: getattr(given, name) for name in ("automatic_checkpoint_naming", "total_limit")}
+    configuration = accelerator.project_configuration
+    settings = {name: getattr(configuration, name) for name in ("automatic_checkpoint_naming", "total_limit")}
     named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
     if named and accelerator.is_main_process:
-        warnings.warn(
+        warn_outside(
             f"ProjectConfiguration({named}) applies only to accelerator.save_state(). SaveTrainingStateCallback names "
-            "its states after their updates, in save_dir, and keeps the newest max_checkpoints of them.",
-            stacklevel=4,  # the call of train()
+            "its states after their updates, in save_dir, and keeps the newest max_checkpoints of them."
         )
 
 
@@ -232,19 +215,19 @@ def find_state(trainer: TrainerLike, sources: list[Any], resume_from: StrPath) -
     :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
     if resume_from != "latest":
-        state = read_state(place(resume_from), trainer.ranks)
+        state = read_state(parse_location(resume_from), trainer.ranks)
     elif not sources:
         raise ValueError(
             "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir is searched. Add one to the "
             "trainer's callbacks, or pass the directory of a state."
         )
     else:
-        found = [state for source in sources if (state := source.find_latest(trainer)) is not None]
-        if not found:
+        latest = [state for source in sources if (state := source.find_latest(trainer)) is not None]
+        if not latest:
             folders = " or ".join(repr(os.fspath(source.save_dir)) for source in sources)
             trainer.print(f"No training state in {folders}: starting afresh")
             return None
-        state = max(found, key=lambda state: state.metadata["saved_at"])
+        state = max(latest, key=lambda state: state.metadata["saved_at"])
     progress = state.metadata["progress"]
     trainer.print(f"Resuming from {str(state.directory)!r}: epoch {progress['epoch']}, update {progress['update']}")
     if changes := describe_changes(trainer, state.metadata):
@@ -256,12 +239,19 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
     _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
-    if state.pieces:
-        restore_sharded_tensors(state, trainer)
+    own = without_compile(model.state_dict())
+    groups = getattr(trainer.optimizer, "param_groups", ())
+    optimized = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+
+    def find_like(keys: tuple[Any, ...]) -> Any:
+        if keys[:2] == ("optimizer", "state"):
+            return optimized.get(keys[2])
+        return own.get(keys[-1])  # averaged weights, for example
+
+    state.read_tensors(find_like)
     shared = state.shared
     left_out = shared.get(FROZEN, {})
-    own = without_compile(model.state_dict()) if state.pieces else None
-    weights = fit_model_state(model, read_weights(state, own), state.directory, left_out=left_out)
+    weights = fit_model_state(model, state.read_weights(own), state.directory, left_out=left_out)
     if left_out and (others := describe_other_weights(model, left_out, state.directory)):
         raise ValueError(
             f"{others} Create the model as it was in the run that saved the state: from the same pretrained weights, "
@@ -269,26 +259,18 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
         )
     for name, owner in _stepped(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
-            try:
-                if name == "optimizer":
-                    load_optimizer_state(owner, shared[name])
-                else:
-                    owner.load_state_dict(shared[name])
-            except (ValueError, KeyError) as error:
-                raise ValueError(
-                    f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's "
-                    f"{type(owner).__name__}: {error}. Create it as it was when the state was saved."
-                ) from error
+            load_state(name, owner, shared[name], state.directory)
     model.load_state_dict(weights, strict=not left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
-    load_attribute_states(trainer, shared.get("attributes", {}), state.directory, is_final=False)
+    load_attribute_states(trainer, shared.get("attributes", {}), state.directory)
     trainer.progress.load_state_dict(state.metadata["progress"])
-    trainer.current_run.epoch_phase = state.metadata.get("epoch_phase", 0)
+    run = trainer.current_run
+    run.epoch_phase = state.metadata.get("epoch_phase", 0)
     _restore_history(trainer, shared)
-    _restore_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
-    trainer.current_run.step.load_state_dict(shared)
-    trainer.current_run.schedule.shift = shared.get("schedule_shift", 0)
-    trainer.current_run.window.items_per_batch = shared["items_per_batch"]
+    load_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
+    run.step.load_state_dict(shared)
+    run.schedule.shift = shared.get("schedule_shift", 0)
+    run.window.items_per_batch = shared["items_per_batch"]
 
 
 def _restore_history(trainer: TrainerLike, shared: Mapping[str, Any]) -> None:
@@ -311,11 +293,11 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     """
     _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
-    _restore_each("registered object", attributes.registered(trainer), state.shared["objects"])
-    _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
-    if state.own is not None and trainer.logical is None:
-        losses = send_to_device(state.own["losses"], trainer.device)
-        restore_generators(state.own["generators"])
+    load_each("registered object", attributes.registered(trainer), state.shared["objects"])
+    load_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
+    if state.local is not None and trainer.logical is None:
+        losses = send_to_device(state.local["losses"], trainer.device)
+        restore_generators(state.local["generators"])
     else:
         sums = state.shared["losses"] if trainer.data_ranks.rank == 0 else {}
         losses = {
@@ -326,23 +308,11 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     loader = trainer.current_run.data.train_loader
     has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
     if has_epoch_left and hasattr(loader, "has_own_position"):
-        holds = state.own or {} if loader.has_own_position else state.shared
-        loader.batch_size_before = holds.get("source_batch_size")
-        said = loader.move_to(holds.get("position"))
-        if said:
-            trainer.print(said)
+        saved = state.local or {} if loader.has_own_position else state.shared
+        loader.batch_size_before = saved.get("source_batch_size")
+        if message := loader.move_to(saved.get("position")):
+            trainer.print(message)
     for name, loss in losses.items():
         trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
     if trainer.logical is not None:
         trainer.logical.restore(trainer, state)
-
-
-def _restore_each(kind: str, owners: Mapping[str, Any], states: Mapping[str, Any], is_final: bool = True) -> None:
-    """Restore all owners of a kind that have a state; finally, warn of owners without a state, and the reverse."""
-    for name, owner in owners.items():
-        if name in states:
-            owner.load_state_dict(states[name])
-        elif is_final:
-            warnings.warn(f"The training state holds nothing for the {kind} {name!r}.", stacklevel=3)
-    for name in states.keys() - owners.keys() if is_final else ():
-        warnings.warn(f"The training state holds the state of {kind} {name!r}, which no longer exists.", stacklevel=3)

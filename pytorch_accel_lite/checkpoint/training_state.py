@@ -9,36 +9,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate
-import safetensors
+import numpy as np
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
-    FileHashes,
     StrPath,
     checksum,
+    hash_files,
     load_plain,
     naming,
+    open_tensors,
     remove,
     sync,
     write_plain,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.numbers import unpack_numbers
-from pytorch_accel_lite.checkpoint.shards import OwnPieces, Piece, find_pieces, write_pieces
-from pytorch_accel_lite.checkpoint.tensor_files import read_weights_like, restore_tensors
-from pytorch_accel_lite.checkpoint.weights import without_compile
+from pytorch_accel_lite.checkpoint.shards import Parts, StoredTensor, find_tensors, put_back_tensors, write_parts
 from pytorch_accel_lite.distributed import Ranks
 
 #: Since 2, checksums are those of pieces, and large tensors beside the weights are in a file of their own.
@@ -49,15 +46,11 @@ TRAINER = "trainer.pt"
 TENSORS = "trainer.safetensors"
 RANK = "rank{:05d}.pt"
 SHARDS = "shards{:05d}.safetensors"
-_SHARDS = re.compile(r"shards\d+\.safetensors")
+#: In the name of a sharded tensor of the model, which other tensors follow by their own names.
+SHARD_OF_MODEL = "model."
 _CHECKSUM = "sha256_of_pieces"
 _WHOLE_CHECKSUM = "sha256"  # of a file in states of format 1
-_OF_ACCELERATE = (
-    "{!r} is a training state of Accelerate, as written by pytorch-accelerated, which lacks what is needed to resume a "
-    "run here. Start a new run from its weights, for example with "
-    "model.load_state_dict(safetensors.torch.load_file('model.safetensors')); or load it there and save it with "
-    "save_checkpoint(), whose files load_checkpoint() reads here."
-)
+_NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 
 
 class DamagedStateError(ValueError):
@@ -70,106 +63,125 @@ class TrainingState:
 
     :param metadata: facts about the run from the manifest: progress, processes, versions ...
     :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
-    :param own: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
+    :param local: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
         by a different number of processes
-    :param tensors: the weights, if they have been read already: nothing is left of the copy of a remote state
-    :param pieces: large tensors, and the parts of sharded ones, in open files, by name; their places in ``shared`` are
-        marked
+    :param weights: the weights, if they have been read already: nothing is left of the copy of a remote state
+    :param tensors: large tensors, and sharded ones, in open files, by name; their places in ``shared`` are marked
     """
 
     directory: Path | str
     metadata: dict[str, Any]
     shared: dict[str, Any]
-    own: dict[str, Any] | None
-    tensors: dict[str, torch.Tensor] | None = None
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    local: dict[str, Any] | None = None
+    weights: dict[str, torch.Tensor] | None = None
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+
+    def read_weights(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the state of the model, by name.
+
+        :param like: the weights of a model, like which those saved in shards are sharded; by default they are whole
+        """
+        weights = read_model(Path(self.directory)) if self.weights is None else self.weights
+        sharded = {
+            name.removeprefix(SHARD_OF_MODEL): tensor.read((like or {}).get(name.removeprefix(SHARD_OF_MODEL)))
+            for name, tensor in self.tensors.items()
+            if name.startswith(SHARD_OF_MODEL)
+        }
+        return {**weights, **sharded, **self.shared["model_extra"]}
+
+    def read_tensors(self, find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None) -> None:
+        """Read the large and the sharded tensors in ``shared``.
+
+        :param find_like: returns the tensor like which to shard that for a path of keys; by default all are whole
+        """
+        self.shared = put_back_tensors(self.shared, self.tensors, find_like)
 
 
 @dataclass
 class CapturedState:
-    """The contents that this rank writes to a training state; only ``own`` on ranks other than the first.
+    """The contents that this rank writes to a training state; only ``local`` on ranks other than the first.
 
+    :param parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
     :param weights: tensors of the model by name, tied ones once
     :param tied: the other names of tied weights, mapped to the names under which they are kept
     :param tensors: large tensors by name, whose places in ``shared`` are marked
-    :param pieces: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
     """
 
-    weights: dict[str, torch.Tensor]
-    tied: dict[str, str]
-    tensors: dict[str, torch.Tensor]
-    shared: dict[str, Any]
-    own: dict[str, Any]
-    metadata: dict[str, Any]
-    pieces: OwnPieces | None = None
+    local: dict[str, Any]
+    parts: Parts | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_host(self, memory: HostMemory) -> CapturedState:
         """Return a copy in host memory that later updates do not change, but the next copy to that memory does."""
         return CapturedState(**memory.copy(vars(self)))
 
 
-def write_state(directory: Path, ranks: Ranks, snapshot: CapturedState) -> None:
-    """Write a training state. All ranks take part, and all raise an error if one fails.
+def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> None:
+    """Write a training state to a directory. All ranks take part, and all raise an error if one fails.
 
     An existing state of this name is replaced once the new one is complete.
 
     :raises OSError: if it cannot be written; an existing state is left unchanged
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
+
+    def make_empty() -> None:
+        remove(temporary)
+        temporary.mkdir(parents=True)
+
     try:
-        ranks.run_together(lambda: _make_empty(temporary), only_first=True)
-        files = ranks.run_together(lambda: write_files(temporary, ranks.rank, snapshot))
-        ranks.run_together(lambda: _commit(temporary, directory, files, snapshot.metadata), only_first=True)
+        ranks.run_together(make_empty, only_first=True)
+        entries = ranks.run_together(lambda: write_files(temporary, ranks.rank, captured))
+        ranks.run_together(lambda: _commit(temporary, directory, entries, captured.metadata), only_first=True)
     except BaseException:
         if ranks.rank == 0:
             remove(temporary)
         raise
 
 
-def _make_empty(temporary: Path) -> None:
-    remove(temporary)
-    temporary.mkdir(parents=True)
-
-
-def write_files(temporary: Path, rank: int, snapshot: CapturedState) -> dict[str, dict[str, Any]]:
-    """Write this rank's files and return their entries in the manifest. They are hashed while others are written."""
-    writes: dict[str, Callable[[Path], None]] = {RANK.format(rank): partial(write_plain, snapshot.own, synced=False)}
-    if snapshot.pieces is not None:
-        writes[SHARDS.format(rank)] = partial(write_pieces, snapshot.pieces)
+def write_files(directory: Path, rank: int, captured: CapturedState) -> dict[str, dict[str, Any]]:
+    """Write this rank's files and return their entries in the manifest."""
+    writes: dict[str, Callable[[Path], None]] = {RANK.format(rank): partial(write_plain, captured.local)}
+    if captured.parts is not None:
+        writes[SHARDS.format(rank)] = partial(write_parts, captured.parts)
     if rank == 0:
-        writes[TRAINER] = partial(write_plain, snapshot.shared, synced=False)
-        if snapshot.tensors:
-            writes[TENSORS] = partial(write_tensors, snapshot.tensors, synced=False)
-        writes[MODEL] = partial(write_tensors, snapshot.weights, metadata=snapshot.tied, synced=False)
-    with FileHashes() as hashes:
-        for name, write in writes.items():
-            write(temporary / name)
-            hashes.add(temporary / name)
-        for name in writes:
-            sync(temporary / name)
-        return {
-            name: {"size": (temporary / name).stat().st_size, _CHECKSUM: hashes.of(temporary / name)} for name in writes
-        }
+        writes[TRAINER] = partial(write_plain, captured.shared)
+        if captured.tensors:
+            writes[TENSORS] = partial(write_tensors, captured.tensors)
+        writes[MODEL] = partial(write_tensors, captured.weights, metadata=captured.tied)
+    paths = [directory / name for name in writes]
+    for path in paths:
+        writes[path.name](path)
+    with ThreadPoolExecutor(1, "hashing") as pool:
+        hashing = pool.submit(hash_files, paths)
+        for path in paths:
+            sync(path)
+        checksums = hashing.result()
+    return {path.name: {"size": path.stat().st_size, _CHECKSUM: checksums[path.name]} for path in paths}
 
 
-def manifest_text(files: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
+def manifest_text(entries: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
     """Return the manifest of a state.
 
-    :param files: the entries of each rank's files
+    :param entries: those of each rank's files
     """
     manifest = {
         "format_version": FORMAT_VERSION,
         "versions": {"torch": str(torch.__version__), "accelerate": accelerate.__version__},
-        "files": {name: entry for of_rank in files for name, entry in of_rank.items()},
+        "files": {name: entry for of_rank in entries for name, entry in of_rank.items()},
         **metadata,
     }
     manifest["checksum"] = _manifest_checksum(manifest)
     return json.dumps(manifest, indent=2)
 
 
-def _commit(temporary: Path, directory: Path, files: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
+def _commit(temporary: Path, directory: Path, entries: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
     with naming(temporary / MANIFEST):
-        (temporary / MANIFEST).write_text(manifest_text(files, metadata))
+        (temporary / MANIFEST).write_text(manifest_text(entries, metadata))
     sync(temporary / MANIFEST)
     sync(temporary)
     previous = _previous(directory)
@@ -217,13 +229,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
-        if next(directory.glob("random_states_*.pkl"), None) is not None:
-            raise ValueError(_OF_ACCELERATE.format(os.fspath(directory))) from None
-        states = sorted(directory.glob(f"update-*/{MANIFEST}"))
-        advice = f" Pass one of the states in it, such as {os.fspath(states[-1].parent)!r}." if states else ""
-        raise DamagedStateError(
-            f"{os.fspath(directory)!r} is not a training state: it has no {MANIFEST}.{advice}"
-        ) from None
+        raise _no_manifest(directory) from None
     except (ValueError, IsADirectoryError) as error:
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
@@ -236,6 +242,20 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def _no_manifest(directory: Path) -> ValueError:
+    """Return the error about a directory that is no training state."""
+    name = os.fspath(directory)
+    if any(directory.glob("random_states_*.pkl")):
+        return ValueError(
+            f"{name!r} is a training state of Accelerate, as written by pytorch-accelerated, which lacks what is "
+            "needed to resume a run here. Start a new run from its model.safetensors; or load it there and save it "
+            "with save_checkpoint(), whose files load_checkpoint() reads here."
+        )
+    states = sorted(directory.glob(f"update-*/{MANIFEST}"))
+    advice = f" Pass one of the states in it, such as {os.fspath(states[-1].parent)!r}." if states else ""
+    return DamagedStateError(f"{name!r} is not a training state: it has no {MANIFEST}.{advice}")
+
+
 def verify_state(directory: StrPath) -> dict[str, Any]:
     """Check that a state is complete and every byte is intact, and return its manifest.
 
@@ -243,21 +263,17 @@ def verify_state(directory: StrPath) -> dict[str, Any]:
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
-    files = {directory / name: entry for name, entry in manifest["files"].items()}
-    for path, entry in files.items():
-        if not path.is_file():
-            raise DamagedStateError(f"{os.fspath(path)!r} is missing.")
-        size = path.stat().st_size
-        if size != entry["size"]:
-            raise DamagedStateError(f"{os.fspath(path)!r} is damaged: it has {size} bytes instead of {entry['size']}.")
-    with FileHashes() as hashes:
-        for path, entry in files.items():
-            if _CHECKSUM in entry:
-                hashes.add(path)
-        for path, entry in files.items():
-            found = hashes.of(path) if _CHECKSUM in entry else checksum(path)
-            if found != stored_checksum(entry):
-                raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not match its checksum.")
+    entries = manifest["files"]
+    for name in entries:
+        if not (directory / name).is_file():
+            raise DamagedStateError(f"{os.fspath(directory / name)!r} is missing.")
+    checksums = hash_files(directory / name for name in entries)
+    for name, entry in entries.items():
+        current = checksums[name] if _CHECKSUM in entry else checksum(directory / name)
+        if current != stored_checksum(entry):
+            raise DamagedStateError(
+                f"{os.fspath(directory / name)!r} is damaged: its content does not match its checksum."
+            )
     return manifest
 
 
@@ -267,53 +283,39 @@ def stored_checksum(entry: Mapping[str, Any]) -> str:
     return stored
 
 
-def read_state(directory: Path, ranks: Ranks) -> TrainingState:
-    """Verify a state, once in the job, and read everything except the weights."""
-    return read_verified(directory, ranks.broadcast_object(lambda: verify_state(directory)), ranks)
+def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
+    """Verify a state, once in the job, and read everything except the weights. All ranks take part.
+
+    :raises DamagedStateError: on all ranks, if it is damaged; names the file
+    """
+    manifest = ranks.broadcast_object(lambda: or_damage(lambda: verify_state(directory)))
+    if isinstance(manifest, DamagedStateError):
+        raise manifest
+    return read_verified(directory, manifest, ranks)
+
+
+def or_damage(verify: Callable[[], dict[str, Any]]) -> dict[str, Any] | DamagedStateError:
+    """Return a verified manifest, or the error that the state is damaged, for all ranks to raise the same."""
+    try:
+        return verify()
+    except DamagedStateError as error:
+        return error
 
 
 def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> TrainingState:
     """Read everything except the weights of a state whose files are intact."""
     state = open_state(directory, metadata)
     if metadata["world_size"] == ranks.world_size:
-        state.own = load_plain(directory / RANK.format(ranks.rank))
+        state.local = load_plain(directory / RANK.format(ranks.rank))
     return state
 
 
 def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
     """Read what is shared by all ranks, except the weights. Files of large tensors are opened, but not read."""
-    names = [name for name in sorted(metadata["files"]) if name == TENSORS or _SHARDS.fullmatch(name)]
-    pieces = find_pieces(directory / name for name in names)
+    names = [name for name in sorted(metadata["files"]) if name == TENSORS or name.startswith("shards")]
     shared = load_plain(directory / TRAINER)
     shared["history"] = unpack_numbers(shared["history"])
-    return TrainingState(directory, metadata, shared, None, pieces=pieces)
-
-
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in a training state, by all their names."""
-    path = directory / MODEL
-    weights = safetensors.torch.load_file(path)
-    with safetensors.safe_open(path, framework="pt") as file:
-        names = file.metadata().items() - {("format", "pt")}  # the format, not another name of a tensor "pt"
-    return weights | {name: weights[kept] for name, kept in names}
-
-
-def read_weights(state: TrainingState, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state of the model in a training state, by name.
-
-    :param own: the weights of a model, like which those saved in shards are sharded; by default they are whole
-    """
-    weights = state.tensors
-    if weights is None:
-        assert isinstance(state.directory, Path)
-        weights = read_tensors(state.directory)
-    sharded = read_weights_like(state.pieces, own or {})
-    return {**weights, **sharded, **state.shared["model_extra"]}
-
-
-def restore_whole_tensors(state: TrainingState) -> None:
-    """Read the tensors taken out of a state, other than the weights, each of them whole."""
-    state.shared = restore_tensors(state.shared, state.pieces, lambda path: None)
+    return TrainingState(directory, metadata, shared, tensors=find_tensors(directory / name for name in names))
 
 
 def read_learned(directory: StrPath) -> dict[str, Any]:
@@ -322,8 +324,8 @@ def read_learned(directory: StrPath) -> dict[str, Any]:
     :raises DamagedStateError: if the state is damaged; names the file
     """
     state = open_state(Path(directory), verify_state(directory))
-    weights = read_weights(state)
-    restore_whole_tensors(state)
+    weights = state.read_weights()
+    state.read_tensors()
     return {
         "model_state_dict": weights,
         "loss_func_state_dict": state.shared.get("loss_func", {}),
@@ -332,19 +334,27 @@ def read_learned(directory: StrPath) -> dict[str, Any]:
     }
 
 
-def restore_sharded_tensors(state: TrainingState, trainer: TrainerLike) -> None:
-    """Read the tensors taken out of a state, other than the weights: sharded ones as the trainer's parameters are."""
-    own = dict(_names(trainer))
-    groups = getattr(trainer.optimizer, "param_groups", ())
-    optimized = dict(enumerate(parameter for group in groups for parameter in group["params"]))
-
-    def find(path: tuple[Any, ...]) -> Any:
-        if path[:2] == ("optimizer", "state"):
-            return optimized.get(path[2])
-        return own.get(path[-1])  # averaged weights, for example
-
-    state.shared = restore_tensors(state.shared, state.pieces, find)
+def read_model(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in a training state, by all their names."""
+    weights = safetensors.torch.load_file(directory / MODEL)
+    _, metadata = open_tensors(directory / MODEL)
+    tied = metadata.items() - {("format", "pt")}  # the format, not another name of a tensor "pt"
+    return weights | {name: weights[kept] for name, kept in tied}
 
 
-def _names(trainer: TrainerLike) -> Iterator[tuple[str, Any]]:
-    yield from without_compile(trainer.get_model(keep_torch_compile=False).state_dict()).items()
+def pack_numbers(value: Any) -> Any:
+    """Return nested dicts in which long lists of floats or integers are tensors: one by one, they would take long."""
+    if isinstance(value, Mapping):
+        return {name: pack_numbers(item) for name, item in value.items()}
+    if type(value) is list and len(value) >= 16 and {*map(type, value)} in ({float}, {int}):
+        numbers = np.asarray(value)
+        if numbers.dtype in (np.float64, np.int64):  # not integers of more than 64 bits
+            return _NUMBERS, torch.from_numpy(numbers)
+    return value
+
+
+def unpack_numbers(value: Any) -> Any:
+    """Return what was given to :func:`pack_numbers`."""
+    if isinstance(value, Mapping):
+        return {name: unpack_numbers(item) for name, item in value.items()}
+    return value[1].tolist() if isinstance(value, tuple) and value[:1] == (_NUMBERS,) else value

@@ -1,5 +1,7 @@
 """Full states of models and optimizers, as a single process would have them, even if the weights are sharded (FSDP2).
 
+Frozen weights may be left out: their fingerprints tell whether a model that loads the rest has the same ones.
+
 Sharded tensors are gathered, so a state saved by any number of processes, sharded or not, can be loaded by any other.
 The host memory of a saving process must hold all weights and the optimizer's state. Gathering is a collective
 operation: all processes must call it.
@@ -17,6 +19,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from pytorch_accel_lite.base.inspection import sums_of_bits
+from pytorch_accel_lite.checkpoint.shards import is_sharded
+
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
 
@@ -27,8 +32,8 @@ def full_state_dict(state: Any, keep: bool) -> Any:
     :param keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
     """
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor | None:
-        if not hasattr(tensor, "full_tensor"):
+    def gather(tensor: Any) -> Any:
+        if not is_sharded(tensor):
             return tensor
         full = tensor.full_tensor()
         return full.to("cpu") if keep else None
@@ -61,9 +66,9 @@ def fit_model_state(
     :param left_out: entries that the state lacks on purpose: the model must have them, and keeps its own
     :raises ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
-    found = model.state_dict()
-    names = {key.replace(_COMPILED, ""): key for key in found}
-    own = without_compile(found)
+    current = model.state_dict()
+    names = {key.replace(_COMPILED, ""): key for key in current}
+    own = without_compile(current)
     state = _without_wrappers(state, own)
     shapes = {
         key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
@@ -71,14 +76,14 @@ def fit_model_state(
         # Lazy layers have no shape before their first batch, and extra state never has one.
         if isinstance(own[key], torch.Tensor) and not is_lazy(own[key]) and state[key].shape != own[key].shape
     }
-    problems = [
-        _problem("missing in the checkpoint", own.keys() - state.keys() - set(left_out)),
-        _problem("not in the model", (state.keys() | set(left_out)) - own.keys()),
-        _problem("of a different shape", shapes.values()),
-    ]
-    if any(problems):
+    problems = {
+        "missing in the checkpoint": own.keys() - state.keys() - set(left_out),
+        "not in the model": (state.keys() | set(left_out)) - own.keys(),
+        "of a different shape": shapes.values(),
+    }
+    if any(problems.values()):
         text = f"The checkpoint {os.fspath(source)!r} does not fit the model {type(model).__name__}: "
-        text += "; ".join(filter(None, problems))
+        text += "; ".join(f"{problem}: {listed(keys)}" for problem, keys in problems.items() if keys)
         if strict:
             raise ValueError(
                 f"{text}. Create the model as it was when it was saved, or use load_checkpoint(..., strict=False) to "
@@ -95,10 +100,6 @@ def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
     return max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
-
-
-def _problem(what: str, keys: Collection[str]) -> str:
-    return f"{what}: {listed(keys)}" if keys else ""
 
 
 def listed(names: Collection[str], most: int = 10) -> str:
@@ -129,11 +130,82 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 def sharded_like(own: Any, value: Any) -> Any:
     """Return a whole tensor spread over the processes as a parameter is, or as it is beside one that is not."""
-    is_sharded = hasattr(own, "full_tensor") and isinstance(value, torch.Tensor) and value.ndim > 0
-    if not is_sharded or hasattr(value, "full_tensor"):  # a step count is not sharded, though its parameter is
+    is_whole = isinstance(value, torch.Tensor) and value.ndim > 0 and not is_sharded(value)
+    if not is_sharded(own) or not is_whole:  # a step count is not sharded, though its parameter is
         return value
     from torch.distributed.tensor import DTensor, Replicate  # take longer to import than all else here
 
     mesh = own.device_mesh
     whole = DTensor.from_local(value.to(own.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=own.placements)  # each process cuts out its own shard
+
+
+def fingerprints(tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Return a number for each tensor, by name, that changes with any of its bits.
+
+    Skips tensors without values, and sparse ones. A collective operation if they are sharded.
+    """
+    with_values = {name: value for name, value in tensors.items() if _has_values(value)}
+    whole = (full_state_dict(value, keep=True) for value in with_values.values())  # one at a time
+    return dict(zip(with_values, sums_of_bits(whole), strict=True))
+
+
+def _has_values(value: Any) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_plain and not value.is_meta and not is_lazy(value)
+
+
+def model_fingerprints(model: nn.Module) -> dict[str, int]:
+    """Return the fingerprints of all parameters of a model. A collective operation if they are sharded."""
+    return fingerprints(_parameters(model))
+
+
+def check_has_trainable(model: nn.Module) -> None:
+    """Check that a model has something to save once its frozen parameters are left out.
+
+    :raises ValueError: if all of its parameters are frozen
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"trainable_only=True would leave out all weights: no parameter of {type(model).__name__} requires a "
+            "gradient. Save all weights, or unfreeze the parameters that were trained."
+        )
+
+
+def leave_out_frozen(
+    model: nn.Module, state: dict[str, Any], created: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Remove the frozen parameters from the full state of a model, and return their fingerprints by name.
+
+    Buffers stay, as training changes them even if everything around them is frozen.
+
+    :param created: fingerprints of weights that the loading program will create itself, such as pretrained ones; other
+        weights stay. By default, all frozen parameters are removed.
+    """
+    frozen = {name for name, parameter in _parameters(model).items() if not parameter.requires_grad}
+    if created is not None:
+        now = fingerprints({name: state[name] for name in frozen})
+        frozen = {name for name, number in now.items() if created.get(name) == number}
+    prefixes = tuple(f"{name}." for name in frozen)  # quantised weights have further entries, such as "weight.absmax"
+    names = [name for name in state if name in frozen or name.startswith(prefixes)]
+    return fingerprints({name: state.pop(name) for name in names})
+
+
+def describe_other_weights(model: nn.Module, left_out: Mapping[str, int], source: str | os.PathLike[str]) -> str:
+    """Describe which weights of a model are not those that were left out; empty if it has all of them.
+
+    A collective operation if they are sharded.
+    """
+    own = {name: value for name, value in _parameters(model).items() if name in left_out}
+    current = fingerprints(own)
+    others = [name for name, number in left_out.items() if current.get(name, number) != number]
+    if not others:
+        return ""
+    return (
+        f"{os.fspath(source)!r} holds only what was trained, and the frozen weights of {type(model).__name__} are not "
+        f"those that it was trained with. They differ in {listed(others)}."
+    )
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return without_compile(dict(model.named_parameters(remove_duplicate=False)))

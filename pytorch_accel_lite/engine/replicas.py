@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from itertools import chain
 
 from torch import nn
 
@@ -12,9 +11,6 @@ from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import updated_parameters
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.distributed.ranks import Ranks
 
 
 def compare_replicas(self: TrainerLike) -> None:
@@ -29,11 +25,17 @@ def compare_replicas(self: TrainerLike) -> None:
     if self.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return
     parameters = _trained_parameters(self)
-    sums = sums_of_bits(parameters.values())
-    differing = _first_difference(self.ranks, list(parameters), sums)
-    if differing is None:
+    sums = dict(zip(parameters, sums_of_bits(parameters.values()), strict=True))
+    if len(set(self.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
-    raise RuntimeError(f"{differing} {_likely_cause(self)}")
+    by_rank = self.ranks.all_gather_object(sums)
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
+        others = [str(rank) for rank, of_rank in enumerate(by_rank) if of_rank.get(name) != by_rank[0].get(name)]
+        if others:
+            raise RuntimeError(
+                f"The processes no longer train the same weights: {name!r} differs on rank {', '.join(others)} from "
+                f"rank 0. {_likely_cause(self)}"
+            )
 
 
 def _likely_cause(trainer: TrainerLike) -> str:
@@ -42,36 +44,15 @@ def _likely_cause(trainer: TrainerLike) -> str:
     on_purpose = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
     if prepared is not None and not prepared.has_run:
         return f"trainer.model was never called in this run: a step that calls the bare module {bypasses} {on_purpose}"
-    unused = _without_gradient(trainer.model)
-    if unused:
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        return (
-            f"The loss does not depend on {', '.join(unused[:3])}{more}, and torch averages no gradients until it has "
-            "those of every parameter. Call requires_grad_(False) on unused parameters; if they are used in some steps "
-            "only, pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-            "find_unused_parameters=True)]) to the Trainer."
-        )
     return (
         "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
         f"the run without rewrap_model(), or a module that is trained besides the model: each of these {bypasses} "
-        "To average the gradients of an additional module, call self.accelerator.prepare(module). Other causes: "
-        "optimizers created with different settings, or modules with different weights, on each process. "
-        f"{on_purpose}"
+        "To average the gradients of an additional module, call self.accelerator.prepare(module). Or the loss does not "
+        "depend on all parameters: torch averages no gradients until it has those of every one. Freeze the unused ones "
+        "with requires_grad_(False), or pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+        "find_unused_parameters=True)]). Other causes: optimizers created with different settings, or modules with "
+        f"different weights, on each process. {on_purpose}"
     )
-
-
-def _without_gradient(model: nn.Module) -> list[str]:
-    """Return the parameters whose gradients ``DistributedDataParallel`` is still waiting for after a backward pass."""
-    check = getattr(getattr(model, "reducer", None), "_check_reducer_finalized", None)
-    try:
-        if check is not None:
-            check()
-    except RuntimeError as error:  # the error that the next forward pass would raise
-        waiting = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        names = [name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad]
-        indices = map(int, waiting[1].split()) if waiting else []
-        return [repr(names[index]) for index in indices if index < len(names)]
-    return []
 
 
 def _trained_parameters(trainer: TrainerLike) -> dict[str, nn.Parameter]:
@@ -83,18 +64,3 @@ def _trained_parameters(trainer: TrainerLike) -> dict[str, nn.Parameter]:
     trained = [*updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
     return {names.get(key, f"parameter {number}"): value for number, (key, value) in enumerate(by_id.items())}
-
-
-def _first_difference(ranks: Ranks, names: list[str], sums: list[int]) -> str | None:
-    """Describe which ranks differ in which parameter; ``None`` if they all agree."""
-    digests = ranks.all_gather_object(hash(tuple(sums)))
-    if len(set(digests)) == 1:
-        return None
-    by_rank = ranks.all_gather_object(dict(zip(names, sums, strict=True)))
-    first = by_rank[0]
-    for name in dict.fromkeys(name for found in by_rank for name in found):
-        others = [rank for rank, found in enumerate(by_rank) if found.get(name) != first.get(name)]
-        if others:
-            listed = ", ".join(map(str, others))
-            return f"The processes no longer train the same weights: {name!r} differs on rank {listed} from rank 0."
-    return None

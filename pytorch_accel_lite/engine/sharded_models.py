@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,24 +17,24 @@ from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
-from pytorch_accel_lite.checkpoint.shards import find_pieces, read_like
+from pytorch_accel_lite.checkpoint.shards import find_tensors
 from pytorch_accel_lite.checkpoint.weights import listed, sharded_like
 from pytorch_accel_lite.distributed.layout import find_data_ranks
 from pytorch_accel_lite.engine.arguments import tensor_parallel_size
+from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.operations import is_made
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.engine.run import Run
 
+def begin_sharded(trainer: TrainerLike, run: Run) -> None:
+    """Shard the model if the trainer's class does so, and divide the data of a run as the meshes of its weights do.
 
-def begin(trainer: TrainerLike, run: Run, has_own_way: bool) -> None:
-    """Prepare for a run with a sharded model. Call it on every process.
-
-    :param has_own_way: whether the trainer's class overrides ``parallelize_model``
+    Call it on every process.
     """
-    if run.outer is not None:
+    shards_itself = is_overridden(trainer, "parallelize_model")
+    is_parallel = trainer.is_sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None
+    if run.outer is not None or not (shards_itself or (is_parallel and trainer.ranks.world_size > 1)):
         return
-    if has_own_way:
+    if shards_itself:
         place_model(trainer)
     model = trainer.get_model(keep_torch_compile=False)
     if trainer.accelerator.is_fsdp2:
@@ -45,15 +46,15 @@ def begin(trainer: TrainerLike, run: Run, has_own_way: bool) -> None:
             "model.to_empty(device=...) and initialise them before you create the trainer."
         )
     run.data.ranks = find_data_ranks(model, trainer.ranks)
-    wanted = tensor_parallel_size(trainer.accelerator)
-    if wanted not in (1, run.data.ranks.replicas):
+    requested = tensor_parallel_size(trainer.accelerator)
+    if requested not in (1, run.data.ranks.replicas):
         raise ValueError(
-            f"The accelerator's parallelism_config has tp_size={wanted}, but {run.data.ranks.replicas} process(es) "
+            f"The accelerator's parallelism_config has tp_size={requested}, but {run.data.ranks.replicas} process(es) "
             f"share the weights of {type(model).__name__} by tensor parallelism. Load the model with tp_plan='auto' "
             "and the accelerator's device mesh, or call parallelize_module on it, before you create the trainer."
         )
     if run.data.ranks.replicas > 1 and run.data.seed is None:  # what is read at random must be the same
-        run.data.seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+        run.data.seed = _draw_seed(trainer)
 
 
 def _check_meta_device(trainer: TrainerLike, model: nn.Module) -> None:
@@ -67,12 +68,10 @@ def _check_meta_device(trainer: TrainerLike, model: nn.Module) -> None:
         )
 
 
-def begin_sharded(trainer: TrainerLike, run: Run) -> None:
-    """Shard the model if the trainer's class does so, and divide the data of a run as the meshes of its weights do."""
-    has_own_way = is_overridden(trainer, "parallelize_model")
-    is_parallel = trainer.is_sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None
-    if has_own_way or (is_parallel and trainer.ranks.world_size > 1):
-        begin(trainer, run, has_own_way)
+def _draw_seed(trainer: TrainerLike) -> int:
+    """Return a random seed, the same on every process."""
+    seed: int = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    return seed
 
 
 _placed: WeakSet[nn.Module] = WeakSet()
@@ -87,10 +86,7 @@ def place_model(trainer: TrainerLike) -> None:
     if model in _placed:
         return
     source = shard_model(trainer, _create_mesh(trainer))
-    seed = trainer.seed
-    if seed is None:
-        seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
-    fill(model, trainer.device, source, seed)
+    fill(model, trainer.device, source, _draw_seed(trainer) if trainer.seed is None else trainer.seed)
     _placed.add(model)
 
 
@@ -162,50 +158,50 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _load(model: nn.Module, source: Path) -> set[str]:
-    """Read the weights of a model, each process only its own shards; return the names of those that were found."""
-    pieces = find_pieces([source] if source.is_file() else sorted(source.glob("*.safetensors")))
-    if not pieces:
+    """Read the weights of a model, each process only its own shards; return the names of those that are there."""
+    stored = find_tensors([source] if source.is_file() else sorted(source.glob("*.safetensors")))
+    if not stored:
         raise ValueError(f"{os.fspath(source)!r}, which parallelize_model returned, has no weights as safetensors.")
-    found: set[str] = set()
-    shared: set[int] = set()
+    loaded: set[int] = set()
     for name, tensor in _tensors(model):
-        if name in pieces:
-            tensor.copy_(read_like(pieces[name], tensor, name))
-            found.add(name)
-            shared.add(id(tensor))
-    return found | {name for name, tensor in _tensors(model) if id(tensor) in shared}  # tied ones have one name there
+        if name in stored:
+            if stored[name].shape != tuple(tensor.shape):
+                raise ValueError(
+                    f"{name}: shape {stored[name].shape} in {source}, and {tuple(tensor.shape)} in the model."
+                )
+            tensor.copy_(stored[name].read(tensor))
+            loaded.add(id(tensor))
+    return {name for name, tensor in _tensors(model) if id(tensor) in loaded}  # tied ones have one name there
 
 
 def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> set[str]:
     """Initialise layer after layer, whole on each process, and keep its own shards; return the names of those done."""
-    done: set[str] = set()
-    values: dict[int, torch.Tensor] = {}
+    done: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
-        names = {f"{prefix}.{name}".lstrip("."): name for name in own}
-        wanted = {full: name for full, name in names.items() if full in missing and id(own[name]) not in values}
-        reset = _initialiser(model, module)
-        if wanted and reset is not None:
-            whole = _whole_copy(module, device)
-            reset(whole)
-            for name in wanted.values():
-                value = getattr(whole, name).detach()
-                if not value.is_floating_point() or not value.isnan().any():
-                    local(own[name]).copy_(local(sharded_like(own[name], value)))
-                    values[id(own[name])] = own[name]
-        done |= {full for full, name in names.items() if id(own[name]) in values}
-    return done
+        pending = {
+            name: tensor
+            for name, tensor in own.items()
+            if f"{prefix}.{name}".lstrip(".") in missing and id(tensor) not in done
+        }
+        initialise = _initialiser(model, module)
+        if not pending or initialise is None:
+            continue
+        whole = _whole_copy(module, device)
+        initialise(whole)
+        for name, tensor in pending.items():
+            value = getattr(whole, name).detach()
+            if not value.is_floating_point() or not value.isnan().any():
+                local(tensor).copy_(local(sharded_like(tensor, value)))
+                done.add(id(tensor))
+    return {name for name, tensor in _tensors(model) if id(tensor) in done}
 
 
 def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
     """Return what initialises a module: transformers' models have a method for that, modules of torch their own."""
-    of_model = getattr(model, "_init_weights", None)
-    if of_model is not None:
-        return of_model  # type: ignore[no-any-return]
-    for name in ("reset_parameters", "_reset_parameters"):
-        if hasattr(module, name):
-            return lambda whole: getattr(whole, name)()
-    return None
+    methods = ("reset_parameters", "_reset_parameters")
+    own = next((method for method in methods if hasattr(module, method)), None)
+    return getattr(model, "_init_weights", None) or (None if own is None else methodcaller(own))
 
 
 def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
