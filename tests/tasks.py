@@ -108,6 +108,12 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+@cache
+def alone(case: Callable[[], Any]) -> Any:
+    """What a case gives on one process."""
+    return case()
+
+
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     assert first.keys() == second.keys()
     return max((first[key].double() - second[key].double()).abs().max().item() for key in first)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import chain
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.finetuning import ModelFreezer
-from tests.tasks import equal, make_data, make_trainer, train, weights
+from tests import cases
+from tests.launching import two_are_enough
+from tests.tasks import equal, make_data, make_trainer, regression_data, train, weights
 
 
 class TwoOfOne(nn.Module):
@@ -140,3 +143,55 @@ def test_a_batch_norm_that_is_kept_in_evaluation_mode_is_not_warned_of():
     model = normalised(nn.BatchNorm1d(4))
     ModelFreezer(model, freeze_batch_norms=True).freeze(set_modules_as_eval=True)
     assert not warned_before_the_first_batch(make_trainer(model=model), size=7, batch_size=2)
+
+
+def test_tails_give_no_process_a_single_sample_where_the_model_has_batch_norm(ranks):
+    results = ranks(cases.data.tails_with_batch_norm)
+    for size in (38, 40, 43, 47):
+        with_norm, without = ([result[size, which] for result in results] for which in ("norm", "none"))
+        for step, (normed, plain) in enumerate(zip(in_steps(with_norm), in_steps(without), strict=True)):
+            assert list(chain(*normed)) == list(chain(*plain)), step  # the same samples in the same order
+            assert min(len(own) for own in normed if own) >= 2
+            assert max(map(len, plain)) - min(map(len, plain)) <= 1  # as even as possible
+        assert min(rows for result in with_norm for rows in result["rows"]) >= 2
+        assert not any(result["error"] or result["said"] for result in with_norm)
+
+
+def test_a_tail_of_a_single_sample_in_all_is_warned_of_where_the_model_has_batch_norm(ranks):
+    for rank, result in enumerate(ranks(cases.data.tails_with_batch_norm)):
+        single = result[12 * ranks.world_size + 1, "norm"]
+        assert ["drop_last" in text for text in single["said"]] == [True] * (rank == 0)
+        assert "Expected more than 1 value per channel" in single["error"]
+        assert result[12 * ranks.world_size + 1, "none"]["said"] == []
+
+
+def test_a_batch_of_one_sample_is_shared_out_anew_where_the_model_has_batch_norm(ranks):
+    results = ranks(cases.data.batches_of_a_sampler_with_batch_norm)
+    assert sorted(i for indices, _ in results for own in indices for i in own) == list(range(12))
+    assert min(rows for _, all_rows in results for rows in all_rows) >= 2
+
+
+def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
+    first, *others = ranks(cases.training.batch_norm)
+    assert all(equal(result["weights"], first["weights"]) for result in others)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+    model.load_state_dict(first["weights"])
+    x, y = regression_data(9).tensors
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(model.eval()(x), y).item()
+    assert first["history"]["eval_loss_epoch"][-1] == pytest.approx(expected, abs=1e-10)
+
+
+@two_are_enough
+def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warning(ranks):
+    for result in ranks(cases.training.sync_batch_norm):
+        warned = ["cannot synchronise batch norm on 'cpu'" in text for text in result["warnings with"]]
+        assert warned == ([True] if result is ranks(cases.training.sync_batch_norm)[0] else [])
+        assert result["warnings without"] == []
+        assert equal(result["with"], result["without"])
+        plain, converted = result["losses"]
+        assert plain == converted
+
+
+def in_steps(results):
+    return zip(*(result["indices"] for result in results), strict=True)

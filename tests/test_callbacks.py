@@ -34,6 +34,7 @@ from pytorch_accel_lite.callbacks import (
     TimeLimitCallback,
 )
 from tests import cases
+from tests.launching import two_are_enough
 from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, build
 from tests.tasks import CountsReads, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
@@ -1109,3 +1110,27 @@ def test_modules_that_are_attributes_of_the_trainer_are_moved_to_its_device(even
     assert trainer.metric.weight.device.type == "meta"
     assert trainer.loss_func.weight.device.type == "meta"
     assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
+@two_are_enough
+def test_a_shipped_callback_serves_several_processes(ranks, name):
+    results = [result[name] for result in ranks(cases.callbacks.shipped_callbacks)]
+    assert len(results) == ranks.world_size
+    for result in results:
+        assert equal(result["weights"], results[0]["weights"])
+        assert result["evaluated"] == results[0]["evaluated"]
+        assert torch.equal(result["predicted"], results[0]["predicted"])
+        assert result["printed"] == ""
+
+
+@two_are_enough
+def test_only_the_first_process_prints(ranks):
+    results = ranks(cases.callbacks.default_callbacks)
+    assert len(results) == ranks.world_size
+    assert results.output.count("Starting training run") == 1
+    assert results.output.count("Loading the best model") == 1
+    assert len(re.findall(r"^1/3 .*s$", results.output, re.MULTILINE)) == 1
+    assert results.output.count("Best: epoch") == 1
+    assert len({result["best"] for result in results}) == 1
+    assert all(equal(result["weights"], results[0]["weights"]) for result in results)

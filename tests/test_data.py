@@ -51,11 +51,12 @@ from pytorch_accel_lite.data.reading import tensors_in_memory
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
 from tests import cases
-from tests.launching import run_code
+from tests.launching import run_code, two_are_enough
 from tests.tasks import (
     Rows,
     Stream,
     equal,
+    largest_difference,
     listener,
     make_data,
     make_trainer,
@@ -1361,3 +1362,41 @@ def test_a_limit_of_none_is_no_limit(value, monkeypatch):
         regression_data(40), 1, regression_data(30), per_device_batch_size=4
     )
     assert lengths.lengths == (10, 8)
+
+
+def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
+    results = ranks(cases.data.shuffled_order)
+    n = ranks.world_size
+    steps = -(-23 // (2 * n))
+    for key in results[0]:
+        if key == "weighted":
+            assert sum(len(batch) for result in results for batch in result[key]) == 23
+            continue
+        by_epoch = []
+        for epoch in range(2):
+            batches = [result[key][epoch * len(result[key]) // 2 :][: len(result[key]) // 2] for result in results]
+            seen = [sample for rank in batches for batch in rank for sample in batch]
+            assert sorted(seen) == list(range(23))
+            by_epoch.append(batches)
+        assert by_epoch[0] != by_epoch[1]
+        assert max(len(rank) for rank in by_epoch[0]) == steps
+
+
+@two_are_enough
+def test_with_a_seed_workers_and_processes_do_not_change_the_result(ranks):
+    alone = cases.data.seeded_augmentation()
+    assert equal(alone[0], alone[1])
+    assert equal(alone[0], alone[2])
+    for result in ranks(cases.data.seeded_augmentation):
+        assert equal(result[0], result[1])
+        assert equal(result[0], result[2])
+        assert largest_difference(result[0], alone[0]) < 1e-10
+
+
+def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
+    results = ranks(cases.data.batch_sampler)
+    assert sum(size for result in results for size in result["sizes"]) == 22
+    assert {result["samples"] for result in results} == {22}
+    assert {result["updates"] for result in results} == {2 * -(-5 // ranks.world_size)}
+    if ranks.world_size == 2:
+        assert [result["sizes"][:3] for result in results] == [[3, 2, 1], [1, 4]] or results[1]["sizes"][0] == 1

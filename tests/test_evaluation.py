@@ -25,10 +25,11 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+from tests import cases
 from tests.launching import run_elastic_script
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import alone, equal, listener, quiet_trainer, regression_data, small_model, weights
 from tests.test_ema import normed_model
 
 
@@ -257,3 +258,52 @@ def test_all_callbacks_together_are_resumed_to_the_same_bits_on_two_processes(tm
         assert equal(results[0][name], results[1][name])
     # Only the first process of a machine prints.
     assert whole.output.count("Starting epoch 1/3") == 1
+
+
+def test_evaluation_and_prediction_count_every_sample_once_for_any_size(ranks):
+    for result in ranks(cases.evaluation.dataset_sizes):
+        assert result.keys() == alone(cases.evaluation.dataset_sizes).keys() == set(range(1, 21))
+        for size, (metrics, predictions) in result.items():
+            expected_metrics, expected = alone(cases.evaluation.dataset_sizes)[size]
+            assert metrics == pytest.approx(expected_metrics, abs=1e-10)
+            assert predictions.shape == expected.shape == (size, 3)
+            assert torch.allclose(predictions, expected, atol=1e-12, rtol=0)
+            assert torch.equal(
+                predictions, ranks(cases.evaluation.dataset_sizes)[0][size][1]
+            )  # the same on every process
+
+
+def test_gathering_every_evaluation_batch_gives_the_dataset_in_order(ranks):
+    for result in ranks(cases.evaluation.gather_in_evaluation):
+        assert result.keys() == set(range(ranks.world_size, 25))
+        for size, inputs in result.items():
+            assert torch.equal(inputs, regression_data(size).tensors[0])
+
+
+def test_accelerates_gather_for_metrics_gives_every_sample_of_an_uneven_evaluation_once(ranks):
+    x, y = regression_data(37).tensors
+    loss = nn.functional.mse_loss(small_model()(x), y).item()
+    results = ranks(cases.evaluation.gather_for_metrics)
+    for result in results:
+        assert len(result) == 6
+        for found in result.values():
+            assert torch.equal(found["step"], y)
+            assert torch.equal(found["callback"], y)
+            assert torch.equal(found["at the end"], y.sort(dim=0).values)
+            assert found["names"] == [f"{value:.3f}" for value in y.flatten().tolist()]
+            assert found["evaluation_loss"] == pytest.approx(loss, abs=1e-10)
+    for case in results[0]:
+        assert sum(result[case]["count"] for result in results) == 37
+
+
+def test_accelerates_gather_for_metrics_gathers_the_batches_of_training(ranks):
+    assert all(ranks(cases.evaluation.gather_for_metrics_in_training))
+
+
+def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks):
+    for result in [*ranks(cases.evaluation.evaluate_inside), alone(cases.evaluation.evaluate_inside)]:
+        without, within = result[0], result[1]
+        assert equal(without[0], within[0])
+        assert without[1] == within[1]
+        assert result["metrics"].keys() == {"evaluation_loss"}
+        assert result["training"]

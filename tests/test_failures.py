@@ -24,6 +24,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.tracking import Progress
 from tests import cases
+from tests.launching import two_are_enough
 from tests.tasks import (
     Broken,
     Expanded,
@@ -584,3 +585,33 @@ def test_weights_that_are_nan_on_another_rank_are_told_of_by_the_first(two_ranks
     assert len(first) == 1
     assert "with weights that are infinite or NaN" in first[0]
     assert not second
+
+
+def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
+    last = ranks.world_size - 1
+    for result in ranks(cases.failures.failed_batches):
+        for way in ("each", "window"):
+            seen = [(f["epoch"], f["step"], f["rank"], f["error"]) for f in result[way]["failures"]]
+            assert seen == [(epoch, 1, last, "ValueError: cannot digest this") for epoch in (1, 2)]
+            assert all(11 in failure["indices"] for failure in result[way]["failures"])
+            assert equal(result[way]["found"], ranks(cases.failures.failed_batches)[0][way]["found"])
+        assert largest_difference(result["each"]["found"], result["each"]["expected"]) < 1e-12
+        assert result["each"]["progress"]["update"] == 6
+        assert result["window"]["progress"]["update"] == 4
+        assert result["each"]["progress"]["samples"] == 48
+
+
+def test_a_rank_that_fails_before_items_are_counted_leaves_no_other_waiting(ranks):
+    for found, expected in ranks(cases.failures.failed_first_batch_of_tokens):
+        assert largest_difference(found, expected) < 1e-12
+
+
+@two_are_enough
+def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
+    for result in ranks(cases.failures.out_of_memory):
+        split, whole = result["split"], result["whole"]
+        assert (split["parts"], whole["parts"]) == (12 // ranks.world_size, 1)
+        assert equal(split["weights"], ranks(cases.failures.out_of_memory)[0]["split"]["weights"])
+        assert largest_difference(split["weights"], whole["weights"]) < 1e-12
+        for name, values in whole["history"].items():
+            assert split["history"][name] == pytest.approx(values)

@@ -19,6 +19,8 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     replay,
 )
+from tests import cases
+from tests.launching import two_are_enough
 from tests.tasks import equal, listener, regression_data, weights
 
 IN_ORDER = {"shuffle": False, "num_workers": 0}
@@ -336,3 +338,11 @@ def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
     assert tried[1:3] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     summary = json.loads(report.report.with_suffix(".json").read_text())
     assert summary["indices"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@two_are_enough
+def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
+    *others, last = ranks(cases.failures.nan_report)
+    rank = ranks.world_size - 1
+    assert last["report"] == f"epoch-1-step-1-rank-{rank}.pt"
+    assert all(last["report"] in result["error"] for result in [*others, last])

@@ -15,7 +15,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from tests import cases
 from tests.cases.common import OrderedStream
-from tests.tasks import Stream, listener, make_model, quiet_trainer, regression_data, small_model
+from tests.tasks import Stream, alone, listener, make_model, quiet_trainer, regression_data, small_model
 
 
 def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = None, **kwargs: Any) -> list[Any]:
@@ -235,3 +235,44 @@ def test_what_a_process_was_ahead_of_the_others_is_predicted_again(tmp_path, cap
     assert sum(map(len, rest)) == 6
     expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
     torch.testing.assert_close(read_predictions(tmp_path), expected)
+
+
+def test_predictions_keep_their_structure_and_order(ranks):
+    one = alone(cases.evaluation.predict_structures)
+    assert one.keys() == {"out", "pair"}  # a mean over the batch is no prediction of a sample
+    assert isinstance(one["pair"], tuple)
+    for result in ranks(cases.evaluation.predict_structures):
+        assert torch.allclose(result["out"], one["out"], atol=1e-12, rtol=0)
+        assert torch.equal(result["pair"][0], one["pair"][0])
+        assert torch.equal(result["pair"][1][0], one["pair"][1][0])
+
+
+def test_predictions_of_any_kind_are_those_of_one_process(ranks):
+    one = alone(cases.evaluation.many_kinds_of_predictions)
+    for rank, result in enumerate(ranks(cases.evaluation.many_kinds_of_predictions)):
+        for key, found in result.items():
+            expected = one[key]["all"]
+            assert is_same(found["all"], expected)
+            assert is_same(found["parts"], expected)
+            assert is_same(found["first"], expected if rank == 0 else None)
+            assert found["parts_of_first"] == [rank != 0] * found["num_parts"]
+
+
+def test_predictions_skip_a_batch_that_fails_on_one_process_and_keep_their_order(ranks):
+    failed = range(8, 10)
+    for result in ranks(cases.evaluation.predictions_without_failed_batches):
+        assert result == [index for index in range(30) if index not in failed]
+
+
+def is_same(found, expected):
+    """Whether nested outputs are the same, bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        same_kind = (found.dtype, found.shape, found.layout) == (expected.dtype, expected.shape, expected.layout)
+        return same_kind and torch.equal(found.to_dense(), expected.to_dense())
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(is_same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(is_same, found, expected))
+    return found == expected

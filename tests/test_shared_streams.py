@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.data import OwnShard, ReadByAll, shard
 from pytorch_accel_lite.distributed import Ranks
+from tests import cases
 from tests.cases.common import rank as own_rank
 from tests.cases.data import Reading, SavesEachUpdate
 from tests.cases.streams import Keeps, Sums, source, train_on
-from tests.tasks import equal, listener, weights
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 
 
 class Note:
@@ -410,3 +411,78 @@ def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):
     for found in two_ranks(streams_within_streams):
         for name in ("shelf", "cut", "all of shelf", "own part"):
             assert equal(found[name, False], found[name, True]), name
+
+
+def test_a_stream_is_dealt_out_once_and_ranks_make_the_same_updates(ranks):
+    results = ranks(cases.data.streams)
+    for size in (1, 7, 24):
+        expected = regression_data(size).tensors[0].repeat(2, 1)
+        seen = torch.cat([result["stream", size] for result in results])
+        assert torch.equal(seen.sort(0).values, expected.sort(0).values)
+        assert len({result["updates", size] for result in results}) == 1
+
+
+def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
+    own = [result["own"] for result in ranks(cases.data.streams)]
+    first = len(range(0, 20, ranks.world_size))
+    assert [len(result["inputs"]) for result in own] == [2 * first, *[2] * (ranks.world_size - 1)]
+    assert {result["samples"] for result in own} == {2 * (first + ranks.world_size - 1)}
+    assert {result["updates"] for result in own} == {2 * -(-first // 2)}
+    assert all(equal(result["weights"], own[0]["weights"]) for result in own)
+
+
+@pytest.mark.parametrize("kind", ["split", "reading", "reading from a dict", "shard", "webdataset", "pipe", "whole"])
+def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind):
+    found = [result["by stream"][kind] for result in ranks(cases.data.streams_that_share_themselves_out)]
+    assert_each_sample_once(found)
+    assert bool(found[0]["printed"]) == (kind != "whole")
+    assert all(result["printed"] == "" for result in found[1:])
+    if kind != "whole":
+        said = "Each process reads its own part of the {} data, as sharded by "
+        assert all(said.format(which) in found[0]["printed"] for which in ("training", "evaluation"))
+
+
+def test_a_stream_of_each_process_is_told_the_epoch(ranks):
+    for result in ranks(cases.data.streams_that_share_themselves_out):
+        assert set(result["epochs"]) == {0, 1}
+
+
+@pytest.mark.parametrize("kind", ["by shards", "by samples", "whole"])
+def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
+    pytest.importorskip("datasets")
+    found = [result[kind] for result in ranks(cases.data.hugging_face_streams)]
+    assert_each_sample_once(found)
+    assert ("split_dataset_by_node" in found[0]["printed"]) == (kind != "whole")
+    own = found[0]["inputs"]
+    assert not torch.equal(own[: len(own) // 2], own[len(own) // 2 :])  # shuffled again
+
+
+def test_a_table_that_each_process_has_a_part_of_is_refused(two_ranks):
+    pytest.importorskip("datasets")
+    for said in two_ranks(cases.data.hugging_face_tables):
+        assert "different rows, of lengths [12, 12]. Each would read only a share" in said["split"]
+        assert "different rows, of lengths [24, 24]" in said["shuffled"]
+        assert said["the same"] == "trained"
+
+
+def test_streams_that_are_not_shared_out_over_the_processes_are_refused(ranks):
+    n = ranks.world_size
+    for said in ranks(cases.data.streams_shared_out_wrongly):
+        assert ", ".join([f"part 0 of {n}"] * n) in said["the same on all"]
+        assert f"part 0 of {n + 1}, part 1 of {n + 1}" in said["for others"]
+        assert f"all, part 1 of {n}" in said["on some"]
+        assert f"each sample would be read {n} times. Add .sharding_filter()" in said["pipe"]
+
+
+def assert_each_sample_once(found):
+    """In each of two epochs, and in evaluation."""
+    x, _ = regression_data(24).tensors
+    assert torch.equal(torch.cat([result["inputs"] for result in found]).sort(0).values, x.repeat(2, 1).sort(0).values)
+    model = small_model()
+    for result in found:
+        assert result["samples"] == 48
+        assert result["losses"] == found[0]["losses"]
+        assert equal(result["weights"], found[0]["weights"])
+    model.load_state_dict(found[0]["weights"])
+    whole = quiet_trainer(model).evaluate(regression_data(24))["evaluation_loss"]
+    assert found[0]["losses"][-1] == pytest.approx(whole, abs=1e-10)
