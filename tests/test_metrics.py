@@ -29,7 +29,6 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests import cases
-from tests.cases.evaluation import ones
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import listener, make_trainer, quiet_trainer, regression_data, small_model, train
 
@@ -285,6 +284,10 @@ def test_a_metric_may_give_a_plain_number():
     assert type(found["mse"]) is float
 
 
+def ones(batch: Any, batch_output: Any) -> Any:
+    return (torch.ones(len(batch[0])),)
+
+
 def training_metrics(folder: Path) -> Any:
     """The samples of an epoch, whose last step has a sample for one process only."""
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
@@ -298,7 +301,7 @@ def training_metrics(folder: Path) -> Any:
 def test_training_metrics_count_each_sample_once_and_begin_anew_with_fewer_processes(tmp_path, two_ranks):
     for result in two_ranks.run(training_metrics, tmp_path):
         assert result["train_count"] == [7.0]
-    counts = MetricsCallback({"count": SumMetric()}, cases.evaluation.ones, train=True)
+    counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
     trainer = quiet_trainer(small_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
     with pytest.warns(UserWarning, match="they were saved by 2 processes and are resumed on 1"):
         trainer.train(regression_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")

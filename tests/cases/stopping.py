@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
-from contextlib import suppress
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import (
-    MetricsFileCallback,
-    SaveTrainingStateCallback,
-    TerminateOnNaNCallback,
-    ThroughputCallback,
-    TimeLimitCallback,
-    TimingCallback,
-)
-from tests.cases.common import IN_ORDER, rank, shared_folder, world_size
-from tests.tasks import quiet_trainer, regression_data, small_model, weights
+from pytorch_accel_lite.callbacks import TerminateOnNaNCallback
+from tests.cases.common import rank, world_size
+from tests.tasks import regression_data, small_model
 
 
 class NaNOnOneRank(Trainer):
@@ -50,163 +39,6 @@ def nan_on_one_rank() -> Any:
     except NonFiniteLossError as error:
         return {"message": str(error), "events": events, "update": trainer.progress.update}
     return None
-
-
-class StopOnOneRank(TrainerCallback):
-    def on_train_step_end(self, trainer, step, **kwargs):
-        if step == 2 and trainer.accelerator.process_index == world_size() - 1:
-            raise StopTrainingError("rank asked for an end")
-
-
-def stop_on_one_rank() -> Any:
-    model = small_model()
-    trainer = quiet_trainer(model, callbacks=[StopOnOneRank])
-    trainer.train(regression_data(2000), 2, per_device_batch_size=1)
-    return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
-
-
-class StopAtEpochEnd(TrainerCallback):
-    def on_train_epoch_end(self, trainer, **kwargs):
-        if trainer.accelerator.process_index == trainer.accelerator.num_processes - 1:
-            raise StopTrainingError("at the end of the epoch")
-
-
-def stop_before_communicating_callbacks() -> Any:
-    """The others of the event still run on the rank that asks for a stop: they talk to the other ranks."""
-    timing = TimingCallback(show=False)
-    trainer = quiet_trainer(small_model(), callbacks=[StopAtEpochEnd(), ThroughputCallback(), timing])
-    trainer.train(regression_data(16), num_epochs=3, per_device_batch_size=4)
-    return {"reason": trainer.stop_reason, "epoch": trainer.progress.epoch, "run": timing.totals["run"]}
-
-
-def nan_with_logger() -> Any:
-    """All ranks end together: the rows until then are written."""
-    with shared_folder() as folder:
-        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
-        model = small_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, log])
-        with suppress(NonFiniteLossError):
-            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
-        trainer.barrier()
-        rows = (folder / "m_updates.jsonl").read_text().splitlines()
-        trainer.barrier()
-    return [json.loads(row)["update"] for row in rows], trainer.progress.update
-
-
-class Fails(Trainer):
-    def calculate_train_batch_loss(self, batch):
-        if self.progress.step == 3:
-            raise ValueError("cannot go on")
-        return super().calculate_train_batch_loss(batch)
-
-
-def error_with_logger() -> Any:
-    """Nobody knows that the other ranks fail too: what was averaged with them is written."""
-    with shared_folder() as folder:
-        log, model = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
-        trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[log])
-        with suppress(ValueError):
-            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
-        trainer.barrier()
-        rows = (folder / "m_updates.jsonl").read_text().splitlines()
-        trainer.barrier()
-    return [json.loads(row)["update"] for row in rows]
-
-
-class StopsFirstEvaluation(TrainerCallback):
-    stops = 1
-
-    def on_eval_step_end(self, trainer, **kwargs):
-        if self.stops and trainer.accelerator.process_index == 0:
-            self.stops -= 1
-            raise StopTrainingError("seen enough")
-
-
-def stopped_evaluation() -> Any:
-    trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[StopsFirstEvaluation])
-    reasons = []
-    for _ in range(2):
-        trainer.evaluate(regression_data(20), per_device_batch_size=2)
-        reasons.append(trainer.stop_reason)
-    return reasons
-
-
-class StopsAtTheEnd(TrainerCallback):
-    def on_train_epoch_end(self, trainer, **kwargs):
-        raise StopTrainingError("enough")
-
-
-class NaNAtTheEnd(TrainerCallback):
-    def on_stop_training_error(self, trainer, **kwargs):
-        raise NonFiniteLossError("found while ending")
-
-
-def nan_while_ending() -> Any:
-    trainer = quiet_trainer(small_model(), callbacks=[StopsAtTheEnd(), NaNAtTheEnd()])
-    raised = None
-    try:
-        trainer.train(regression_data(12), 1)
-    except NonFiniteLossError as error:
-        raised = str(error)
-    return raised, "evaluation_loss" in trainer.evaluate(regression_data(6))
-
-
-def states_with_nan() -> Any:
-    """Only one rank sees the NaN, and the ranks talk rarely; states are saved often."""
-    data = regression_data(400)
-    data.tensors[0][23] = math.nan
-    with shared_folder() as folder:
-        saver = SaveTrainingStateCallback(folder / "nan", save_every_n_steps=1, max_checkpoints=2)
-        trainer = quiet_trainer(small_model(), callbacks=[TerminateOnNaNCallback, saver], seed=0)
-        failed = None
-        try:
-            trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
-        except NonFiniteLossError as error:
-            failed = str(error)
-        trainer.barrier()
-        kept = {path.name: load_file(path / "model.safetensors") for path in (folder / "nan").glob("update-*")}
-    finite = {name: all(bool(weight.isfinite().all()) for weight in state.values()) for name, state in kept.items()}
-    return {"failed": failed, "finite": finite}
-
-
-class StopsAtEpochTwo(TrainerCallback):
-    def on_eval_epoch_end(self, trainer, **kwargs):
-        if trainer.progress.epoch == 2:
-            raise StopTrainingError("enough")
-
-
-class Hears(TrainerCallback):
-    def __init__(self, heard: list[int]) -> None:
-        self.heard = heard
-
-    def on_eval_epoch_end(self, trainer, **kwargs):
-        self.heard.append(trainer.progress.epoch)
-
-
-def stop_before_others() -> Any:
-    """What a callback after the one that stops the run has heard."""
-    heard: list[int] = []
-    callbacks = [StopsAtEpochTwo(), Hears(heard)]
-    quiet_trainer(small_model(), callbacks=callbacks).train(regression_data(12), 3, regression_data(6))
-    return heard
-
-
-def time_limit() -> Any:
-    """A run that pauses again and again, and one that does not."""
-    outcomes = []
-    with shared_folder() as folder:
-        for limit in (1e-9, 3600):
-            updates, reason = [], ""
-            while reason is not None:
-                model = small_model()
-                saving = SaveTrainingStateCallback(folder / f"limit {limit}", save_at_end=False)
-                trainer = quiet_trainer(model, callbacks=[TimeLimitCallback(limit), saving], seed=3)
-                trainer.train(regression_data(24), 2, per_device_batch_size=3, resume_from="latest")
-                reason = trainer.stop_reason
-                updates.append(trainer.progress.update)
-            outcomes.append({"updates": updates, "weights": weights(model)})
-    return outcomes
 
 
 class StopsAt(TrainerCallback):

@@ -12,11 +12,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
-from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
-from pytorch_accel_lite.data import NamedDatasets
-from tests.cases.common import IN_ORDER, Recorder, global_batch, rank
-from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, weights
+from tests.cases.common import IN_ORDER, Recorder, global_batch
+from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
 
 def uneven_batches() -> Any:
@@ -114,35 +111,6 @@ def schedule() -> Any:
     return results
 
 
-def limits() -> Any:
-    model = small_model()
-    trainer = quiet_trainer(model, callbacks=[LimitBatchesCallback(2)])
-    data = regression_data(30)
-    trainer.train(data, 2, data, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
-    return {"weights": weights(model), "samples": trainer.progress.samples, "updates": trainer.progress.update}
-
-
-class TwoTasks(Trainer):
-    def calculate_train_batch_loss(self, batch):
-        losses = {name: self.loss_func(self.model(x), y) for name, (x, y) in batch.items()}
-        return {"loss": losses, "batch_size": len(batch["a"][0])}
-
-
-def named() -> Any:
-    """A dict of training datasets, one of which is shorter, and a dict of evaluation datasets."""
-    model = small_model()
-    trainer = TwoTasks(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[], seed=1)
-    trainer.train(
-        NamedDatasets({"a": regression_data(13), "b": regression_data(22)}, length="max"),
-        2,
-        {"few": regression_data(2), "many": regression_data(25)},
-        per_device_batch_size=global_batch(6),
-        eval_dataloader_kwargs={"batch_size": 4},
-    )
-    parts = list(trainer.predict_iter(regression_data(25), per_device_batch_size=global_batch(6)))
-    return {"weights": weights(model), "history": trainer.run_history.to_dict(), "parts": parts}
-
-
 def image_data(size: int = 26) -> TensorDataset:
     generator = torch.Generator().manual_seed(4)
     return TensorDataset(torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64), torch.arange(size) % 3)
@@ -154,113 +122,6 @@ def image_model() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def channels_last() -> Any:
-    found = {}
-    for channels_last in (False, True):
-        model = image_model().eval()  # batch norm without the statistics of each process's own batch
-        trainer = type("Frozen", (Trainer,), {"train_epoch_start": lambda self: None})(
-            model,
-            nn.CrossEntropyLoss(),
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            callbacks=[],
-            channels_last=channels_last,
-        )
-        trainer.train(image_data(), 2, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
-        found[channels_last] = weights(model)
-    return found
-
-
-class LearnedScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((), 1.0 + rank(), dtype=torch.float64))
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return (outputs - targets).square().mean() * torch.exp(-self.scale) + self.scale
-
-
-def learned_loss() -> Any:
-    model, loss_func = small_model(), LearnedScale()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.05)
-    trainer = quiet_trainer(model, loss_func, optimizer)
-    trainer.train(
-        regression_data(25),
-        2,
-        per_device_batch_size=global_batch(6),
-        gradient_accumulation_steps=2,
-        train_dataloader_kwargs=IN_ORDER,
-    )
-    return {"weights": weights(model), "scale": loss_func.scale.detach()}
-
-
-def sparse_gradients() -> Any:
-    """The same with a guard, which averages gradients itself, and without."""
-    results = {}
-    for guarded in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1)).double()
-        data = TensorDataset(torch.arange(24).reshape(12, 2), torch.randn(12, 1, dtype=torch.float64))
-        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, auto_microbatch=guarded)
-        results[guarded] = weights(model)
-    return results
-
-
-class OfFirstRank(nn.Module):
-    """A loss with a gradient for the third centre that only the first rank has; the others may have one for all.
-
-    :param others: whether they have, a dense one
-    """
-
-    def __init__(self, sparse: bool, others: bool) -> None:
-        super().__init__()
-        self.centres = nn.Embedding(4, 1, sparse=sparse).double()
-        self.others = others
-        nn.init.ones_(self.centres.weight)
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = (outputs - targets).square().mean()
-        if rank() == 0:
-            return loss + self.centres(torch.tensor([2])).sum()
-        return loss + self.centres.weight.sum() if self.others else loss
-
-
-def gradients_of_one_rank() -> Any:
-    results = {}
-    for sparse, others in ((True, False), (False, False), (True, True)):
-        model, loss_func = small_model(), OfFirstRank(sparse, others)
-        optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
-        quiet_trainer(model, loss_func, optimizer).train(regression_data(12), 1, per_device_batch_size=12)
-        results[sparse, others] = loss_func.centres.weight.detach().flatten()
-    return results
-
-
-def batch_norm() -> Any:
-    """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
-    trainer = quiet_trainer(model)
-    trainer.train(regression_data(24), 2, regression_data(9), per_device_batch_size=global_batch(6))
-    return {"weights": weights(model), "history": trainer.run_history.to_dict()}
-
-
-def sync_batch_norm() -> Any:
-    """On the CPU the conversion is refused with a warning, and training goes on; a converted model can be evaluated."""
-    found: dict[str, Any] = {}
-    for name, callbacks in (("with", [ConvertSyncBatchNormCallback]), ("without", [])):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
-        trainer = quiet_trainer(model, callbacks=callbacks)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train(regression_data(24), 1, per_device_batch_size=4, train_dataloader_kwargs=IN_ORDER)
-        found[name] = weights(model)
-        found[f"warnings {name}"] = [str(w.message) for w in caught if "SyncBatchNorm" in str(w.message)]
-    plain = trainer.evaluate(regression_data(9))["evaluation_loss"]
-    trainer.model = synchronised(trainer.model)
-    return found | {"losses": (plain, trainer.evaluate(regression_data(9))["evaluation_loss"])}
-
-
 class Contrastive(Trainer):
     """A loss over all samples of a step: each output is to be nearer to its own target than to those of others."""
 
@@ -268,17 +129,6 @@ class Contrastive(Trainer):
         x, y = batch
         z, y = self.gather((self.model(x), y), with_gradients=True)
         return {"loss": self.loss_func(z, y), "batch_size": len(x)}
-
-
-class OwnRows(Trainer):
-    """The same loss, of which each process computes the part of its own samples."""
-
-    def calculate_train_batch_loss(self, batch):
-        x, y = batch
-        z = self.model(x)
-        all_z, all_y = self.gather((z, y), with_gradients=True)
-        own = (all_y == y.T).double().argmax(0)
-        return {"loss": (to_own_target(all_z, all_y, own) + to_own_target(all_y, all_z, own)) / 2, "batch_size": len(x)}
 
 
 def to_own_target(z: torch.Tensor, y: torch.Tensor, rows: Any = slice(None)) -> torch.Tensor:
@@ -289,84 +139,8 @@ def both_ways(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (to_own_target(z, y) + to_own_target(y, z)) / 2
 
 
-def distances(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Its gradient is no number where a sample is there twice."""
-    pairs = torch.triu_indices(len(z), len(z), 1)
-    apart = (z[pairs[0]] - z[pairs[1]]).square().sum(1).sqrt()
-    return (apart - (y[pairs[0]] - y[pairs[1]]).abs().sum(1)).square().mean()
-
-
-def losses_over_all_samples() -> Any:
-    """Gradients, weights and losses; the global batch is 6 samples, and the last may have fewer than processes."""
-    results = {}
-    for name, trainer_class, loss_func in (
-        ("all rows", Contrastive, both_ways),
-        ("own rows", OwnRows, both_ways),
-        ("distances", Contrastive, distances),
-    ):
-        for accumulation in (1, 2):
-            for size in (13, 14, 16) if loss_func is both_ways else (14, 16):
-                model, recorder = small_model(), Recorder()
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-                trainer = trainer_class(model, loss_func, optimizer, callbacks=[recorder])
-                trainer.train(
-                    regression_data(size),
-                    2,
-                    per_device_batch_size=global_batch(6),
-                    gradient_accumulation_steps=accumulation,
-                    train_dataloader_kwargs=IN_ORDER,
-                )
-                results[name, accumulation, size] = {
-                    "weights": weights(model),
-                    "gradients": recorder.gradients,
-                    "loss": trainer.run_history.to_dict()["train_loss_epoch"],
-                }
-    return results
-
-
-class GathersConstants(Contrastive):
-    def calculate_train_batch_loss(self, batch):
-        z, y = self.gather((self.model(batch[0]), batch[1]))
-        return {"loss": self.loss_func(z, y), "batch_size": len(batch[0])}
-
-
-class GathersOutputs(TrainerCallback):
-    """Gathers outputs that still have a graph, as for metrics."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def on_train_step_end(self, trainer, batch_output, **kwargs):
-        self.lengths.append(len(trainer.gather(batch_output["model_outputs"])))
-
-
-def losses_of_what_has_no_gradients() -> Any:
-    """What is said of a loss over gathered constants, and of gathering in a step that may fail; metrics are fine."""
-    said = []
-    for trainer_class, auto_microbatch in ((GathersConstants, False), (Contrastive, True)):
-        model = small_model()
-        trainer = trainer_class(model, both_ways, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[])
-        try:
-            trainer.train(regression_data(12), 1, per_device_batch_size=2, auto_microbatch=auto_microbatch)
-        except RuntimeError as error:
-            said.append(str(error))
-    gathers = GathersOutputs()
-    quiet_trainer(small_model(), callbacks=[gathers]).train(regression_data(12), 1, per_device_batch_size=2)
-    return {"said": said, "lengths": gathers.lengths}
-
-
 def _warnings_of(trainer: Trainer, data: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.train(data, 1, per_device_batch_size=2)
     return [str(each.message) for each in said]
-
-
-def warnings_of_weights() -> list[str]:
-    """What a process says of weights that are NaN at the end, on the last process alone."""
-
-    def spoil(trainer: Trainer) -> None:
-        if trainer.ranks.rank == trainer.ranks.world_size - 1:
-            trainer.get_model()[0].weight.data.fill_(float("nan"))
-
-    return _warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
