@@ -20,8 +20,8 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.finetuning import ModelFreezer
-from tests.cases.common import IN_ORDER, global_batch, world_size
 from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, global_batch, world_size
 from tests.tasks import equal, make_data, make_trainer, quiet_trainer, regression_data, small_model, train, weights
 
 

@@ -37,9 +37,8 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     TimeLimitCallback,
 )
-from tests import cases
-from tests.cases.common import rank, shared_folder
 from tests.launching import two_are_enough
+from tests.ranks import rank, shared_folder
 from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, build
 from tests.tasks import (
     CountsReads,
@@ -55,6 +54,7 @@ from tests.tasks import (
     train,
     weights,
 )
+from tests.test_stopping import StopsAt
 
 # The scores of these scripts are as good as one says.
 pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")
@@ -226,7 +226,7 @@ def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(
 def test_with_a_shipped_callback_a_stopped_run_is_trained_further_to_the_same_bits(callback_class, event, here):
     def run(folder: str, stops_at: int) -> Trainer:
         states = SaveTrainingStateCallback(here / folder)
-        callbacks = [build(callback_class), states, cases.stopping.StopsAt(event, stops_at)]
+        callbacks = [build(callback_class), states, StopsAt(event, stops_at)]
         arguments = RUN.get(callback_class.__name__, {})
         return train(make_trainer(callbacks, seed=1), 3, eval_dataset=make_data(), resume_from="latest", **arguments)
 

@@ -51,10 +51,11 @@ from pytorch_accel_lite.data.plan import count_global_batches, global_batches, s
 from pytorch_accel_lite.data.reading import tensors_in_memory
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
-from tests import cases
-from tests.cases.common import OrderedStream, Recorder, global_batch, rank, shared_folder, world_size
-from tests.cases.data import LengthBuckets, SavesEachUpdate
 from tests.launching import run_code, two_are_enough
+from tests.ranks import OrderedStream, Recorder, global_batch, shared_folder
+from tests.ranks import rank as own_rank
+from tests.ranks import world_size as job_size
+from tests.streams import LengthBuckets, SavesEachUpdate, ShuffledSamples
 from tests.tasks import (
     Rows,
     Stream,
@@ -85,7 +86,7 @@ class OwnOfSix(Trainer):
     samples = 2
 
     def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-        mine = [tensor[rank() :: world_size()].split(self.samples) for tensor in self.train_dataset.tensors]
+        mine = [tensor[own_rank() :: job_size()].split(self.samples) for tensor in self.train_dataset.tensors]
         return list(zip(*mine, strict=True))
 
 
@@ -97,7 +98,7 @@ class OwnOfOne(OwnOfSix):
     """Batches of the first process alone."""
 
     def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-        return [] if rank() else super().create_train_dataloader(batch_size, train_dl_kwargs)
+        return [] if own_rank() else super().create_train_dataloader(batch_size, train_dl_kwargs)
 
 
 class OrderWithoutEnd:
@@ -631,7 +632,7 @@ def test_workers_only_where_they_pay():
     data = regression_data(4)
     assert default_num_workers(data, 1) == default_num_workers(Subset(data, [1]), 1) == 0
     assert default_num_workers(StackDataset(x=data.tensors[0], y=data.tensors[1]), 1) == 0
-    assert default_num_workers(Batched(data), 1) == default_num_workers(cases.data.Stream(4), 1) == 0
+    assert default_num_workers(Batched(data), 1) == default_num_workers(ShuffledSamples(4), 1) == 0
     cores = len(os.sched_getaffinity(0))
     assert default_num_workers(Rows(data), 1) == (min(cores, 8) if cores > 1 else 0)
     assert default_num_workers(Rows(data), cores) == 0
@@ -656,9 +657,9 @@ def test_the_arguments_of_dataloaders_can_be_overridden():
 def test_a_dataloader_of_the_users(seed, accumulation):
     class Own(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-            return DataLoader(self.train_dataset, batch_sampler=cases.data.LengthBuckets())
+            return DataLoader(self.train_dataset, batch_sampler=LengthBuckets())
 
-    model, recorder = small_model(), cases.common.Recorder()
+    model, recorder = small_model(), Recorder()
     trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder], seed=seed)
     trainer.train(regression_data(11), 1, gradient_accumulation_steps=accumulation)
     assert recorder.counts == [3, 1, 2, 4, 1]
@@ -1191,7 +1192,7 @@ def test_what_fails_while_reading_reaches_the_user(dataset, kwargs, error, messa
 
 def sampler_without_an_end() -> Any:
     """Without a seed all take their share of what the first draws."""
-    random.seed(rank())
+    random.seed(own_rank())
     seen = []
 
     class Keep(TrainerCallback):
@@ -1350,7 +1351,7 @@ def resumed_streams() -> Any:
         run("stream with other batches", OrderedStream(data), 5, resume_from=saving.folder / "2")
         run("stream of fewer", OrderedStream(fewer), 4, resume_from=saving.folder / "2")
         saving, limit = SavesEachUpdate(folder / "of own"), LimitBatchesCallback(4)
-        data, fewer = regression_data(12 * world_size()), regression_data(2 * world_size())
+        data, fewer = regression_data(12 * job_size()), regression_data(2 * job_size())
         run("own", data, 1, [saving, limit], OwnOfSix)
         run("own again", data, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
         run("own of fewer", fewer, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
@@ -1473,13 +1474,13 @@ def shuffled_order() -> Any:
     tagged = TensorDataset(torch.arange(23, dtype=torch.float64)[:, None].expand(-1, 5).contiguous(), data.tensors[1])
     for seed in (None, 5):
         for name, dataset in (("memory", tagged), ("rows", Rows(tagged))):
-            torch.manual_seed(1 + rank())
+            torch.manual_seed(1 + own_rank())
             recorder = Recorder()
             trainer = quiet_trainer(small_model(), callbacks=[recorder], seed=seed)
             trainer.train(dataset, 2, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
             results[seed, name] = [batch[:, 0].tolist() for batch in recorder.inputs]
     sampler = WeightedRandomSampler(torch.ones(23), 23)
-    torch.manual_seed(1 + rank())
+    torch.manual_seed(1 + own_rank())
     recorder = Recorder()
     trainer = quiet_trainer(small_model(), callbacks=[recorder])
     trainer.train(tagged, 1, per_device_batch_size=2, train_dataloader_kwargs={"sampler": sampler})

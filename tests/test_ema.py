@@ -20,9 +20,17 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.ema import ModelEma
-from tests.cases.training import image_data, image_model
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    equal,
+    image_data,
+    image_model,
+    largest_difference,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
 
 
 def normed_model() -> nn.Module:
@@ -45,9 +53,9 @@ def test_weights_and_buffers_follow_the_formula(tmp_path, warmup):
     ema = ModelEmaCallback(decay=0.9, save_path=tmp_path / "ema.pt", warmup=warmup)
     quiet_trainer(model, callbacks=[kept, ema], seed=0).train(regression_data(22), 2, regression_data(9))
     assert len(kept.seen) == 6
-    for number, weights in enumerate(kept.seen):
+    for number, seen in enumerate(kept.seen):
         decay = min(0.9, (1 + number) / (10 + number)) if warmup else 0.9
-        for name, value in weights.items():
+        for name, value in seen.items():
             average[name] = decay * average[name] + (1 - decay) * value if value.is_floating_point() else value
     found = ema.ema.module.state_dict()
     assert found.keys() == average.keys()
@@ -432,12 +440,12 @@ def test_added_to_a_resumed_run_it_starts_from_the_resumed_weights(tmp_path):
     saving = SaveTrainingStateCallback(tmp_path / "states")
     trained = quiet_trainer(small_model(), callbacks=[saving])
     trained.train(regression_data(22), 2)
-    weights = copy.deepcopy(trained.model.state_dict())
+    before = weights(trained.model)
     ema = ModelEmaCallback(decay=1.0, evaluate_during_training=False, save_path=None)
     trainer = quiet_trainer(small_model(1), callbacks=[SaveTrainingStateCallback(tmp_path / "states"), ema])
     with pytest.warns(UserWarning, match="holds nothing for the callback 'ModelEmaCallback'"):
         trainer.train(regression_data(22), 3, resume_from="latest")
-    assert equal(ema.ema.module.state_dict(), weights)
+    assert equal(ema.ema.module.state_dict(), before)
 
 
 def test_lazy_layers_are_an_error_that_says_what_to_do(tmp_path):

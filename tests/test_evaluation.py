@@ -27,9 +27,8 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from tests import cases
-from tests.cases.common import IN_ORDER, OrderedStream, world_size
 from tests.launching import run_elastic_script
+from tests.ranks import IN_ORDER, OrderedStream, global_batch, world_size
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import alone, equal, listener, quiet_trainer, regression_data, small_model, weights
@@ -121,6 +120,34 @@ class GathersForMetrics(Trainer):
             "names": names,
             "count": sum(self.counts),
         }
+
+
+class EvaluateInside(TrainerCallback):
+    """Evaluates other data in the middle of an epoch."""
+
+    def on_train_step_end(self, trainer, step, **kwargs):
+        if step == 1:
+            self.metrics = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+            self.training = trainer.model.training
+
+
+def evaluate_inside() -> Any:
+    results = {}
+    for callbacks in ([], [EvaluateInside()]):
+        model = small_model()
+        trainer = quiet_trainer(model, callbacks=callbacks)
+        trainer.train(
+            regression_data(20),
+            2,
+            regression_data(6),
+            per_device_batch_size=global_batch(6),
+            train_dataloader_kwargs=IN_ORDER,
+        )
+        losses = trainer.run_history.to_dict()
+        results[len(callbacks)] = weights(model), {k: v for k, v in losses.items() if k != "evaluation_loss"}
+        if callbacks:
+            results["metrics"], results["training"] = callbacks[0].metrics, callbacks[0].training
+    return results
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -435,7 +462,7 @@ def test_accelerates_gather_for_metrics_gathers_the_batches_of_training(ranks):
 
 
 def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks):
-    for result in [*ranks(cases.evaluation.evaluate_inside), alone(cases.evaluation.evaluate_inside)]:
+    for result in [*ranks(evaluate_inside), alone(evaluate_inside)]:
         without, within = result[0], result[1]
         assert equal(without[0], within[0])
         assert without[1] == within[1]

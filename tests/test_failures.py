@@ -23,14 +23,14 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.tracking import Progress
-from tests.cases.common import IN_ORDER, global_batch, rank, world_size
-from tests.cases.training import TokenTrainer, _warnings_of
 from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, global_batch, rank, world_size
 from tests.tasks import (
     Broken,
     Expanded,
     Rows,
     Stream,
+    _warnings_of,
     equal,
     largest_difference,
     listener,
@@ -42,6 +42,7 @@ from tests.tasks import (
     train,
     weights,
 )
+from tests.test_training import TokenTrainer
 
 
 class FussyOnLastRank(nn.Module):

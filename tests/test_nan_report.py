@@ -19,8 +19,8 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     replay,
 )
-from tests.cases.common import IN_ORDER, global_batch, shared_folder
 from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, global_batch, shared_folder
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 
 WITHOUT_WORKERS = {"shuffle": False, "num_workers": 0}

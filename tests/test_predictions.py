@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.base.splitting import concatenate
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
-from tests import cases
-from tests.cases.common import OrderedStream, shared_folder
+from tests.ranks import OrderedStream, shared_folder
 from tests.tasks import Stream, alone, listener, make_model, quiet_trainer, regression_data, small_model
 
 
@@ -59,6 +58,18 @@ def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = N
     writer = PredictionWriterCallback(folder, **({"shard_size": 6} | kwargs))
     trainer = quiet_trainer(model or small_model(), callbacks=[writer, *extra])
     return list(trainer.predict_iter(data, per_device_batch_size=4))
+
+
+def predictions() -> Any:
+    with shared_folder() as folder:
+        data, directory = regression_data(23), folder / "predictions"
+        trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        for _ in trainer.predict_iter(data, per_device_batch_size=2):
+            pass
+        written = read_predictions(directory)
+        by_hand = small_model()(data.tensors[0]).detach()
+        names = [path.stem.partition("rank")[2] for path in directory.glob("shard-*")]
+        return {"equal": bool(torch.allclose(written, by_hand)), "ranks": sorted(set(map(int, names)))}
 
 
 def test_what_is_read_is_what_predict_returns(tmp_path):
@@ -232,7 +243,7 @@ def test_a_prediction_within_a_run_draws_its_own_random_numbers():
 
 @pytest.mark.processes
 def test_several_processes_write_what_one_would(ranks):
-    for result in ranks(cases.evaluation.predictions):
+    for result in ranks(predictions):
         assert result["equal"]
         assert result["ranks"] == list(range(ranks.world_size))
 

@@ -26,9 +26,9 @@ from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
-from tests.cases.common import rank as own_rank
-from tests.cases.common import shared_folder, world_size
 from tests.launching import SOAK, TORCHRUN, Fork, launch, run_elastic_script, run_script, two_are_enough
+from tests.ranks import rank as own_rank
+from tests.ranks import shared_folder, world_size
 from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model, weights
 
 

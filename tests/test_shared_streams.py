@@ -22,10 +22,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard, ReadByAll, shard
 from pytorch_accel_lite.distributed import Ranks
-from tests.cases.common import OrderedStream, Recorder, rank, world_size
-from tests.cases.common import rank as own_rank
-from tests.cases.data import SavesEachUpdate, Stream
-from tests.cases.streams import Keeps, Sums, source, train_on
+from tests.ranks import OrderedStream, Recorder
+from tests.ranks import rank as own_rank
+from tests.ranks import world_size as job_size
+from tests.streams import Keeps, SavesEachUpdate, ShuffledSamples, Sums, source, train_on
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 
 
@@ -52,7 +52,7 @@ class SplitStream(IterableDataset):
 
 def split_by_node(rows):
     for number, row in enumerate(rows):
-        if number % world_size() == rank():
+        if number % job_size() == own_rank():
             yield row
 
 
@@ -503,18 +503,18 @@ def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):
 def read_streams() -> Any:
     """An iterable dataset is dealt out; own shards of unequal length are used up without a hang."""
     results = {}
-    random.seed(rank())
+    random.seed(own_rank())
     for size in (1, 7, 24):
         recorder = Recorder()
         trainer = quiet_trainer(small_model(), callbacks=[recorder])
-        trainer.train(Stream(size), 2, per_device_batch_size=2, gradient_accumulation_steps=2)
+        trainer.train(ShuffledSamples(size), 2, per_device_batch_size=2, gradient_accumulation_steps=2)
         results["stream", size] = torch.cat(recorder.inputs) if recorder.inputs else torch.empty(0, 5)
         results["updates", size] = trainer.progress.update
 
     class OwnShards(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-            mine = TensorDataset(*(tensor[rank() :: world_size()] for tensor in self.train_dataset.tensors))
-            keep = len(mine) if rank() == 0 else 1
+            mine = TensorDataset(*(tensor[own_rank() :: job_size()] for tensor in self.train_dataset.tensors))
+            keep = len(mine) if own_rank() == 0 else 1
             return OwnShard(DataLoader(TensorDataset(*(t[:keep] for t in mine.tensors)), batch_size))
 
     recorder = Recorder()
@@ -552,13 +552,13 @@ def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
 def streams_that_share_themselves_out() -> Any:
     """Each epoch has all samples once, of streams of which each process has a part, and of one that gives all."""
     data = list(regression_data(24))
-    split = SplitStream(data, Part(rank(), world_size()))
+    split = SplitStream(data, Part(own_rank(), job_size()))
     results = {
         "split": read_by_training(split),
-        "reading": read_by_training(Reading(SplitStream(data, Part(rank(), world_size())))),
-        "reading from a dict": read_by_training(Named({"all": SplitStream(data, Part(rank(), world_size()))})),
+        "reading": read_by_training(Reading(SplitStream(data, Part(own_rank(), job_size())))),
+        "reading from a dict": read_by_training(Named({"all": SplitStream(data, Part(own_rank(), job_size()))})),
         "shard": read_by_training(
-            IterableDatasetShard(OrderedStream(data), 2, num_processes=world_size(), process_index=rank())
+            IterableDatasetShard(OrderedStream(data), 2, num_processes=job_size(), process_index=own_rank())
         ),
         "webdataset": read_by_training(Pipeline(data, split_by_node)),
         "pipe": read_by_training(IterableWrapper(data).sharding_filter()),
@@ -594,7 +594,7 @@ def hugging_face_streams() -> Any:
     for name, num_shards in (("by shards", 6), ("by samples", 5), ("whole", 6)):
         stream = rows.to_iterable_dataset(num_shards=num_shards).shuffle(seed=1, buffer_size=4)
         if name != "whole":
-            stream = split_dataset_by_node(stream, rank(), world_size())
+            stream = split_dataset_by_node(stream, own_rank(), job_size())
         results[name] = read_by_training(Pairs(stream))
     return results
 
@@ -617,8 +617,8 @@ def hugging_face_tables() -> dict[str, str]:
     rows = Dataset.from_dict({"x": [[float(i)] for i in range(24)], "y": [[1.0]] * 24}).with_format("torch")
     said = {}
     for name, table in {
-        "split": split_dataset_by_node(rows, rank(), world_size()),
-        "shuffled": rows.shuffle(seed=rank()),
+        "split": split_dataset_by_node(rows, own_rank(), job_size()),
+        "shuffled": rows.shuffle(seed=own_rank()),
         "the same": rows.shuffle(seed=0),
     }.items():
         model = nn.Linear(1, 1)
@@ -643,9 +643,9 @@ def streams_shared_out_wrongly() -> Any:
     """What is said of parts that are not those of the processes."""
     data, said = list(regression_data(24)), {}
     for name, stream in {
-        "the same on all": SplitStream(data, Part(0, world_size())),
-        "for others": SplitStream(data, Part(rank(), world_size() + 1)),
-        "on some": SplitStream(data, None if rank() == 0 else Part(rank(), world_size())),
+        "the same on all": SplitStream(data, Part(0, job_size())),
+        "for others": SplitStream(data, Part(own_rank(), job_size() + 1)),
+        "on some": SplitStream(data, None if own_rank() == 0 else Part(own_rank(), job_size())),
         "pipe": IterableWrapper(data),
     }.items():
         try:
