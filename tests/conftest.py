@@ -97,7 +97,7 @@ def job() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture(params=[2, 3])
 def ranks(request: pytest.FixtureRequest, job: Callable[[int], RankPool]) -> RankPool:
-    """2 and 3 processes: ``ranks(case)`` is what a function of tests/cases gave on each."""
+    """2 and 3 processes: ``ranks(case)`` is what a function gave on each."""
     return job(request.param)
 
 

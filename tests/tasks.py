@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -106,6 +108,12 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
     return bool(first == second)
+
+
+@cache
+def alone(case: Callable[[], Any]) -> Any:
+    """What a case gives on one process."""
+    return case()
 
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -211,3 +219,31 @@ class Overflows(Trainer):
         if self.progress.step == 1:
             output["loss"] = output["loss"] * torch.tensor(1e38) * 1e10
         return output
+
+
+def image_data(size: int = 26) -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    return TensorDataset(torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64), torch.arange(size) % 3)
+
+
+def image_model() -> nn.Module:
+    torch.manual_seed(2)
+    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(64, 3)
+    return nn.Sequential(*layers).double()
+
+
+def _warnings_of(trainer: Trainer, data: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train(data, 1, per_device_batch_size=2)
+    return [str(each.message) for each in said]
+
+
+def two_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """One for weights, one for biases."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return {
+        "matrix": torch.optim.SGD(matrices, lr=0.05, momentum=0.9),
+        "rest": torch.optim.AdamW([{"params": rest[:1]}, {"params": rest[1:], "lr": 0.01}], lr=0.02),
+    }

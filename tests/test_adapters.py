@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.__main__ import print_contents
-from tests.cases.adapters import bert, rows, with_lora
-from tests.cases.sharded import gathered, large_model
+from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
+from tests.sharded import gathered, large_model
 from tests.tasks import equal, listener, make_trainer, regression_data, train, weights
 
 

@@ -7,17 +7,42 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.finetuning import ModelFreezer
-from tests.tasks import equal, make_data, make_trainer, train, weights
+from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, global_batch, world_size
+from tests.tasks import equal, make_data, make_trainer, quiet_trainer, regression_data, small_model, train, weights
+
+
+class NormalisedRows(nn.Sequential):
+    """Batch norm over rows, which torch refuses to train on a single one."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__(nn.Linear(5, 4), norm(4), nn.Tanh(), nn.Linear(4, 1))
+        self.double()
+
+
+class CountsRows(TrainerCallback):
+    """Keeps the samples of each step, and how many rows the model saw."""
+
+    def __init__(self):
+        self.indices = []
+        self.rows = []
+
+    def on_train_step_end(self, trainer, batch, **kwargs):
+        self.indices.append(trainer.batch_indices)
+        self.rows.append(len(batch[0]))
 
 
 class TwoOfOne(nn.Module):
@@ -140,3 +165,109 @@ def test_a_batch_norm_that_is_kept_in_evaluation_mode_is_not_warned_of():
     model = normalised(nn.BatchNorm1d(4))
     ModelFreezer(model, freeze_batch_norms=True).freeze(set_modules_as_eval=True)
     assert not warned_before_the_first_batch(make_trainer(model=model), size=7, batch_size=2)
+
+
+def tails_with_batch_norm() -> Any:
+    """For each size the samples of every step of this process, and the rows that it computed; what was warned of."""
+    results = {}
+    for size in (38, 40, 43, 47, 4 * world_size() * 3 + 1):
+        for name, model in (("norm", NormalisedRows()), ("none", small_model())):
+            counts = CountsRows()
+            trainer = quiet_trainer(model, callbacks=[counts], seed=1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    trainer.train(regression_data(size), 1, per_device_batch_size=4)
+                    error = ""
+                except ValueError as failure:
+                    error = str(failure)
+            said = [str(w.message) for w in caught if "batch norm" in str(w.message)]
+            results[size, name] = {"indices": counts.indices, "rows": counts.rows, "said": said, "error": error}
+    return results
+
+
+def test_tails_give_no_process_a_single_sample_where_the_model_has_batch_norm(ranks):
+    results = ranks(tails_with_batch_norm)
+    for size in (38, 40, 43, 47):
+        with_norm, without = ([result[size, which] for result in results] for which in ("norm", "none"))
+        for step, (normed, plain) in enumerate(zip(in_steps(with_norm), in_steps(without), strict=True)):
+            assert list(chain(*normed)) == list(chain(*plain)), step  # the same samples in the same order
+            assert min(len(own) for own in normed if own) >= 2
+            assert max(map(len, plain)) - min(map(len, plain)) <= 1  # as even as possible
+        assert min(rows for result in with_norm for rows in result["rows"]) >= 2
+        assert not any(result["error"] or result["said"] for result in with_norm)
+
+
+def test_a_tail_of_a_single_sample_in_all_is_warned_of_where_the_model_has_batch_norm(ranks):
+    for rank, result in enumerate(ranks(tails_with_batch_norm)):
+        single = result[12 * ranks.world_size + 1, "norm"]
+        assert ["drop_last" in text for text in single["said"]] == [True] * (rank == 0)
+        assert "Expected more than 1 value per channel" in single["error"]
+        assert result[12 * ranks.world_size + 1, "none"]["said"] == []
+
+
+def batches_of_a_sampler_with_batch_norm() -> Any:
+    """A batch with a single sample beside larger ones."""
+    counts = CountsRows()
+    trainer = quiet_trainer(NormalisedRows(), callbacks=[counts])
+    batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10, 11]]
+    trainer.train(regression_data(12), 1, train_dataloader_kwargs={"batch_sampler": batches})
+    return counts.indices, counts.rows
+
+
+def test_a_batch_of_one_sample_is_shared_out_anew_where_the_model_has_batch_norm(ranks):
+    results = ranks(batches_of_a_sampler_with_batch_norm)
+    assert sorted(i for indices, _ in results for own in indices for i in own) == list(range(12))
+    assert min(rows for _, all_rows in results for rows in all_rows) >= 2
+
+
+def batch_norm() -> Any:
+    """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+    trainer = quiet_trainer(model)
+    trainer.train(regression_data(24), 2, regression_data(9), per_device_batch_size=global_batch(6))
+    return {"weights": weights(model), "history": trainer.run_history.to_dict()}
+
+
+def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
+    first, *others = ranks(batch_norm)
+    assert all(equal(result["weights"], first["weights"]) for result in others)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+    model.load_state_dict(first["weights"])
+    x, y = regression_data(9).tensors
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(model.eval()(x), y).item()
+    assert first["history"]["eval_loss_epoch"][-1] == pytest.approx(expected, abs=1e-10)
+
+
+def sync_batch_norm() -> Any:
+    """On the CPU the conversion is refused with a warning, and training goes on; a converted model can be evaluated."""
+    found: dict[str, Any] = {}
+    for name, callbacks in (("with", [ConvertSyncBatchNormCallback]), ("without", [])):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+        trainer = quiet_trainer(model, callbacks=callbacks)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(regression_data(24), 1, per_device_batch_size=4, train_dataloader_kwargs=IN_ORDER)
+        found[name] = weights(model)
+        found[f"warnings {name}"] = [str(w.message) for w in caught if "SyncBatchNorm" in str(w.message)]
+    plain = trainer.evaluate(regression_data(9))["evaluation_loss"]
+    trainer.model = synchronised(trainer.model)
+    return found | {"losses": (plain, trainer.evaluate(regression_data(9))["evaluation_loss"])}
+
+
+@two_are_enough
+def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warning(ranks):
+    for result in ranks(sync_batch_norm):
+        warned = ["cannot synchronise batch norm on 'cpu'" in text for text in result["warnings with"]]
+        assert warned == ([True] if result is ranks(sync_batch_norm)[0] else [])
+        assert result["warnings without"] == []
+        assert equal(result["with"], result["without"])
+        plain, converted = result["losses"]
+        assert plain == converted
+
+
+def in_steps(results):
+    return zip(*(result["indices"] for result in results), strict=True)

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import StepLR
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
-from tests.cases.common import rank, world_size
 from tests.launching import some_of, two_are_enough
+from tests.ranks import rank, world_size
 from tests.tasks import (
     equal,
     listener,

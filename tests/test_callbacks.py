@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import re
 import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,9 +37,24 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     TimeLimitCallback,
 )
-from tests import cases
+from tests.launching import two_are_enough
+from tests.ranks import rank, shared_folder
 from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, build
-from tests.tasks import CountsReads, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import (
+    CountsReads,
+    Stream,
+    equal,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
+from tests.test_stopping import StopsAt
 
 # The scores of these scripts are as good as one says.
 pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")
@@ -207,7 +226,7 @@ def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(
 def test_with_a_shipped_callback_a_stopped_run_is_trained_further_to_the_same_bits(callback_class, event, here):
     def run(folder: str, stops_at: int) -> Trainer:
         states = SaveTrainingStateCallback(here / folder)
-        callbacks = [build(callback_class), states, cases.stopping.StopsAt(event, stops_at)]
+        callbacks = [build(callback_class), states, StopsAt(event, stops_at)]
         arguments = RUN.get(callback_class.__name__, {})
         return train(make_trainer(callbacks, seed=1), 3, eval_dataset=make_data(), resume_from="latest", **arguments)
 
@@ -1069,3 +1088,67 @@ def test_modules_that_are_attributes_of_the_trainer_are_moved_to_its_device(even
     assert trainer.metric.weight.device.type == "meta"
     assert trainer.loss_func.weight.device.type == "meta"
     assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
+
+
+def shipped_callbacks() -> Any:
+    """Each shipped callback in a run of its own: the weights, and what ranks but the first print."""
+    warnings.filterwarnings("ignore", ".*cannot synchronise batch norm on 'cpu'")  # with several processes
+    results, home = {}, Path.cwd()
+    with shared_folder() as folder:
+        for callback_class in SHIPPED:
+            name = callback_class.__name__
+            work = folder / f"shipped {name}"
+            work.mkdir(exist_ok=True)
+            model = small_model()
+            output = io.StringIO()
+            os.chdir(work)  # where callbacks write by default
+            with redirect_stdout(output), redirect_stderr(output):
+                trainer = quiet_trainer(model, callbacks=[build(callback_class)])
+                data = regression_data(20)
+                trainer.train(data, 2, regression_data(7), per_device_batch_size=3, **RUN.get(name, {}))
+                evaluated = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+                predicted = trainer.predict(regression_data(5), per_device_batch_size=2)
+            results[name] = {
+                "weights": weights(model),
+                "evaluated": evaluated,
+                "predicted": predicted,
+                "printed": output.getvalue() if rank() else "",
+            }
+            os.chdir(home)
+    return results
+
+
+@pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
+@two_are_enough
+def test_a_shipped_callback_serves_several_processes(ranks, name):
+    results = [result[name] for result in ranks(shipped_callbacks)]
+    assert len(results) == ranks.world_size
+    for result in results:
+        assert equal(result["weights"], results[0]["weights"])
+        assert result["evaluated"] == results[0]["evaluated"]
+        assert torch.equal(result["predicted"], results[0]["predicted"])
+        assert result["printed"] == ""
+
+
+def default_callbacks() -> Any:
+    """Everything on: what is printed is looked at by the test, through the output of the launch."""
+    with shared_folder() as folder:
+        model = small_model()
+        best = SaveBestModelCallback(folder / "best.pt")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        others = [ProgressTableCallback(show_always=True), best, EarlyStoppingCallback(2, 0.0)]
+        trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), *others])
+        trainer.train(regression_data(20), 3, regression_data(9), per_device_batch_size=2)
+        return {"weights": weights(model), "best": best.best_metric, "history": trainer.run_history.to_dict()}
+
+
+@two_are_enough
+def test_only_the_first_process_prints(ranks):
+    results = ranks(default_callbacks)
+    assert len(results) == ranks.world_size
+    assert results.output.count("Starting training run") == 1
+    assert results.output.count("Loading the best model") == 1
+    assert len(re.findall(r"^1/3 .*s$", results.output, re.MULTILINE)) == 1
+    assert results.output.count("Best: epoch") == 1
+    assert len({result["best"] for result in results}) == 1
+    assert all(equal(result["weights"], results[0]["weights"]) for result in results)

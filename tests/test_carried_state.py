@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.cases.common import IN_ORDER, rank, shared_folder, world_size
+from tests.ranks import IN_ORDER, rank, shared_folder, world_size
 from tests.tasks import equal, largest_difference, weights
 
 STREAMS = 6

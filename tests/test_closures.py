@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradientNormCallback, SaveTrainingStateCallback
-from tests.cases.common import shared_folder, world_size
-from tests.cases.training import Contrastive, both_ways
 from tests.launching import some_of
+from tests.ranks import shared_folder, world_size
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+from tests.test_training import Contrastive, both_ways
 
 DATA = regression_data(26)
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
 from pytorch_accel_lite.steps.combinations import as_markdown
-from tests.cases.common import world_size
-from tests.cases.sharded import sharding_accelerator
 from tests.launching import CAN_SHARD
+from tests.ranks import world_size
+from tests.sharded import sharding_accelerator
 from tests.tasks import make_model, make_trainer, quiet_trainer, regression_data, small_model, train
 
 PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"

@@ -22,8 +22,8 @@ from torchmetrics import MeanMetric
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
-from tests.cases.common import shared_folder, world_size
 from tests.launching import run_code
+from tests.ranks import shared_folder, world_size
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
 
 DOUBLE = regression_data(26)

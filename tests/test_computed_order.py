@@ -13,7 +13,7 @@ from benchmarks.order import by_trainer, measured
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.data import order
 from pytorch_accel_lite.data.order import ComputedOrder, indices_at
-from tests.cases.common import world_size
+from tests.ranks import world_size
 from tests.tasks import Rows, listener, quiet_trainer, regression_data, small_model
 
 SIZE = 37

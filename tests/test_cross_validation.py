@@ -24,9 +24,9 @@ from pytorch_accel_lite import Trainer, TrainerCallback, cross_validate
 from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import CrossValidation
 from tests import experiment_parts as parts
-from tests.cases.common import shared_folder
 from tests.experiment_parts import Net, load_data
 from tests.launching import run_forked
+from tests.ranks import shared_folder
 
 SIZE = 12
 LABELS = [index % 3 for index in range(SIZE)]

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import random
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -50,12 +51,16 @@ from pytorch_accel_lite.data.plan import count_global_batches, global_batches, s
 from pytorch_accel_lite.data.reading import tensors_in_memory
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
-from tests import cases
-from tests.launching import run_code
+from tests.launching import run_code, two_are_enough
+from tests.ranks import OrderedStream, Recorder, global_batch, shared_folder
+from tests.ranks import rank as own_rank
+from tests.ranks import world_size as job_size
+from tests.streams import LengthBuckets, SavesEachUpdate, ShuffledSamples
 from tests.tasks import (
     Rows,
     Stream,
     equal,
+    largest_difference,
     listener,
     make_data,
     make_trainer,
@@ -63,7 +68,46 @@ from tests.tasks import (
     regression_data,
     small_model,
     train,
+    weights,
 )
+
+
+class NoisyRows(Rows):
+    """Augmentation with all three generators."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.randn(5) + np.random.randn() + random.random(), y
+
+
+class OwnOfSix(Trainer):
+    """Six batches of each process."""
+
+    samples = 2
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        mine = [tensor[own_rank() :: job_size()].split(self.samples) for tensor in self.train_dataset.tensors]
+        return list(zip(*mine, strict=True))
+
+
+class OwnOfLarger(OwnOfSix):
+    samples = 3
+
+
+class OwnOfOne(OwnOfSix):
+    """Batches of the first process alone."""
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        return [] if own_rank() else super().create_train_dataloader(batch_size, train_dl_kwargs)
+
+
+class OrderWithoutEnd:
+    """Draws from a generator that differs from rank to rank."""
+
+    def __iter__(self):
+        while True:
+            yield random.randrange(50)
+
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 8)
@@ -218,6 +262,15 @@ def test_drop_last_drops_the_last_smaller_step_of_the_whole_job(batch):
         steps = read(23, batch, world_size, drop_last=True)
         assert all(len(samples(step)) == batch * world_size for step in steps)
         assert len(steps) == 23 // (batch * world_size)
+
+
+def batch_sampler() -> Any:
+    recorder, model = Recorder(), small_model()
+    trainer = quiet_trainer(model, callbacks=[recorder])
+    trainer.train(
+        regression_data(11), 2, per_device_batch_size=2, train_dataloader_kwargs={"batch_sampler": LengthBuckets()}
+    )
+    return {"sizes": recorder.counts, "samples": trainer.progress.samples, "updates": trainer.progress.update}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -579,7 +632,7 @@ def test_workers_only_where_they_pay():
     data = regression_data(4)
     assert default_num_workers(data, 1) == default_num_workers(Subset(data, [1]), 1) == 0
     assert default_num_workers(StackDataset(x=data.tensors[0], y=data.tensors[1]), 1) == 0
-    assert default_num_workers(Batched(data), 1) == default_num_workers(cases.data.Stream(4), 1) == 0
+    assert default_num_workers(Batched(data), 1) == default_num_workers(ShuffledSamples(4), 1) == 0
     cores = len(os.sched_getaffinity(0))
     assert default_num_workers(Rows(data), 1) == (min(cores, 8) if cores > 1 else 0)
     assert default_num_workers(Rows(data), cores) == 0
@@ -604,9 +657,9 @@ def test_the_arguments_of_dataloaders_can_be_overridden():
 def test_a_dataloader_of_the_users(seed, accumulation):
     class Own(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-            return DataLoader(self.train_dataset, batch_sampler=cases.data.LengthBuckets())
+            return DataLoader(self.train_dataset, batch_sampler=LengthBuckets())
 
-    model, recorder = small_model(), cases.common.Recorder()
+    model, recorder = small_model(), Recorder()
     trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder], seed=seed)
     trainer.train(regression_data(11), 1, gradient_accumulation_steps=accumulation)
     assert recorder.counts == [3, 1, 2, 4, 1]
@@ -1137,9 +1190,26 @@ def test_what_fails_while_reading_reaches_the_user(dataset, kwargs, error, messa
         quiet_trainer(small_model()).train(dataset, 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
 
 
+def sampler_without_an_end() -> Any:
+    """Without a seed all take their share of what the first draws."""
+    random.seed(own_rank())
+    seen = []
+
+    class Keep(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            seen.append(trainer.batch_indices)
+
+    trainer = quiet_trainer(small_model(), callbacks=[Keep])
+    data, sampler = regression_data(50), OrderWithoutEnd()
+    kwargs = {"train_dataloader_kwargs": {"sampler": sampler}, "per_device_batch_size": global_batch(120)}
+    trainer.train(data, max_num_train_steps=20, **kwargs)
+    random.seed(0)
+    return {"seen": seen, "drawn": [random.randrange(50) for _ in range(20 * 120)]}
+
+
 @pytest.mark.processes
 def test_all_processes_share_what_the_first_draws_from_a_sampler_without_an_end(ranks):
-    results = ranks(cases.data.sampler_without_an_end)
+    results = ranks(sampler_without_an_end)
     steps = zip(*(result["seen"] for result in results), strict=True)
     assert [index for step in steps for indices in step for index in indices] == results[0]["drawn"]
 
@@ -1257,9 +1327,43 @@ def test_a_stream_that_cannot_go_on_is_an_error_that_says_why(tmp_path):
         )
 
 
+def resumed_streams() -> Any:
+    """Streams go on with other batch sizes, own batches after as many as there were; both may have too few."""
+    results = {}
+
+    def run(name, data, batch_size, callbacks=(), trainer_class=Trainer, **kwargs):
+        recorder, model = Recorder(), small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = trainer_class(model, nn.MSELoss(), optimizer, callbacks=[recorder, *callbacks], seed=0)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*give other batches than when")  # those of fewer do
+                trainer.train(data, 1, per_device_batch_size=batch_size, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            results[name] = str(error)
+        else:
+            results[name] = recorder.inputs
+
+    with shared_folder() as folder:
+        data, fewer = regression_data(50), regression_data(5)
+        saving = SavesEachUpdate(folder / "of a stream")
+        run("stream", OrderedStream(data), 4, [saving])
+        run("stream with other batches", OrderedStream(data), 5, resume_from=saving.folder / "2")
+        run("stream of fewer", OrderedStream(fewer), 4, resume_from=saving.folder / "2")
+        saving, limit = SavesEachUpdate(folder / "of own"), LimitBatchesCallback(4)
+        data, fewer = regression_data(12 * job_size()), regression_data(2 * job_size())
+        run("own", data, 1, [saving, limit], OwnOfSix)
+        run("own again", data, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
+        run("own of fewer", fewer, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
+        run("own of larger", data, 1, [], OwnOfLarger, resume_from=saving.folder / "2")
+        run("own of one", data, 1, [], OwnOfOne)
+        run("empty stream", OrderedStream([]), 1)
+    return results
+
+
 @pytest.mark.processes
 def test_streams_and_own_batches_go_on_on_several_processes(ranks):
-    results = ranks(cases.data.resumed_streams)
+    results = ranks(resumed_streams)
     done = 2 * 4 * ranks.world_size
     expected = sorted(regression_data(50).tensors[0][done:, 0].tolist())
     found = [x for result in results for batch in result["stream with other batches"] for x in batch[:, 0].tolist()]
@@ -1361,3 +1465,78 @@ def test_a_limit_of_none_is_no_limit(value, monkeypatch):
         regression_data(40), 1, regression_data(30), per_device_batch_size=4
     )
     assert lengths.lengths == (10, 8)
+
+
+def shuffled_order() -> Any:
+    """Ranks whose own generators differ agree on an order; each sample is seen once in an epoch."""
+    results = {}
+    data = regression_data(23)
+    tagged = TensorDataset(torch.arange(23, dtype=torch.float64)[:, None].expand(-1, 5).contiguous(), data.tensors[1])
+    for seed in (None, 5):
+        for name, dataset in (("memory", tagged), ("rows", Rows(tagged))):
+            torch.manual_seed(1 + own_rank())
+            recorder = Recorder()
+            trainer = quiet_trainer(small_model(), callbacks=[recorder], seed=seed)
+            trainer.train(dataset, 2, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
+            results[seed, name] = [batch[:, 0].tolist() for batch in recorder.inputs]
+    sampler = WeightedRandomSampler(torch.ones(23), 23)
+    torch.manual_seed(1 + own_rank())
+    recorder = Recorder()
+    trainer = quiet_trainer(small_model(), callbacks=[recorder])
+    trainer.train(tagged, 1, per_device_batch_size=2, train_dataloader_kwargs={"sampler": sampler})
+    results["weighted"] = [batch[:, 0].tolist() for batch in recorder.inputs]
+    return results
+
+
+def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
+    results = ranks(shuffled_order)
+    n = ranks.world_size
+    steps = -(-23 // (2 * n))
+    for key in results[0]:
+        if key == "weighted":
+            assert sum(len(batch) for result in results for batch in result[key]) == 23
+            continue
+        by_epoch = []
+        for epoch in range(2):
+            batches = [result[key][epoch * len(result[key]) // 2 :][: len(result[key]) // 2] for result in results]
+            seen = [sample for rank in batches for batch in rank for sample in batch]
+            assert sorted(seen) == list(range(23))
+            by_epoch.append(batches)
+        assert by_epoch[0] != by_epoch[1]
+        assert max(len(rank) for rank in by_epoch[0]) == steps
+
+
+def seeded_augmentation() -> Any:
+    """With a seed, the same weights for 0, 1 and 2 workers, whatever the number of processes."""
+    results = {}
+    for workers in (0, 1, 2):
+        model = small_model()
+        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), seed=3)
+        trainer.train(
+            NoisyRows(regression_data(26)),
+            2,
+            per_device_batch_size=global_batch(6),
+            train_dataloader_kwargs={"num_workers": workers},
+        )
+        results[workers] = weights(model)
+    return results
+
+
+@two_are_enough
+def test_with_a_seed_workers_and_processes_do_not_change_the_result(ranks):
+    alone = seeded_augmentation()
+    assert equal(alone[0], alone[1])
+    assert equal(alone[0], alone[2])
+    for result in ranks(seeded_augmentation):
+        assert equal(result[0], result[1])
+        assert equal(result[0], result[2])
+        assert largest_difference(result[0], alone[0]) < 1e-10
+
+
+def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
+    results = ranks(batch_sampler)
+    assert sum(size for result in results for size in result["sizes"]) == 22
+    assert {result["samples"] for result in results} == {22}
+    assert {result["updates"] for result in results} == {2 * -(-5 // ranks.world_size)}
+    if ranks.world_size == 2:
+        assert [result["sizes"][:3] for result in results] == [[3, 2, 1], [1, 4]] or results[1]["sizes"][0] == 1

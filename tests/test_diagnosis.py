@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
-from tests.cases.common import rank, world_size
 from tests.launching import two_are_enough
+from tests.ranks import rank, world_size
 from tests.tasks import Rows, Stream, equal, own_clock, quiet_trainer, regression_data, small_model, weights
 
 

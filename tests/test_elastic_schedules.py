@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import (
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, TrainerWithTimmScheduler
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase, WSDLrScheduler
-from tests.cases.common import world_size
 from tests.launching import SOAK
+from tests.ranks import world_size
 from tests.tasks import regression_data
 
 SAMPLES = 60

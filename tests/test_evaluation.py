@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
+from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
@@ -26,10 +28,126 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.launching import run_elastic_script
+from tests.ranks import IN_ORDER, OrderedStream, global_batch, world_size
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import alone, equal, listener, quiet_trainer, regression_data, small_model, weights
 from tests.test_ema import normed_model
+
+
+def _classes(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (size,), generator=generator))
+
+
+class AccuracyTrainer(Trainer):
+    """Metrics in the loop, as the ancestor's users write them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accuracy = MulticlassAccuracy(num_classes=3, average="macro", sync_on_compute=True)
+
+    def calculate_eval_batch_loss(self, batch):
+        output = super().calculate_eval_batch_loss(batch)
+        self.accuracy.update(output["model_outputs"], batch[1])
+        return output
+
+    def eval_epoch_end(self):
+        self.run_history.update_metric("accuracy", self.accuracy.compute().item())
+        self.accuracy.reset()
+
+
+def _classifier() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    model(torch.randn(50, 5, dtype=torch.float64))  # running statistics that are not the initial ones
+    return model
+
+
+class GathersEveryBatch(TrainerCallback):
+    """As the ancestor's users do: every rank has as many evaluation batches where there are samples for all."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_eval_step_end(self, trainer, batch, **kwargs):
+        self.seen.append(trainer.gather(batch[0]))
+
+
+class GathersForMetrics(Trainer):
+    """Gathers as with Accelerate: in the steps of the trainer and of a callback, and at the end of an evaluation."""
+
+    def __init__(self) -> None:
+        class InEvents(TrainerCallback):
+            def on_train_step_end(_, trainer, batch, **kwargs):
+                self.note("train", trainer.accelerator.gather_for_metrics(batch[1]))
+
+            def on_eval_step_end(_, trainer, batch, batch_output, **kwargs):
+                self.counts.append(batch_output["batch_size"])
+                gathered = trainer.accelerator.gather_for_metrics({"y": batch[1], "mean": batch[1].mean()})
+                self.note("callback", gathered["y"])
+                self.note("means", gathered["mean"])
+                names = [f"{y:.3f}" for y in batch[1].flatten().tolist()]
+                self.note("names", trainer.accelerator.gather_for_metrics(names))
+
+            def on_eval_epoch_end(_, trainer, **kwargs):
+                own = torch.cat(self.own)
+                self.note("at the end", trainer.accelerator.gather_for_metrics(own).sort(dim=0).values)
+
+        super().__init__(small_model(), nn.MSELoss(), None, callbacks=[InEvents])
+        self.seen: dict[str, list[Any]] = {}
+        self.counts: list[int] = []
+        self.own: list[torch.Tensor] = []
+
+    def note(self, name: str, value: Any) -> None:
+        self.seen.setdefault(name, []).append(value)
+
+    def calculate_eval_batch_loss(self, batch):
+        output = super().calculate_eval_batch_loss(batch)
+        outputs, targets = self.accelerator.gather_for_metrics((output["model_outputs"], batch[1]))
+        self.note("step", targets)
+        assert len(outputs) == len(targets)
+        assert not outputs.requires_grad
+        if self.current_run.batch.num_samples:
+            self.own.append(batch[1])
+        return output
+
+    def found(self) -> dict[str, Any]:
+        """Return what was gathered, and how many samples this process was told that it has."""
+        names = [name for names in self.seen.pop("names", []) for name in names]
+        return {name: torch.cat(parts) for name, parts in self.seen.items()} | {
+            "names": names,
+            "count": sum(self.counts),
+        }
+
+
+class EvaluateInside(TrainerCallback):
+    """Evaluates other data in the middle of an epoch."""
+
+    def on_train_step_end(self, trainer, step, **kwargs):
+        if step == 1:
+            self.metrics = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+            self.training = trainer.model.training
+
+
+def evaluate_inside() -> Any:
+    results = {}
+    for callbacks in ([], [EvaluateInside()]):
+        model = small_model()
+        trainer = quiet_trainer(model, callbacks=callbacks)
+        trainer.train(
+            regression_data(20),
+            2,
+            regression_data(6),
+            per_device_batch_size=global_batch(6),
+            train_dataloader_kwargs=IN_ORDER,
+        )
+        losses = trainer.run_history.to_dict()
+        results[len(callbacks)] = weights(model), {k: v for k, v in losses.items() if k != "evaluation_loss"}
+        if callbacks:
+            results["metrics"], results["training"] = callbacks[0].metrics, callbacks[0].training
+    return results
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -257,3 +375,96 @@ def test_all_callbacks_together_are_resumed_to_the_same_bits_on_two_processes(tm
         assert equal(results[0][name], results[1][name])
     # Only the first process of a machine prints.
     assert whole.output.count("Starting epoch 1/3") == 1
+
+
+def dataset_sizes() -> Any:
+    """Loss, metric and predictions for every dataset size from 1 to 20."""
+    warnings.filterwarnings("ignore", "The ``compute`` method of metric")  # by torchmetrics, on ranks without samples
+    results = {}
+    model = _classifier()
+    trainer = AccuracyTrainer(model, nn.CrossEntropyLoss(), None, callbacks=[])
+    for size in range(1, 21):
+        data = _classes(size)
+        metrics = trainer.evaluate(data, per_device_batch_size=3)
+        predictions = trainer.predict(data, per_device_batch_size=3)
+        results[size] = metrics, predictions
+    return results
+
+
+def test_evaluation_and_prediction_count_every_sample_once_for_any_size(ranks):
+    for result in ranks(dataset_sizes):
+        assert result.keys() == alone(dataset_sizes).keys() == set(range(1, 21))
+        for size, (metrics, predictions) in result.items():
+            expected_metrics, expected = alone(dataset_sizes)[size]
+            assert metrics == pytest.approx(expected_metrics, abs=1e-10)
+            assert predictions.shape == expected.shape == (size, 3)
+            assert torch.allclose(predictions, expected, atol=1e-12, rtol=0)
+            assert torch.equal(predictions, ranks(dataset_sizes)[0][size][1])  # the same on every process
+
+
+def gather_in_evaluation() -> Any:
+    results = {}
+    for size in range(world_size(), 25):
+        gathers = GathersEveryBatch()
+        trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[gathers])
+        trainer.evaluate(regression_data(size), per_device_batch_size=3)
+        results[size] = torch.cat(gathers.seen)
+    return results
+
+
+def test_gathering_every_evaluation_batch_gives_the_dataset_in_order(ranks):
+    for result in ranks(gather_in_evaluation):
+        assert result.keys() == set(range(ranks.world_size, 25))
+        for size, inputs in result.items():
+            assert torch.equal(inputs, regression_data(size).tensors[0])
+
+
+def gather_for_metrics() -> Any:
+    """What Accelerate's method gathers from 37 samples by batch size, of map data and of a stream."""
+    results = {}
+    for batch_size in (1, 3, 5):
+        for kind in ("map", "stream"):
+            data = regression_data(37)
+            trainer = GathersForMetrics()
+            given = data if kind == "map" else OrderedStream(data)
+            metrics = trainer.evaluate(given, batch_size, None if kind == "map" else {"num_workers": 0})
+            results[kind, batch_size] = trainer.found() | metrics
+    return results
+
+
+def test_accelerates_gather_for_metrics_gives_every_sample_of_an_uneven_evaluation_once(ranks):
+    x, y = regression_data(37).tensors
+    loss = nn.functional.mse_loss(small_model()(x), y).item()
+    results = ranks(gather_for_metrics)
+    for result in results:
+        assert len(result) == 6
+        for found in result.values():
+            assert torch.equal(found["step"], y)
+            assert torch.equal(found["callback"], y)
+            assert torch.equal(found["at the end"], y.sort(dim=0).values)
+            assert found["names"] == [f"{value:.3f}" for value in y.flatten().tolist()]
+            assert found["evaluation_loss"] == pytest.approx(loss, abs=1e-10)
+    for case in results[0]:
+        assert sum(result[case]["count"] for result in results) == 37
+
+
+def gather_for_metrics_in_training() -> Any:
+    """What it gathers in training, whose last step has fewer samples than ranks."""
+    data = regression_data(4 * world_size() + 1)
+    trainer = GathersForMetrics()
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
+    return torch.equal(torch.cat(trainer.seen["train"]), data.tensors[1])
+
+
+def test_accelerates_gather_for_metrics_gathers_the_batches_of_training(ranks):
+    assert all(ranks(gather_for_metrics_in_training))
+
+
+def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks):
+    for result in [*ranks(evaluate_inside), alone(evaluate_inside)]:
+        without, within = result[0], result[1]
+        assert equal(without[0], within[0])
+        assert without[1] == within[1]
+        assert result["metrics"].keys() == {"evaluation_loss"}
+        assert result["training"]

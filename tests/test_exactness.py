@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data.order import mix
-from tests import cases
+from tests.ranks import Recorder
+from tests.streams import LengthBuckets
 from tests.tasks import (
     Overflows,
     Rows,
@@ -29,6 +30,7 @@ from tests.tasks import (
     small_model,
     weights,
 )
+from tests.test_training import schedule, tokens, uneven_batches
 
 
 @pytest.mark.parametrize("dataset", [regression_data(37), Rows(regression_data(37))], ids=["memory", "rows"])
@@ -95,7 +97,7 @@ def window_gradients(accumulation: int, size: int, batch: int = 6) -> list[dict[
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    return cases.training.uneven_batches()
+    return uneven_batches()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
@@ -108,9 +110,9 @@ def test_accumulated_gradients_are_those_of_the_whole_window(alone, accumulation
 
 def test_micro_batches_of_unequal_size_weigh_by_their_samples():
     x, y = regression_data(11).tensors
-    recorder, model = cases.common.Recorder(), small_model()
+    recorder, model = Recorder(), small_model()
     trainer = quiet_trainer(model, callbacks=[recorder])
-    kwargs = {"batch_sampler": cases.data.LengthBuckets()}
+    kwargs = {"batch_sampler": LengthBuckets()}
     trainer.train(
         regression_data(11), 1, per_device_batch_size=2, gradient_accumulation_steps=5, train_dataloader_kwargs=kwargs
     )
@@ -123,7 +125,7 @@ def test_micro_batches_of_unequal_size_weigh_by_their_samples():
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_losses_over_items_weigh_by_their_items(accumulation):
-    recorded = cases.training.tokens()[accumulation]
+    recorded = tokens()[accumulation]
     x, y = regression_data(40).tensors
     mask = torch.rand(40, 1, generator=torch.Generator().manual_seed(1)) < 0.6
     mask[::2] = True
@@ -148,7 +150,7 @@ def test_the_reported_loss_does_not_depend_on_accumulation():
 
 
 def test_the_number_of_updates_and_the_schedule_are_those_asked_for():
-    for (accumulation, limit), run in cases.training.schedule().items():
+    for (accumulation, limit), run in schedule().items():
         steps_per_epoch = -(-37 // 6)
         expected = limit or 2 * -(-steps_per_epoch // accumulation)
         assert run["updates"] == run["scheduler_steps"] == len(run["rates"]) == expected

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
@@ -23,12 +23,14 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.tracking import Progress
-from tests import cases
+from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, global_batch, rank, world_size
 from tests.tasks import (
     Broken,
     Expanded,
     Rows,
     Stream,
+    _warnings_of,
     equal,
     largest_difference,
     listener,
@@ -36,11 +38,39 @@ from tests.tasks import (
     make_trainer,
     quiet_trainer,
     regression_data,
+    small_model,
     train,
     weights,
 )
+from tests.test_training import TokenTrainer
 
-IN_ORDER = {"shuffle": False, "num_workers": 0}
+
+class FussyOnLastRank(nn.Module):
+    """Refuses, on the last rank, batches with certain samples or more than one sample."""
+
+    def __init__(self, poison: float | None = None, alone: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(small_model(), nn.BatchNorm1d(1, momentum=0.5).double())
+        self.poison, self.alone = poison, alone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner[0](x) if self.alone else self.inner(x)
+        if rank() == world_size() - 1 and self.training:
+            if self.alone and len(x) > 1:
+                raise torch.OutOfMemoryError("out of memory.")
+            if self.poison is not None and (x[:, 0] == self.poison).any():
+                raise ValueError("cannot digest this")
+        return y
+
+
+def poisoned(size: int) -> TensorDataset:
+    """Data in which one sample of the last rank's second batch is poison."""
+    data = regression_data(size)
+    data.tensors[0][11, 0] = 7.0
+    return data
+
+
+WITHOUT_WORKERS = {"shuffle": False, "num_workers": 0}
 
 
 class Fussy(nn.Module):
@@ -91,7 +121,7 @@ def fit(model: nn.Module, callbacks: Any = (), data: Any = None, loader: Any = N
     trainer = quiet_trainer(model, callbacks=list(callbacks))
     kwargs = {"per_device_batch_size": 4, "num_epochs": 2} | kwargs
     torch.manual_seed(4)
-    trainer.train(data or regression_data(20), train_dataloader_kwargs=IN_ORDER | (loader or {}), **kwargs)
+    trainer.train(data or regression_data(20), train_dataloader_kwargs=WITHOUT_WORKERS | (loader or {}), **kwargs)
     return trainer
 
 
@@ -185,7 +215,7 @@ def test_a_batch_that_fails_leaves_no_trace_beside_the_model():
     skip = SkipFailedBatchesCallback()
     arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": 1}
     found = Critical(poison, callbacks=[skip])
-    found.train(regression_data(20), 2, train_dataloader_kwargs=IN_ORDER, **arguments)
+    found.train(regression_data(20), 2, train_dataloader_kwargs=WITHOUT_WORKERS, **arguments)
     expected = Critical(callbacks=[])
     expected.train(regression_data(20), 2, train_dataloader_kwargs=ALL_BUT_THE_THIRD | {"num_workers": 0}, **arguments)
     assert len(skip.failures) == 2
@@ -194,9 +224,15 @@ def test_a_batch_that_fails_leaves_no_trace_beside_the_model():
 
 def test_a_batch_that_does_not_fit_leaves_no_trace_beside_the_model():
     found, expected = Critical(limit=4, callbacks=[]), Critical(callbacks=[])
-    found.train(regression_data(8), 1, per_device_batch_size=8, train_dataloader_kwargs=IN_ORDER, auto_microbatch=True)
+    found.train(
+        regression_data(8), 1, per_device_batch_size=8, train_dataloader_kwargs=WITHOUT_WORKERS, auto_microbatch=True
+    )
     expected.train(
-        regression_data(8), 1, per_device_batch_size=4, gradient_accumulation_steps=2, train_dataloader_kwargs=IN_ORDER
+        regression_data(8),
+        1,
+        per_device_batch_size=4,
+        gradient_accumulation_steps=2,
+        train_dataloader_kwargs=WITHOUT_WORKERS,
     )
     assert found.num_microbatches == 2
     assert largest_difference(found.everything(), expected.everything()) < 1e-12
@@ -374,7 +410,9 @@ def test_parts_of_a_batch_are_weighed_by_their_items():
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = Tokens(model, None, optimizer, callbacks=[Watch])
-        trainer.train(regression_data(20), 1, per_device_batch_size=10, train_dataloader_kwargs=IN_ORDER, **kwargs)
+        trainer.train(
+            regression_data(20), 1, per_device_batch_size=10, train_dataloader_kwargs=WITHOUT_WORKERS, **kwargs
+        )
         return trainer, seen
 
     found, outputs = run(without_dropout(limit=3), auto_microbatch=True)
@@ -412,7 +450,7 @@ def test_a_divided_batch_without_items_has_a_loss_of_zero(divided, as_number):
         trainer = FewTokens(model, None, optimizer, callbacks, seed=0, logical_processes=logical_processes)
         trainer.as_number = as_number
         batch_size = 4 // (logical_processes or 1)
-        trainer.train(data, 1, per_device_batch_size=batch_size, train_dataloader_kwargs=IN_ORDER, **kwargs)
+        trainer.train(data, 1, per_device_batch_size=batch_size, train_dataloader_kwargs=WITHOUT_WORKERS, **kwargs)
         return trainer
 
     found = run(without_dropout(limit=3 if "auto_microbatch" in divided else None), **divided)
@@ -529,7 +567,7 @@ def test_dataclasses_and_arrays_are_split():
     def collate(rows: Any) -> Pair:
         return Pair(*map(torch.stack, zip(*rows, strict=True)), np.arange(len(rows)))
 
-    arguments = {"per_device_batch_size": 4, "collate_fn": collate, "train_dataloader_kwargs": IN_ORDER}
+    arguments = {"per_device_batch_size": 4, "collate_fn": collate, "train_dataloader_kwargs": WITHOUT_WORKERS}
     trainer = make_trainer(trainer_class=OfParts)
     trainer.train(make_data(4), 1, auto_microbatch=True, **arguments)
     assert trainer.seen == [(4, 4, [0, 1, 2, 3]), (2, 2, [0, 1]), (2, 2, [2, 3])]
@@ -579,8 +617,119 @@ def test_weights_that_the_last_update_has_made_nan_are_told_of_at_the_end(callba
     train(make_trainer(callbacks), epochs=2)
 
 
+def warnings_of_weights() -> list[str]:
+    """What a process says of weights that are NaN at the end, on the last process alone."""
+
+    def spoil(trainer: Trainer) -> None:
+        if trainer.ranks.rank == trainer.ranks.world_size - 1:
+            trainer.get_model()[0].weight.data.fill_(float("nan"))
+
+    return _warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
+
+
 def test_weights_that_are_nan_on_another_rank_are_told_of_by_the_first(two_ranks):
-    first, second = two_ranks(cases.training.warnings_of_weights)
+    first, second = two_ranks(warnings_of_weights)
     assert len(first) == 1
     assert "with weights that are infinite or NaN" in first[0]
     assert not second
+
+
+def failed_batches() -> Any:
+    """What is left trains as data without the failed batch; with accumulation the windows differ."""
+    results = {}
+    batches = [[*range(6 * i, 6 * i + 6)] for i in (0, 2, 3)]  # of all ranks, without the second
+    for name, accumulation in (("each", 1), ("window", 2)):
+        skip = SkipFailedBatchesCallback()
+        model = FussyOnLastRank(poison=7.0)
+        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[skip])
+        options = {"per_device_batch_size": global_batch(6), "gradient_accumulation_steps": accumulation}
+        trainer.train(poisoned(24), 2, train_dataloader_kwargs=IN_ORDER, **options)
+        order = [sample for batch in batches for sample in batch]
+        unharmed = FussyOnLastRank()
+        data = Subset(poisoned(24), order)
+        expected = quiet_trainer(unharmed, optimizer=torch.optim.SGD(unharmed.parameters(), lr=0.1))
+        expected.train(data, 2, train_dataloader_kwargs=IN_ORDER, **options)
+        results[name] = {
+            "failures": skip.failures,
+            "progress": trainer.progress.state_dict(),
+            "found": weights(model),
+            "expected": weights(unharmed),
+        }
+    return results
+
+
+def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
+    last = ranks.world_size - 1
+    for result in ranks(failed_batches):
+        for way in ("each", "window"):
+            seen = [(f["epoch"], f["step"], f["rank"], f["error"]) for f in result[way]["failures"]]
+            assert seen == [(epoch, 1, last, "ValueError: cannot digest this") for epoch in (1, 2)]
+            assert all(11 in failure["indices"] for failure in result[way]["failures"])
+            assert equal(result[way]["found"], ranks(failed_batches)[0][way]["found"])
+        assert largest_difference(result["each"]["found"], result["each"]["expected"]) < 1e-12
+        assert result["each"]["progress"]["update"] == 6
+        assert result["window"]["progress"]["update"] == 4
+        assert result["each"]["progress"]["samples"] == 48
+
+
+def failed_first_batch_of_tokens() -> Any:
+    """The last rank fails before it knows how many items it has."""
+
+    class Fails(TokenTrainer):
+        fails = True
+
+        def calculate_train_batch_loss(self, batch):
+            if self.fails and rank() == world_size() - 1:
+                self.fails = False
+                raise ValueError("cannot digest this")
+            return super().calculate_train_batch_loss(batch)
+
+    x, y = regression_data(24).tensors
+    data = TensorDataset(x, y, x[:, :1] > -1)
+    results = []
+    for trainer_class, part in ((Fails, data), (TokenTrainer, Subset(data, range(6, 24)))):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_class(model, None, optimizer, callbacks=[SkipFailedBatchesCallback] * (part is data))
+        trainer.train(part, 1, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
+        results.append(weights(model))
+    return results
+
+
+def test_a_rank_that_fails_before_items_are_counted_leaves_no_other_waiting(ranks):
+    for found, expected in ranks(failed_first_batch_of_tokens):
+        assert largest_difference(found, expected) < 1e-12
+
+
+def out_of_memory() -> Any:
+    """One rank alone runs out of memory: all split, and the gradients are those of the whole batch."""
+    results = {}
+    for alone in (True, False):
+        model = FussyOnLastRank(alone=alone)
+        model.inner[1] = nn.Identity()
+        trainer = quiet_trainer(model)
+        trainer.train(
+            regression_data(27),
+            2,
+            per_device_batch_size=global_batch(12),
+            gradient_accumulation_steps=2,
+            train_dataloader_kwargs=IN_ORDER,
+            auto_microbatch=True,
+        )
+        results["split" if alone else "whole"] = {
+            "weights": weights(model),
+            "history": trainer.run_history.to_dict(),
+            "parts": trainer.num_microbatches,
+        }
+    return results
+
+
+@two_are_enough
+def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
+    for result in ranks(out_of_memory):
+        split, whole = result["split"], result["whole"]
+        assert (split["parts"], whole["parts"]) == (12 // ranks.world_size, 1)
+        assert equal(split["weights"], ranks(out_of_memory)[0]["split"]["weights"])
+        assert largest_difference(split["weights"], whole["weights"]) < 1e-12
+        for name, values in whole["history"].items():
+            assert split["history"][name] == pytest.approx(values)

@@ -13,9 +13,12 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
-from tests import cases
 from tests.launching import run_code
+from tests.ranks import Recorder
 from tests.tasks import CountsReads, equal, quiet_trainer, regression_data, small_model
+from tests.test_evaluation import evaluate_inside
+from tests.test_stopping import nan_on_one_rank
+from tests.test_training import schedule
 
 
 def test_an_attribute_error_inside_a_callback_is_swallowed():
@@ -68,7 +71,7 @@ def test_clipping_runs_on_every_micro_batch():
 
 
 def test_evaluation_in_mid_epoch_leaves_the_model_in_eval_mode():
-    result = cases.evaluation.evaluate_inside()
+    result = evaluate_inside()
     assert result["training"]
     assert equal(result[0][0], result[1][0])
 
@@ -174,7 +177,7 @@ def test_three_host_device_synchronisations_per_batch_by_default(callbacks):
 def test_the_last_short_accumulation_window_has_half_its_gradient():
     x, y = regression_data(6).tensors
     model = small_model()
-    recorder = cases.common.Recorder()
+    recorder = Recorder()
     trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
     kwargs = {"shuffle": False}
     trainer.train(
@@ -186,7 +189,7 @@ def test_the_last_short_accumulation_window_has_half_its_gradient():
 
 @pytest.mark.processes
 def test_15_updates_on_2_processes_makes_10(two_ranks):
-    for result in two_ranks(cases.training.schedule):
+    for result in two_ranks(schedule):
         assert all(run["updates"] == 7 for (_, limit), run in result.items() if limit == 7)
 
 
@@ -217,5 +220,5 @@ def test_dict_batches_and_iterable_datasets_fail():
 
 @pytest.mark.processes
 def test_a_nan_on_one_rank_stops_only_that_rank(two_ranks):
-    assert len(two_ranks(cases.stopping.nan_on_one_rank)) == 2
-    assert None not in two_ranks(cases.stopping.nan_on_one_rank)
+    assert len(two_ranks(nan_on_one_rank)) == 2
+    assert None not in two_ranks(nan_on_one_rank)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.cases.common import IN_ORDER, global_batch, rank, world_size
 from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, global_batch, rank, world_size
 from tests.tasks import (
     Expanded,
     Stream,

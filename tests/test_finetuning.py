@@ -20,8 +20,8 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
-from tests.cases.common import IN_ORDER, global_batch
 from tests.launching import some_of, two_are_enough
+from tests.ranks import IN_ORDER, global_batch
 from tests.tasks import (
     equal,
     largest_difference,

@@ -13,8 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from tests.cases.training import _warnings_of
-from tests.tasks import listener, make_data, make_trainer, train
+from tests.tasks import _warnings_of, listener, make_data, make_trainer, train
 
 SUM = "but the trainer takes a loss for a mean"
 

@@ -19,10 +19,10 @@ from accelerate.utils import InitProcessGroupKwargs
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.distributed.ranks import timeout_of
-from tests.cases import parallel
-from tests.cases.common import IN_ORDER, rank, world_size
 from tests.launching import Fork, run_elastic_script
+from tests.ranks import IN_ORDER, rank, world_size
 from tests.scripts.resumable import run_to_the_end
+from tests.sharded import create_model, fit, shard
 from tests.tasks import Rows, equal, listener, own_clock, quiet_trainer, regression_data, small_model, weights
 from tests.test_training_states import in_forks
 
@@ -145,10 +145,10 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
     """How long a collective may take in each group that a trainer has made, in a job with such a timeout."""
     given = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[given])
-    model = parallel.shard(parallel.create_model(), "tp")  # which makes groups of its own
+    model = shard(create_model(), "tp")  # which makes groups of its own
     before = [*dist.distributed_c10d._world.pg_map]
     saving = SaveTrainingStateCallback(folder, asynchronous=True)
-    parallel.fit(quiet_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
+    fit(quiet_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
     return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 

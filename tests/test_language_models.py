@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.cases.common import IN_ORDER, Recorder
+from tests.ranks import IN_ORDER, Recorder
 from tests.tasks import largest_difference, listener, quiet_trainer
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

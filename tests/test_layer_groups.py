@@ -15,7 +15,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
-from tests.cases.adapters import SIZES, bert, rows, with_lora
+from tests.adapters import SIZES, bert, rows, with_lora
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, weights
 
 transformers = pytest.importorskip("transformers")

@@ -43,8 +43,8 @@ from pytorch_accel_lite.data import Mixture, OwnShard
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.finetuning import ModelFreezer
 from pytorch_accel_lite.steps.logical_gradients import Node, TreeSum, blocks_of
-from tests.cases.common import world_size
 from tests.launching import SOAK
+from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import (
+    CatMetric,
+    MaxMetric,
     MeanAbsoluteError,
     MeanSquaredError,
     MetricCollection,
@@ -28,8 +30,6 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from tests import cases
-from tests.cases.evaluation import ones
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import listener, make_trainer, quiet_trainer, regression_data, small_model, train
 
@@ -48,6 +48,38 @@ def class_trainer(*callbacks, model=None, **kwargs) -> Trainer:
     model = model or classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=callbacks, **kwargs)
+
+
+def metrics() -> Any:
+    """Metrics over more samples than ranks and over fewer, computed by the job and from the whole set."""
+    torch.manual_seed(0)
+    model, results = nn.Linear(5, 3), {}
+    for name, size in (("many", 23), ("few", 1)):
+        x, y = torch.randn(size, 5), torch.arange(size) % 3
+        classes = {"accuracy": MulticlassAccuracy(3, average="micro")}
+        if size > 1:
+            classes["auroc"] = MulticlassAUROC(3)  # keeps all predictions
+        callbacks = [
+            MetricsCallback(classes, _probabilities),
+            MetricsCallback({"largest": MaxMetric()}, _largest_output),
+        ]
+        if size == 1:
+            callbacks.append(MetricsCallback({"all": CatMetric()}, _largest_output))
+        found = Trainer(model, nn.CrossEntropyLoss(), None, callbacks=callbacks).evaluate(TensorDataset(x, y), 2)
+        with torch.no_grad():
+            outputs = model(x)
+        expected = {key: metric.clone().cpu()(outputs.softmax(1), y).item() for key, metric in classes.items()}
+        expected |= {"largest": outputs.max().item()} | ({"all": outputs.max().item()} if size == 1 else {})
+        results[name], results[f"expected_{name}"] = {key: found[key] for key in expected}, expected
+    return results
+
+
+def _probabilities(batch: Any, batch_output: Any) -> Any:
+    return batch_output["model_outputs"].softmax(1), batch[1]
+
+
+def _largest_output(batch: Any, batch_output: Any) -> Any:
+    return (batch_output["model_outputs"].max(),)
 
 
 def test_metrics_are_those_of_the_whole_set_and_recorded_once_an_evaluation():
@@ -285,6 +317,10 @@ def test_a_metric_may_give_a_plain_number():
     assert type(found["mse"]) is float
 
 
+def ones(batch: Any, batch_output: Any) -> Any:
+    return (torch.ones(len(batch[0])),)
+
+
 def training_metrics(folder: Path) -> Any:
     """The samples of an epoch, whose last step has a sample for one process only."""
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
@@ -298,7 +334,7 @@ def training_metrics(folder: Path) -> Any:
 def test_training_metrics_count_each_sample_once_and_begin_anew_with_fewer_processes(tmp_path, two_ranks):
     for result in two_ranks.run(training_metrics, tmp_path):
         assert result["train_count"] == [7.0]
-    counts = MetricsCallback({"count": SumMetric()}, cases.evaluation.ones, train=True)
+    counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
     trainer = quiet_trainer(small_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
     with pytest.warns(UserWarning, match="they were saved by 2 processes and are resumed on 1"):
         trainer.train(regression_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")
@@ -307,7 +343,7 @@ def test_training_metrics_count_each_sample_once_and_begin_anew_with_fewer_proce
 
 @pytest.mark.processes
 def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
-    for found in ranks(cases.evaluation.metrics):
+    for found in ranks(metrics):
         assert found["few"] == pytest.approx(found["expected_few"], abs=1e-6)
         assert found["many"] == pytest.approx(found["expected_many"], abs=1e-6)
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite.data import MixtureStream, ShuffledStream
-from tests.cases.streams import Forgetful, Shelf, train_on
+from tests.streams import Forgetful, Shelf, train_on
 from tests.tasks import equal
 
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import Mixture, shard
-from tests.cases.common import world_size
-from tests.cases.data import SavesEachUpdate
+from tests.ranks import world_size
+from tests.streams import SavesEachUpdate
 from tests.tasks import Stream, equal, largest_difference, weights
 from tests.test_data import numbers, rank_of
 

@@ -17,8 +17,8 @@ from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, SaveTrainingStateCallback
-from tests.cases.common import IN_ORDER, shared_folder, world_size
 from tests.launching import CAN_SHARD
+from tests.ranks import IN_ORDER, shared_folder, world_size
 from tests.tasks import equal, largest_difference, listener
 
 METHODS = {"train": "train_step", "eval": "evaluate_step", "predict": "sample"}

@@ -14,8 +14,18 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.cases.training import image_data, image_model
-from tests.tasks import Rows, equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    Rows,
+    equal,
+    image_data,
+    image_model,
+    largest_difference,
+    listener,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
 
 
 def train(model: nn.Module, callbacks: Any = (), channels_last: bool = False, resume_from: Any = None) -> Trainer:

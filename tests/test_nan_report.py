@@ -19,9 +19,11 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     replay,
 )
-from tests.tasks import equal, listener, regression_data, weights
+from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, global_batch, shared_folder
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 
-IN_ORDER = {"shuffle": False, "num_workers": 0}
+WITHOUT_WORKERS = {"shuffle": False, "num_workers": 0}
 
 
 class Root(nn.Module):
@@ -47,7 +49,7 @@ def make_trainer(callbacks: Any, model: nn.Module | None = None, lr: float = 0.0
 
 
 def fit(trainer: Trainer, data: Any, epochs: int = 2, **kwargs: Any) -> Trainer:
-    trainer.train(data, epochs, per_device_batch_size=5, train_dataloader_kwargs=IN_ORDER, **kwargs)
+    trainer.train(data, epochs, per_device_batch_size=5, train_dataloader_kwargs=WITHOUT_WORKERS, **kwargs)
     return trainer
 
 
@@ -336,3 +338,24 @@ def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
     assert tried[1:3] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     summary = json.loads(report.report.with_suffix(".json").read_text())
     assert summary["indices"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def nan_report() -> Any:
+    """One rank meets a batch that is not finite: it alone writes a report, and all end together."""
+    with shared_folder() as folder:
+        report = NaNReportCallback(folder / "nan reports")
+        data = regression_data(60)
+        data.tensors[0][11, 0] = float("nan")
+        trainer = quiet_trainer(small_model(), callbacks=[report])
+        try:
+            trainer.train(data, 1, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
+        except NonFiniteLossError as error:
+            return {"error": str(error), "report": None if report.report is None else report.report.name}
+
+
+@two_are_enough
+def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
+    *others, last = ranks(nan_report)
+    rank = ranks.world_size - 1
+    assert last["report"] == f"epoch-1-step-1-rank-{rank}.pt"
+    assert all(last["report"] in result["error"] for result in [*others, last])

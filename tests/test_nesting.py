@@ -21,8 +21,8 @@ from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import CallbackHandler, StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsCallback, ProgressBarCallback, SaveTrainingStateCallback
-from tests.cases.sharded import gathered, large_model, sharding_accelerator
 from tests.launching import CAN_SHARD
+from tests.sharded import gathered, large_model, sharding_accelerator
 from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
 
 

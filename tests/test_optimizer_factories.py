@@ -24,11 +24,19 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.finetuning import ModelFreezer
-from tests.cases.common import shared_folder, world_size
-from tests.cases.optimizers import two_optimizers
-from tests.cases.sharded import gathered, large_model, sharding_accelerator
 from tests.launching import CAN_SHARD, some_of
-from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+from tests.ranks import shared_folder, world_size
+from tests.sharded import gathered, large_model, sharding_accelerator
+from tests.tasks import (
+    equal,
+    largest_difference,
+    listener,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    two_optimizers,
+    weights,
+)
 
 DATA = regression_data(26)
 

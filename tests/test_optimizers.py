@@ -27,10 +27,18 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
-from tests.cases.common import shared_folder, world_size
-from tests.cases.optimizers import two_optimizers
 from tests.launching import some_of
-from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+from tests.ranks import shared_folder, world_size
+from tests.tasks import (
+    equal,
+    largest_difference,
+    listener,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    two_optimizers,
+    weights,
+)
 
 DATA = regression_data(26)
 

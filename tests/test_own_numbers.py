@@ -20,7 +20,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.data import OwnShard
-from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder
+from tests.ranks import IN_ORDER, global_batch, rank, shared_folder
 from tests.tasks import listener, make_data, make_trainer, regression_data, small_model, train
 
 

@@ -25,8 +25,8 @@ from pytorch_accel_lite.callbacks import (
     ModelEmaCallback,
     SaveTrainingStateCallback,
 )
-from tests.cases.common import shared_folder, world_size
 from tests.launching import some_of
+from tests.ranks import shared_folder, world_size
 from tests.tasks import (
     equal,
     largest_difference,

@@ -10,18 +10,66 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.base.splitting import concatenate
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
-from tests import cases
-from tests.cases.common import OrderedStream
-from tests.tasks import Stream, listener, make_model, quiet_trainer, regression_data, small_model
+from tests.ranks import OrderedStream, shared_folder
+from tests.tasks import Stream, alone, listener, make_model, quiet_trainer, regression_data, small_model
+
+
+class OfManyKinds(nn.Module):
+    """Outputs of several types, without arithmetic whose last bits depend on the size of a batch."""
+
+    def forward(self, x):
+        kinds = torch.bfloat16, torch.bool, torch.int64, torch.complex64
+        real = x[:, 0]
+        return {
+            "kinds": tuple((x * 8).to(kind) for kind in kinds),
+            "strided": [x.T.contiguous().T, x[:, ::2], x[:, :0]],
+            "conjugate": torch.complex(real, real * 2).conj(),
+            "sparse": x.relu().to_sparse(),
+        }
+
+
+class OfRaggedSamples(nn.Module):
+    def forward(self, x):
+        sizes = (x[:, 0].abs() * 5).int().tolist()
+        return [
+            {"boxes": row.repeat(size, 1), "label": f"of {size}", "of": (size, [row.int()])}
+            for row, size in zip(x, sizes, strict=True)
+        ]
+
+
+class Unreadable(Dataset[Any]):
+    """One of its samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise OSError("unreadable")
+        return torch.full((3,), float(index), dtype=torch.float64)
 
 
 def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = None, **kwargs: Any) -> list[Any]:
     writer = PredictionWriterCallback(folder, **({"shard_size": 6} | kwargs))
     trainer = quiet_trainer(model or small_model(), callbacks=[writer, *extra])
     return list(trainer.predict_iter(data, per_device_batch_size=4))
+
+
+def predictions() -> Any:
+    with shared_folder() as folder:
+        data, directory = regression_data(23), folder / "predictions"
+        trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        for _ in trainer.predict_iter(data, per_device_batch_size=2):
+            pass
+        written = read_predictions(directory)
+        by_hand = small_model()(data.tensors[0]).detach()
+        names = [path.stem.partition("rank")[2] for path in directory.glob("shard-*")]
+        return {"equal": bool(torch.allclose(written, by_hand)), "ranks": sorted(set(map(int, names)))}
 
 
 def test_what_is_read_is_what_predict_returns(tmp_path):
@@ -195,7 +243,7 @@ def test_a_prediction_within_a_run_draws_its_own_random_numbers():
 
 @pytest.mark.processes
 def test_several_processes_write_what_one_would(ranks):
-    for result in ranks(cases.evaluation.predictions):
+    for result in ranks(predictions):
         assert result["equal"]
         assert result["ranks"] == list(range(ranks.world_size))
 
@@ -235,3 +283,84 @@ def test_what_a_process_was_ahead_of_the_others_is_predicted_again(tmp_path, cap
     assert sum(map(len, rest)) == 6
     expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
     torch.testing.assert_close(read_predictions(tmp_path), expected)
+
+
+def predict_structures() -> Any:
+    class Structured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 2).double()
+
+        def forward(self, x):
+            return {"out": self.linear(x), "pair": (x[:, 0], [x[:, 1:]]), "mean": x.mean()}
+
+    torch.manual_seed(0)
+    trainer = Trainer(Structured(), None, None, callbacks=[])
+    return trainer.predict(regression_data(7), per_device_batch_size=2)
+
+
+def test_predictions_keep_their_structure_and_order(ranks):
+    one = alone(predict_structures)
+    assert one.keys() == {"out", "pair"}  # a mean over the batch is no prediction of a sample
+    assert isinstance(one["pair"], tuple)
+    for result in ranks(predict_structures):
+        assert torch.allclose(result["out"], one["out"], atol=1e-12, rtol=0)
+        assert torch.equal(result["pair"][0], one["pair"][0])
+        assert torch.equal(result["pair"][1][0], one["pair"][1][0])
+
+
+def many_kinds_of_predictions() -> Any:
+    """Predictions for several sizes of data: of all processes, of the first, and in parts."""
+    results = {}
+    for model in (OfManyKinds(), OfRaggedSamples()):
+        trainer = Trainer(model, None, None, callbacks=[])
+        for size in (1, 7, 26):
+            data = regression_data(size)
+            parts = list(trainer.predict_iter(data, 2))
+            parts_of_first = list(trainer.predict_iter(data, 2, only_first=True))
+            results[type(model).__name__, size] = {
+                "all": trainer.predict(data, 2),
+                "first": trainer.predict(data, 2, only_first=True),
+                "parts": concatenate(parts),
+                "parts_of_first": [part is None for part in parts_of_first],
+                "num_parts": len(parts),
+            }
+    return results
+
+
+def test_predictions_of_any_kind_are_those_of_one_process(ranks):
+    one = alone(many_kinds_of_predictions)
+    for rank, result in enumerate(ranks(many_kinds_of_predictions)):
+        for key, found in result.items():
+            expected = one[key]["all"]
+            assert is_same(found["all"], expected)
+            assert is_same(found["parts"], expected)
+            assert is_same(found["first"], expected if rank == 0 else None)
+            assert found["parts_of_first"] == [rank != 0] * found["num_parts"]
+
+
+def predictions_without_failed_batches() -> Any:
+    with shared_folder() as folder:
+        writer = PredictionWriterCallback(folder / "predictions", skip_failed=True)
+        trainer = Trainer(nn.Identity(), None, None, callbacks=[writer])
+        return trainer.predict(Unreadable(), 2, {"num_workers": 0})[:, 0].tolist()
+
+
+def test_predictions_skip_a_batch_that_fails_on_one_process_and_keep_their_order(ranks):
+    failed = range(8, 10)
+    for result in ranks(predictions_without_failed_batches):
+        assert result == [index for index in range(30) if index not in failed]
+
+
+def is_same(found, expected):
+    """Whether nested outputs are the same, bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        same_kind = (found.dtype, found.shape, found.layout) == (expected.dtype, expected.shape, expected.layout)
+        return same_kind and torch.equal(found.to_dense(), expected.to_dense())
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(is_same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(is_same, found, expected))
+    return found == expected

@@ -19,8 +19,8 @@ import torch
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.checkpoint import verify_state
-from tests.cases.common import rank, shared_folder, world_size
 from tests.launching import ROOT, environment, run_code
+from tests.ranks import rank, shared_folder, world_size
 from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
 
 SIZE, EPOCHS = 20, 3

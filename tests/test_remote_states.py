@@ -19,9 +19,9 @@ from pytorch_accel_lite.callbacks import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.checkpoint.__main__ import print_contents
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
-from tests.cases.common import rank
 from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
+from tests.ranks import rank
 from tests.scripts.resumable import run
 from tests.tasks import equal, make_trainer, train
 from tests.test_training_states import assert_same

@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ReplicaCheckCallback
-from tests.cases.common import rank, world_size
+from tests.ranks import rank, world_size
 from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
 
 DATA = regression_data(48)

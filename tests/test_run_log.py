@@ -23,7 +23,7 @@ from pytorch_accel_lite.callbacks import (
     RunLogCallback,
     SaveTrainingStateCallback,
 )
-from tests.cases.common import shared_folder
+from tests.ranks import shared_folder
 from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
 
 

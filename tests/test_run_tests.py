@@ -28,11 +28,11 @@ from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.tested_weights import find_weights
 from pytorch_accel_lite.experiment.testing import _callbacks
 from tests import experiment_parts as parts
-from tests.cases import testing
 from tests.launching import SOAK, run_forked
 from tests.tasks import listener
 from tests.test_experiments import FILE
 
+OPTIONS: dict[str, Any] = {"worst": 3, "skip_failed": True, "per_device_batch_size": 2, "shard_size": 2}
 SETTINGS = {"plain": {}, "double": {"scale": 2.0}}
 
 
@@ -363,10 +363,19 @@ def test_batches_that_fail_are_skipped_and_listed_if_asked_for(trained, workers)
     assert run_tests(trained, data, skip_failed=True, **options) == [row]
 
 
+def run_in(folder: str, save_dir: str) -> list[dict[str, Any]]:
+    """Test the best weights in a folder, with a sample that one rank cannot read."""
+    os.chdir(folder)
+    torch.manual_seed(0)
+    data = parts.Fragile(14, 5)
+    trainer = parts.ScaledTrainer(parts.Net(), nn.MSELoss(), None, [SaveBestModelCallback()], seed=0)
+    return run_tests(trainer, data, **OPTIONS, save_dir=save_dir)
+
+
 def test_results_are_the_same_on_several_processes(two_ranks, trained):
-    found = two_ranks.run(testing.run_in, os.getcwd(), "both")
+    found = two_ranks.run(run_in, os.getcwd(), "both")
     assert found[0] == found[1]
-    [alone] = testing.run_in(os.getcwd(), "alone")
+    [alone] = run_in(os.getcwd(), "alone")
     [together] = found[0]
     assert together["evaluation_loss"] == pytest.approx(alone["evaluation_loss"])
     assert (together["failed"], alone["failed"]) == (2, 2)

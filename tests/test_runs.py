@@ -31,9 +31,9 @@ from pytorch_accel_lite.callbacks import (
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
-from tests.cases.common import world_size
-from tests.cases.stopping import StopsAt
+from tests.ranks import world_size
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.test_stopping import StopsAt
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallba
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
 from tests import ancestor
-from tests.cases.common import IN_ORDER, global_batch, shared_folder
 from tests.launching import run_code, some_of
+from tests.ranks import IN_ORDER, global_batch, shared_folder
 from tests.scripts.resumable import CopyStates
 from tests.tasks import (
     Stream,

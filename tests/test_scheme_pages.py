@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
-from tests.cases.common import IN_ORDER, global_batch
 from tests.launching import ROOT
+from tests.ranks import IN_ORDER, global_batch
 from tests.tasks import equal, weights
 
 

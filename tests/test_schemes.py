@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MoveModulesToDeviceCallback, SaveTrainingStateCallback
-from tests.cases.common import IN_ORDER, shared_folder, world_size
+from tests.ranks import IN_ORDER, shared_folder, world_size
 from tests.tasks import equal, largest_difference, listener, regression_data, small_model, weights
 
 BETA = 0.5

@@ -14,9 +14,9 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.plotting import NothingToPlotError, plot_search
-from tests.cases.common import rank
 from tests.experiment_parts import CrashAt, Net, load_data
 from tests.launching import run_code
+from tests.ranks import rank
 from tests.tasks import equal
 
 

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR,
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import AdviceCallback, MetricsFileCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
-from tests.cases.common import IN_ORDER, world_size
 from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, world_size
 from tests.tasks import (
     equal,
     listener,

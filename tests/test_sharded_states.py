@@ -20,11 +20,20 @@ from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCall
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.checkpoint.shards import find_tensors
-from tests.cases import parallel
-from tests.cases.common import world_size
-from tests.cases.parallel import DATA, Parallel, create_model, fit, make_trainer, result_of, shard
-from tests.cases.sharded import gathered
 from tests.launching import CAN_SHARD, SOAK
+from tests.ranks import world_size
+from tests.sharded import (
+    DATA,
+    Parallel,
+    create_model,
+    fit,
+    gathered,
+    make_trainer,
+    result_of,
+    resume,
+    shard,
+    train_and_resume,
+)
 from tests.tasks import equal, largest_difference, quiet_trainer, same
 from tests.test_training_states import die_at_file_operation, in_forks
 
@@ -43,7 +52,7 @@ pytestmark = [pytest.mark.processes, CAN_SHARD]
 ])  # fmt: skip
 def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes, asynchronous):
     options = {"sharded": True, "asynchronous": asynchronous}
-    for uninterrupted, *resumed in job(processes).run(parallel.resumed, how, tmp_path, **options):
+    for uninterrupted, *resumed in job(processes).run(train_and_resume, how, tmp_path, **options):
         for again in resumed:
             assert equal(again["weights"], uninterrupted["weights"])
             assert again["history"] == uninterrupted["history"]
@@ -59,7 +68,7 @@ def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes,
 
 @functools.cache
 def alone():
-    return parallel.result_of(parallel.fit(parallel.make_trainer("whole"), "whole", update=12))
+    return result_of(fit(make_trainer("whole"), "whole", update=12))
 
 
 def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_path, job):
@@ -69,14 +78,14 @@ def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_p
     of_shards, of_whole = (tmp_path / how / "update-000000002" for how in ("fsdp", "whole"))
     assert not list(of_whole.glob("shards*"))
     resumed = {
-        "one, of shards": [parallel.resume("whole", of_shards)],
-        "two, of shards": job(2).run(parallel.resume, "fsdp", of_shards),
-        "two, of a whole state": job(2).run(parallel.resume, "fsdp", of_whole),
-        "four, of shards": job(4).run(parallel.resume, "hsdp", of_shards),
-        "four in two dimensions, of shards": job(4).run(parallel.resume, "tp_fsdp", of_shards),
-        "three, of shards": job(3).run(parallel.resume, "fsdp", of_shards),
+        "one, of shards": [resume("whole", of_shards)],
+        "two, of shards": job(2).run(resume, "fsdp", of_shards),
+        "two, of a whole state": job(2).run(resume, "fsdp", of_whole),
+        "four, of shards": job(4).run(resume, "hsdp", of_shards),
+        "four in two dimensions, of shards": job(4).run(resume, "tp_fsdp", of_shards),
+        "three, of shards": job(3).run(resume, "fsdp", of_shards),
     }
-    first = {"shards": resumed["one, of shards"][0], "state": parallel.resume("whole", of_whole)}
+    first = {"shards": resumed["one, of shards"][0], "state": resume("whole", of_whole)}
     for name, by_rank in resumed.items():
         for found in by_rank:
             assert same(found["restored"], first[name.split()[-1]]["restored"]), name
@@ -192,13 +201,13 @@ def test_torch_reads_the_shards(tmp_path, job):
 
 
 def test_sharded_states_without_shards_are_an_error(tmp_path):
-    saving = parallel.SaveTrainingStateCallback(tmp_path, sharded=True)
+    saving = SaveTrainingStateCallback(tmp_path, sharded=True)
     trainer = quiet_trainer(nn.Linear(5, 1).double(), callbacks=[saving])
     with pytest.raises(ValueError, match=r"sharded=True: the weights of Linear are not sharded. Shard the model"):
-        trainer.train(parallel.DATA, 1)
+        trainer.train(DATA, 1)
     assert trainer.progress.update == 0
     with pytest.raises(ValueError, match=r"sharded='yes' must be True, False or 'auto'"):
-        parallel.SaveTrainingStateCallback(tmp_path, sharded="yes")
+        SaveTrainingStateCallback(tmp_path, sharded="yes")
 
 
 def exported(how: str, folder: Path) -> dict[str, Any]:
@@ -222,7 +231,7 @@ def test_a_sharded_model_is_saved_as_a_directory_that_anyone_reads(tmp_path, job
     assert {path.name for path in (tmp_path / how).iterdir()} == {
         "model.safetensors.index.json", *index["weight_map"].values()
     }  # fmt: skip
-    trainer = quiet_trainer(parallel.create_model())
+    trainer = quiet_trainer(create_model())
     nn.init.zeros_(trainer.model[0].weight)
     trainer.load_checkpoint(tmp_path / how)
     assert equal(trainer.model.state_dict(), found["saved"])

@@ -30,12 +30,21 @@ from pytorch_accel_lite.callbacks import (
     read_predictions,
 )
 from pytorch_accel_lite.checkpoint import read_checkpoint
-from tests.cases import parallel
-from tests.cases.common import rank as own_rank
-from tests.cases.common import world_size
-from tests.cases.parallel import DATA, Parallel, create_model, fit, make_trainer, result_of, shard
-from tests.cases.sharded import gathered, sharding_accelerator
 from tests.launching import CAN_SHARD
+from tests.ranks import rank as own_rank
+from tests.ranks import world_size
+from tests.sharded import (
+    DATA,
+    Parallel,
+    create_model,
+    fit,
+    gathered,
+    make_trainer,
+    result_of,
+    shard,
+    sharding_accelerator,
+    train_and_resume,
+)
 from tests.tasks import Rows, Stream, equal, largest_difference, listener, regression_data
 
 
@@ -197,7 +206,7 @@ def test_accelerate_shards_in_two_dimensions(tmp_path, job):
 
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("hsdp", 4), ("tp_fsdp", 4)])
 def test_runs_of_sharded_models_resume_to_the_same_bits(tmp_path, job, how, processes):
-    for uninterrupted, *resumed in job(processes).run(parallel.resumed, how, tmp_path):
+    for uninterrupted, *resumed in job(processes).run(train_and_resume, how, tmp_path):
         assert len(resumed) == 2
         for again in resumed:
             assert equal(again["weights"], uninterrupted["weights"])

@@ -8,22 +8,110 @@ from contextlib import redirect_stdout
 from importlib.metadata import version
 from io import StringIO
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard, ReadByAll, shard
 from pytorch_accel_lite.distributed import Ranks
-from tests.cases.common import rank as own_rank
-from tests.cases.data import Reading, SavesEachUpdate
-from tests.cases.streams import Keeps, Sums, source, train_on
-from tests.tasks import equal, listener, weights
+from tests.ranks import OrderedStream, Recorder
+from tests.ranks import rank as own_rank
+from tests.ranks import world_size as job_size
+from tests.streams import Keeps, SavesEachUpdate, ShuffledSamples, Sums, source, train_on
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+
+
+class Part(NamedTuple):
+    rank: int
+    world_size: int
+
+
+class SplitStream(IterableDataset):
+    """Gives one part of the rows, as Hugging Face's streams do after split_dataset_by_node."""
+
+    def __init__(self, data, part):
+        self.data = data
+        self._distributed = part
+        self.epochs = []
+
+    def __iter__(self):
+        part = self._distributed
+        return iter([self.data[i] for i in range(part.rank, len(self.data), part.world_size)] if part else self.data)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def split_by_node(rows):
+    for number, row in enumerate(rows):
+        if number % job_size() == own_rank():
+            yield row
+
+
+class Pipeline(IterableDataset):
+    """Passes rows through stages, as webdataset's pipelines do."""
+
+    def __init__(self, *stages):
+        self.pipeline = list(stages)
+
+    def __iter__(self):
+        rows, *stages = self.pipeline
+        for stage in stages:
+            rows = stage(rows)
+        return iter(rows)
+
+
+class Reading(IterableDataset):
+    """A dataset of the user's own around a stream."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __iter__(self):
+        return iter(self.stream)
+
+
+class Named(IterableDataset):
+    """A dataset of the user's own around streams by name."""
+
+    def __init__(self, streams):
+        self.streams = streams
+
+    def __iter__(self):
+        return chain.from_iterable(self.streams.values())
+
+
+def read_by_training(stream: Any) -> dict[str, Any]:
+    recorder, text = Recorder(), StringIO()
+    trainer = quiet_trainer(small_model(), callbacks=[recorder])
+    with redirect_stdout(text):
+        trainer.train(stream, 2, stream, per_device_batch_size=2)
+    return {
+        "inputs": torch.cat(recorder.inputs) if recorder.inputs else torch.empty(0, 5),
+        "samples": trainer.progress.samples,
+        "losses": trainer.run_history.to_dict()["eval_loss_epoch"],
+        "weights": weights(trainer.model),
+        "printed": text.getvalue(),
+    }
+
+
+class Pairs(Reading):
+    def __iter__(self):
+        return (
+            (torch.tensor(row["x"], dtype=torch.float64), torch.tensor(row["y"], dtype=torch.float64))
+            for row in self.stream
+        )
+
+    def set_epoch(self, epoch):
+        self.stream.set_epoch(epoch)
 
 
 class Note:
@@ -410,3 +498,181 @@ def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):
     for found in two_ranks(streams_within_streams):
         for name in ("shelf", "cut", "all of shelf", "own part"):
             assert equal(found[name, False], found[name, True]), name
+
+
+def read_streams() -> Any:
+    """An iterable dataset is dealt out; own shards of unequal length are used up without a hang."""
+    results = {}
+    random.seed(own_rank())
+    for size in (1, 7, 24):
+        recorder = Recorder()
+        trainer = quiet_trainer(small_model(), callbacks=[recorder])
+        trainer.train(ShuffledSamples(size), 2, per_device_batch_size=2, gradient_accumulation_steps=2)
+        results["stream", size] = torch.cat(recorder.inputs) if recorder.inputs else torch.empty(0, 5)
+        results["updates", size] = trainer.progress.update
+
+    class OwnShards(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            mine = TensorDataset(*(tensor[own_rank() :: job_size()] for tensor in self.train_dataset.tensors))
+            keep = len(mine) if own_rank() == 0 else 1
+            return OwnShard(DataLoader(TensorDataset(*(t[:keep] for t in mine.tensors)), batch_size))
+
+    recorder = Recorder()
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = OwnShards(model, nn.MSELoss(), optimizer, callbacks=[recorder])
+    trainer.train(regression_data(20), 2, per_device_batch_size=2)
+    results["own"] = {
+        "inputs": torch.cat(recorder.inputs),
+        "weights": weights(model),
+        "updates": trainer.progress.update,
+        "samples": trainer.progress.samples,
+    }
+    return results
+
+
+def test_a_stream_is_dealt_out_once_and_ranks_make_the_same_updates(ranks):
+    results = ranks(read_streams)
+    for size in (1, 7, 24):
+        expected = regression_data(size).tensors[0].repeat(2, 1)
+        seen = torch.cat([result["stream", size] for result in results])
+        assert torch.equal(seen.sort(0).values, expected.sort(0).values)
+        assert len({result["updates", size] for result in results}) == 1
+
+
+def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
+    own = [result["own"] for result in ranks(read_streams)]
+    first = len(range(0, 20, ranks.world_size))
+    assert [len(result["inputs"]) for result in own] == [2 * first, *[2] * (ranks.world_size - 1)]
+    assert {result["samples"] for result in own} == {2 * (first + ranks.world_size - 1)}
+    assert {result["updates"] for result in own} == {2 * -(-first // 2)}
+    assert all(equal(result["weights"], own[0]["weights"]) for result in own)
+
+
+def streams_that_share_themselves_out() -> Any:
+    """Each epoch has all samples once, of streams of which each process has a part, and of one that gives all."""
+    data = list(regression_data(24))
+    split = SplitStream(data, Part(own_rank(), job_size()))
+    results = {
+        "split": read_by_training(split),
+        "reading": read_by_training(Reading(SplitStream(data, Part(own_rank(), job_size())))),
+        "reading from a dict": read_by_training(Named({"all": SplitStream(data, Part(own_rank(), job_size()))})),
+        "shard": read_by_training(
+            IterableDatasetShard(OrderedStream(data), 2, num_processes=job_size(), process_index=own_rank())
+        ),
+        "webdataset": read_by_training(Pipeline(data, split_by_node)),
+        "pipe": read_by_training(IterableWrapper(data).sharding_filter()),
+        "whole": read_by_training(SplitStream(data, None)),
+    }
+    return {"by stream": results, "epochs": split.epochs}
+
+
+@pytest.mark.parametrize("kind", ["split", "reading", "reading from a dict", "shard", "webdataset", "pipe", "whole"])
+def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind):
+    found = [result["by stream"][kind] for result in ranks(streams_that_share_themselves_out)]
+    assert_each_sample_once(found)
+    assert bool(found[0]["printed"]) == (kind != "whole")
+    assert all(result["printed"] == "" for result in found[1:])
+    if kind != "whole":
+        said = "Each process reads its own part of the {} data, as sharded by "
+        assert all(said.format(which) in found[0]["printed"] for which in ("training", "evaluation"))
+
+
+def test_a_stream_of_each_process_is_told_the_epoch(ranks):
+    for result in ranks(streams_that_share_themselves_out):
+        assert set(result["epochs"]) == {0, 1}
+
+
+def hugging_face_streams() -> Any:
+    """Split by their own function, by shards and by samples; and left whole."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    x, y = regression_data(24).tensors
+    rows = Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
+    results = {}
+    for name, num_shards in (("by shards", 6), ("by samples", 5), ("whole", 6)):
+        stream = rows.to_iterable_dataset(num_shards=num_shards).shuffle(seed=1, buffer_size=4)
+        if name != "whole":
+            stream = split_dataset_by_node(stream, own_rank(), job_size())
+        results[name] = read_by_training(Pairs(stream))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["by shards", "by samples", "whole"])
+def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
+    pytest.importorskip("datasets")
+    found = [result[kind] for result in ranks(hugging_face_streams)]
+    assert_each_sample_once(found)
+    assert ("split_dataset_by_node" in found[0]["printed"]) == (kind != "whole")
+    own = found[0]["inputs"]
+    assert not torch.equal(own[: len(own) // 2], own[len(own) // 2 :])  # shuffled again
+
+
+def hugging_face_tables() -> dict[str, str]:
+    """What is said of tables that were split, or shuffled otherwise, on each process; and of the same on all."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    rows = Dataset.from_dict({"x": [[float(i)] for i in range(24)], "y": [[1.0]] * 24}).with_format("torch")
+    said = {}
+    for name, table in {
+        "split": split_dataset_by_node(rows, own_rank(), job_size()),
+        "shuffled": rows.shuffle(seed=own_rank()),
+        "the same": rows.shuffle(seed=0),
+    }.items():
+        model = nn.Linear(1, 1)
+        trainer = quiet_trainer(model)
+        try:
+            trainer.train(table, 1, collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in "xy"])
+            said[name] = "trained"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_table_that_each_process_has_a_part_of_is_refused(two_ranks):
+    pytest.importorskip("datasets")
+    for said in two_ranks(hugging_face_tables):
+        assert "different rows, of lengths [12, 12]. Each would read only a share" in said["split"]
+        assert "different rows, of lengths [24, 24]" in said["shuffled"]
+        assert said["the same"] == "trained"
+
+
+def streams_shared_out_wrongly() -> Any:
+    """What is said of parts that are not those of the processes."""
+    data, said = list(regression_data(24)), {}
+    for name, stream in {
+        "the same on all": SplitStream(data, Part(0, job_size())),
+        "for others": SplitStream(data, Part(own_rank(), job_size() + 1)),
+        "on some": SplitStream(data, None if own_rank() == 0 else Part(own_rank(), job_size())),
+        "pipe": IterableWrapper(data),
+    }.items():
+        try:
+            read_by_training(stream)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_streams_that_are_not_shared_out_over_the_processes_are_refused(ranks):
+    n = ranks.world_size
+    for said in ranks(streams_shared_out_wrongly):
+        assert ", ".join([f"part 0 of {n}"] * n) in said["the same on all"]
+        assert f"part 0 of {n + 1}, part 1 of {n + 1}" in said["for others"]
+        assert f"all, part 1 of {n}" in said["on some"]
+        assert f"each sample would be read {n} times. Add .sharding_filter()" in said["pipe"]
+
+
+def assert_each_sample_once(found):
+    """In each of two epochs, and in evaluation."""
+    x, _ = regression_data(24).tensors
+    assert torch.equal(torch.cat([result["inputs"] for result in found]).sort(0).values, x.repeat(2, 1).sort(0).values)
+    model = small_model()
+    for result in found:
+        assert result["samples"] == 48
+        assert result["losses"] == found[0]["losses"]
+        assert equal(result["weights"], found[0]["weights"])
+    model.load_state_dict(found[0]["weights"])
+    whole = quiet_trainer(model).evaluate(regression_data(24))["evaluation_loss"]
+    assert found[0]["losses"][-1] == pytest.approx(whole, abs=1e-10)

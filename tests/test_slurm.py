@@ -19,8 +19,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.cases.common import rank, shared_folder, world_size
 from tests.launching import PATIENCE, ROOT, WarmPython, environment
+from tests.ranks import rank, shared_folder, world_size
 from tests.scripts.resumable import run_to_the_end
 from tests.scripts.submitted import Submitted
 from tests.tasks import equal, quiet_trainer, regression_data, small_model

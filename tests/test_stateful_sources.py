@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
 from pytorch_accel_lite.data import MixtureStream, ShuffledStream
-from tests.cases.data import SavesEachUpdate
-from tests.cases.streams import Forgetful, Keeps, Shelf, Sums, hugging_face, rows, train_on
+from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, rows, train_on
 from tests.tasks import equal, listener
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata

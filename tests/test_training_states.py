@@ -49,9 +49,6 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
-from tests.cases import sharded
-from tests.cases.common import world_size
-from tests.cases.sharded import gathered, large_model, sharding_accelerator
 from tests.launching import (
     CAN_SHARD,
     PATIENCE,
@@ -65,7 +62,9 @@ from tests.launching import (
     run_module,
     some_of,
 )
+from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, OrderCallback, make_model, run, run_to_the_end
+from tests.sharded import gathered, large_model, sharding_accelerator
 from tests.soak import soak
 from tests.tasks import (
     EVENTS,
@@ -902,7 +901,7 @@ def on_two_processes(folder: Path) -> Any:
 def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path, job):
     expected, history = job(2).run(on_two_processes, tmp_path)[0]
     assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected)
-    model = sharded.large_model()
+    model = large_model()
     trainer = quiet_trainer(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
     trainer.load_checkpoint(tmp_path / "model.pt")  # the optimizer's state too
     assert equal(model.state_dict(), expected)
@@ -926,7 +925,7 @@ def of_seven_samples(folder: Path) -> Any:
 @CAN_SHARD
 @pytest.mark.processes
 def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_for_nothing(tmp_path, two_ranks):
-    data, model = regression_data(7), sharded.large_model().eval()
+    data, model = regression_data(7), large_model().eval()
     for weights, loss, worst, predictions in two_ranks.run(of_seven_samples, tmp_path):
         model.load_state_dict(weights)
         outputs = model(data.tensors[0]).detach()
@@ -941,7 +940,7 @@ def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_
 def test_predictions_of_sharded_weights_are_known_as_those_of_the_same_weights_in_one_process(
     tmp_path, two_ranks, capsys
 ):
-    data, model = regression_data(7), sharded.large_model()
+    data, model = regression_data(7), large_model()
     weights = two_ranks.run(of_seven_samples, tmp_path)[0][0]
     for has_same, number in ((True, 0), (False, 7)):
         model.load_state_dict({name: value if has_same else value + 1 for name, value in weights.items()})

@@ -32,8 +32,8 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from tests.cases.common import shared_folder
 from tests.launching import two_are_enough
+from tests.ranks import shared_folder
 from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import (
     Stream,

@@ -19,7 +19,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.cases.common import rank, world_size
+from tests.ranks import rank, world_size
 from tests.tasks import weights
 
 EPOCHS = 3

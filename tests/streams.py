@@ -1,7 +1,8 @@
-"""Streams that report where they are, on one process or several."""
+"""Streams that save their position, or do not; data that give each process another order."""
 
 from __future__ import annotations
 
+import random
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -12,10 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import MixtureStream, OwnShard, ReadByAll, ShuffledStream
-from tests.cases.common import rank as own_rank
-from tests.cases.common import world_size
-from tests.cases.data import SavesEachUpdate
-from tests.tasks import weights
+from tests.ranks import rank as own_rank
+from tests.ranks import world_size
+from tests.tasks import regression_data, weights
 
 
 class Shelf(IterableDataset):
@@ -170,3 +170,33 @@ def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size:
     with redirect_stdout(StringIO()) as text:
         trainer.train(stream, per_device_batch_size=batch_size, **kwargs)
     return {"seen": keeps.seen, "read": read, "weights": weights(model), "printed": text.getvalue()}
+
+
+class ShuffledSamples(IterableDataset):
+    def __init__(self, size):
+        self.data = regression_data(size)
+
+    def __iter__(self):
+        order = list(range(len(self.data)))
+        random.shuffle(order)  # differs from rank to rank
+        return (self.data[index] for index in order)
+
+
+class SavesEachUpdate(TrainerCallback):
+    saves_training_states = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        trainer.save_training_state(self.folder / str(trainer.progress.update))
+
+
+class LengthBuckets:
+    """A batch sampler with batches of different sizes."""
+
+    def __iter__(self):
+        yield from ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10])
+
+    def __len__(self):
+        return 5

@@ -1,4 +1,4 @@
-"""Fine-tuning a small model of Hugging Face on several processes: adapters of the PEFT library, gradual unfreezing."""
+"""A small language model with and without adapters (PEFT)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cases have in common."""
+"""What functions that run on several ranks have in common (see ``rank_pool.py``)."""
 
 from __future__ import annotations
 

@@ -8,18 +8,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.weights import full_state_dict
-from tests.cases.common import world_size
-from tests.cases.sharded import gathered
+from tests.ranks import world_size
 from tests.tasks import listener, regression_data
+
+
+def large_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
+
+
+def sharding_accelerator(version: int = 2, of_accelerator: Any = None, **kwargs: Any) -> Accelerator:
+    PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **kwargs)
+    return Accelerator(fsdp_plugin=plugin, **(of_accelerator or {}))
+
+
+def gathered(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
 
 DATA = regression_data(26)
 
@@ -78,7 +95,7 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     return {"weights": gathered(trainer.get_model().state_dict()), "history": trainer.run_history.to_dict()}
 
 
-def resumed(how: str, folder: Path, **options: Any) -> list[Any]:
+def train_and_resume(how: str, folder: Path, **options: Any) -> list[Any]:
     """The result of a run, and of runs that resume each of its states, with dropout."""
     saving = SaveTrainingStateCallback(folder / how, 1, 2, **options)
     average = ModelEmaCallback(0.8, save_path=None) if options else None

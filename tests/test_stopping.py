@@ -1,0 +1,292 @@
+"""Runs that are stopped, end or fail: at the same update on every process."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    MetricsFileCallback,
+    SaveTrainingStateCallback,
+    TerminateOnNaNCallback,
+    ThroughputCallback,
+    TimeLimitCallback,
+    TimingCallback,
+)
+from tests.launching import two_are_enough
+from tests.ranks import IN_ORDER, rank, shared_folder, world_size
+from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+
+
+class StopOnOneRank(TrainerCallback):
+    def on_train_step_end(self, trainer, step, **kwargs):
+        if step == 2 and trainer.accelerator.process_index == world_size() - 1:
+            raise StopTrainingError("rank asked for an end")
+
+
+class StopAtEpochEnd(TrainerCallback):
+    def on_train_epoch_end(self, trainer, **kwargs):
+        if trainer.accelerator.process_index == trainer.accelerator.num_processes - 1:
+            raise StopTrainingError("at the end of the epoch")
+
+
+class Fails(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        if self.progress.step == 3:
+            raise ValueError("cannot go on")
+        return super().calculate_train_batch_loss(batch)
+
+
+class StopsFirstEvaluation(TrainerCallback):
+    stops = 1
+
+    def on_eval_step_end(self, trainer, **kwargs):
+        if self.stops and trainer.accelerator.process_index == 0:
+            self.stops -= 1
+            raise StopTrainingError("seen enough")
+
+
+class StopsAtTheEnd(TrainerCallback):
+    def on_train_epoch_end(self, trainer, **kwargs):
+        raise StopTrainingError("enough")
+
+
+class NaNAtTheEnd(TrainerCallback):
+    def on_stop_training_error(self, trainer, **kwargs):
+        raise NonFiniteLossError("found while ending")
+
+
+class StopsAtEpochTwo(TrainerCallback):
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        if trainer.progress.epoch == 2:
+            raise StopTrainingError("enough")
+
+
+class Hears(TrainerCallback):
+    def __init__(self, heard: list[int]) -> None:
+        self.heard = heard
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        self.heard.append(trainer.progress.epoch)
+
+
+class NaNOnOneRank(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        if self.progress.step == 3 and rank() == world_size() - 1:
+            output["loss"] = output["loss"] * float("nan")
+        return output
+
+
+def nan_on_one_rank() -> Any:
+    events = []
+
+    class Events(TrainerCallback):
+        def on_exception(self, trainer, exception, **kwargs):
+            events.append(("on_exception", type(exception).__name__))
+
+        def on_training_run_end(self, trainer, **kwargs):
+            events.append(("on_training_run_end",))
+
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, Events])
+    try:
+        trainer.train(regression_data(60), 2, per_device_batch_size=2)
+    except NonFiniteLossError as error:
+        return {"message": str(error), "events": events, "update": trainer.progress.update}
+    return None
+
+
+class StopsAt(TrainerCallback):
+    """Asks for the end of the run at an event, on the last rank only."""
+
+    def __init__(self, event: str, update: int) -> None:
+        self.update = update
+        setattr(self, event, self.stop)
+
+    def stop(self, trainer, **kwargs):
+        if trainer.progress.update == self.update and rank() == world_size() - 1:
+            raise StopTrainingError("enough")
+
+
+@two_are_enough
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_at_the_same_update(ranks):
+    results = ranks(nan_on_one_rank)
+    assert len({result["update"] for result in results}) == 1
+    for result in results:
+        assert "epoch 1, step 3: loss=nan" in result["message"]
+        assert result["events"] == [("on_exception", "NonFiniteLossError"), ("on_training_run_end",)]
+
+
+def stop_on_one_rank() -> Any:
+    model = small_model()
+    trainer = quiet_trainer(model, callbacks=[StopOnOneRank])
+    trainer.train(regression_data(2000), 2, per_device_batch_size=1)
+    return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
+
+
+def test_a_stop_asked_for_by_one_rank_stops_all_at_the_same_update(ranks):
+    results = ranks(stop_on_one_rank)
+    assert {result["reason"] for result in results} == {"rank asked for an end"}
+    assert len({result["update"] for result in results}) == 1
+    assert results[0]["update"] < 2 * 2000 // ranks.world_size
+    assert all(equal(result["weights"], results[0]["weights"]) for result in results)
+
+
+def time_limit() -> Any:
+    """A run that pauses again and again, and one that does not."""
+    outcomes = []
+    with shared_folder() as folder:
+        for limit in (1e-9, 3600):
+            updates, reason = [], ""
+            while reason is not None:
+                model = small_model()
+                saving = SaveTrainingStateCallback(folder / f"limit {limit}", save_at_end=False)
+                trainer = quiet_trainer(model, callbacks=[TimeLimitCallback(limit), saving], seed=3)
+                trainer.train(regression_data(24), 2, per_device_batch_size=3, resume_from="latest")
+                reason = trainer.stop_reason
+                updates.append(trainer.progress.update)
+            outcomes.append({"updates": updates, "weights": weights(model)})
+    return outcomes
+
+
+@two_are_enough
+def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
+    for paused, whole in ranks(time_limit):
+        assert len(paused["updates"]) > 2
+        assert paused["updates"] == ranks(time_limit)[0][0]["updates"]
+        assert len(whole["updates"]) == 1
+        assert paused["updates"][-1] == whole["updates"][-1]
+        assert equal(paused["weights"], whole["weights"])
+
+
+def stop_before_communicating_callbacks() -> Any:
+    """The others of the event still run on the rank that asks for a stop: they talk to the other ranks."""
+    timing = TimingCallback(show=False)
+    trainer = quiet_trainer(small_model(), callbacks=[StopAtEpochEnd(), ThroughputCallback(), timing])
+    trainer.train(regression_data(16), num_epochs=3, per_device_batch_size=4)
+    return {"reason": trainer.stop_reason, "epoch": trainer.progress.epoch, "run": timing.totals["run"]}
+
+
+@two_are_enough
+def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
+    results = ranks(stop_before_communicating_callbacks)
+    assert {result["reason"] for result in results} == {"at the end of the epoch"}
+    assert {result["epoch"] for result in results} == {1}
+    assert len({result["run"] for result in results}) == 1
+
+
+def nan_with_logger() -> Any:
+    """All ranks end together: the rows until then are written."""
+    with shared_folder() as folder:
+        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, log])
+        with suppress(NonFiniteLossError):
+            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
+        trainer.barrier()
+        rows = (folder / "m_updates.jsonl").read_text().splitlines()
+        trainer.barrier()
+    return [json.loads(row)["update"] for row in rows], trainer.progress.update
+
+
+@two_are_enough
+def test_rows_are_written_until_all_ranks_end_together(ranks):
+    for updates, made in ranks(nan_with_logger):
+        assert updates == list(range(1, made + 1))
+
+
+def error_with_logger() -> Any:
+    """Nobody knows that the other ranks fail too: what was averaged with them is written."""
+    with shared_folder() as folder:
+        log, model = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
+        trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[log])
+        with suppress(ValueError):
+            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
+        trainer.barrier()
+        rows = (folder / "m_updates.jsonl").read_text().splitlines()
+        trainer.barrier()
+    return [json.loads(row)["update"] for row in rows]
+
+
+@two_are_enough
+def test_rows_are_written_until_an_error_that_all_ranks_have(ranks):
+    assert all(updates == [1, 2, 3] for updates in ranks(error_with_logger))
+
+
+def stopped_evaluation() -> Any:
+    trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[StopsFirstEvaluation])
+    reasons = []
+    for _ in range(2):
+        trainer.evaluate(regression_data(20), per_device_batch_size=2)
+        reasons.append(trainer.stop_reason)
+    return reasons
+
+
+@two_are_enough
+def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
+    assert all(reasons == ["seen enough", None] for reasons in ranks(stopped_evaluation))
+
+
+def nan_while_ending() -> Any:
+    trainer = quiet_trainer(small_model(), callbacks=[StopsAtTheEnd(), NaNAtTheEnd()])
+    raised = None
+    try:
+        trainer.train(regression_data(12), 1)
+    except NonFiniteLossError as error:
+        raised = str(error)
+    return raised, "evaluation_loss" in trainer.evaluate(regression_data(6))
+
+
+@two_are_enough
+def test_what_is_found_while_a_run_ends_ends_it_and_not_the_next_evaluation(ranks):
+    assert nan_while_ending() == ("found while ending", True)
+    assert ranks(nan_while_ending) == [("found while ending", True)] * ranks.world_size
+
+
+def states_with_nan() -> Any:
+    """Only one rank sees the NaN, and the ranks talk rarely; states are saved often."""
+    data = regression_data(400)
+    data.tensors[0][23] = math.nan
+    with shared_folder() as folder:
+        saver = SaveTrainingStateCallback(folder / "nan", save_every_n_steps=1, max_checkpoints=2)
+        trainer = quiet_trainer(small_model(), callbacks=[TerminateOnNaNCallback, saver], seed=0)
+        failed = None
+        try:
+            trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
+        except NonFiniteLossError as error:
+            failed = str(error)
+        trainer.barrier()
+        kept = {path.name: load_file(path / "model.safetensors") for path in (folder / "nan").glob("update-*")}
+    finite = {name: all(bool(weight.isfinite().all()) for weight in state.values()) for name, state in kept.items()}
+    return {"failed": failed, "finite": finite}
+
+
+@two_are_enough
+def test_no_state_of_weights_that_are_not_finite_is_written(ranks):
+    for result in ranks(states_with_nan):
+        assert result["failed"] is not None
+        assert len(result["finite"]) == 2
+        assert all(result["finite"].values())
+
+
+def stop_before_others() -> Any:
+    """What a callback after the one that stops the run has heard."""
+    heard: list[int] = []
+    callbacks = [StopsAtEpochTwo(), Hears(heard)]
+    quiet_trainer(small_model(), callbacks=callbacks).train(regression_data(12), 3, regression_data(6))
+    return heard
+
+
+@two_are_enough
+def test_callbacks_after_one_that_stops_the_run_hear_as_much_as_on_one_process(ranks):
+    assert ranks(stop_before_others) == [stop_before_others()] * ranks.world_size
