@@ -605,7 +605,7 @@ def test_a_state_is_the_newest_even_if_the_clock_is_behind_that_of_those_before(
 @pytest.mark.parametrize(
     ("first", "second", "match"),
     [
-        (True, False, "holds a schedule, but train.. was called without create_scheduler_fn, so learning rates stay"),
+        (True, False, "holds a schedule, but create_scheduler_fn was not passed to train.., so rates stay as set"),
         (False, True, "holds no schedule, so that of create_scheduler_fn starts from the beginning"),
     ],
 )

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from pytorch_accel_lite.checkpoint.files import FROZEN, naming, remove, sync, write_tensors
@@ -43,6 +42,8 @@ def save_exported(
     :param frozen: fingerprints of frozen weights that were left out
     :raises OSError: if it cannot be written
     """
+    from huggingface_hub import split_state_dict_into_shards_factory  # Accelerate needs it, but imports it late, too
+
     first = _first_names(model)
     weights = {name: value for name, value in weights.items() if first.get(name, name) == name}
     sizes = {name: value.numel() * value.element_size() for name, value in weights.items()}
