@@ -25,8 +25,8 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.experiment import Experiment, run_tests
 from pytorch_accel_lite.experiment.command_line import main
+from pytorch_accel_lite.experiment.results import added_callbacks
 from pytorch_accel_lite.experiment.tested_weights import find_weights
-from pytorch_accel_lite.experiment.testing import _callbacks
 from tests import experiment_parts as parts
 from tests.launching import SOAK, run_forked
 from tests.tasks import listener
@@ -105,7 +105,7 @@ def test_an_interruption_before_the_first_prediction_keeps_none_of_the_old_weigh
     nn.init.zeros_(trained.model.layers[-1].weight)
     trained.save_checkpoint("best_model.pt", {"eval_loss_epoch": 9.0})
     other_length = parts.load_data(5)
-    with _callbacks(trained, Interrupt()), pytest.raises(KeyboardInterrupt):
+    with added_callbacks(trained, Interrupt()), pytest.raises(KeyboardInterrupt):
         run_tests(trained, other_length, worst=0)
     run_tests(trained, other_length, worst=0)
     found = read_predictions("tests/best/default/test/predictions")
@@ -408,7 +408,7 @@ def test_a_test_of_a_process_that_was_ahead_repeats_and_loses_no_sample(trained)
     shards[2].unlink()  # of another process, which had not written it when all were killed
     seen = []
     look = listener(on_predict_step_end=lambda trainer, **kwargs: seen.extend(trainer.batch_indices))
-    with _callbacks(trained, look):
+    with added_callbacks(trained, look):
         run_tests(trained, data, **options)
     assert seen == [*range(4, 12)]
     assert torch.equal(read_predictions("tests/best/default/test/predictions"), whole)

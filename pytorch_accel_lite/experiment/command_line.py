@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.checkpoint import print_contents, replacing
+from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
 from pytorch_accel_lite.experiment.parsing import TOOLS
+from pytorch_accel_lite.experiment.results import as_json, write_json, write_predictions
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
 from pytorch_accel_lite.experiment.run_folders import natural_order
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
-from pytorch_accel_lite.experiment.testing import as_json, run_tests
+from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import format_metric, record_error
@@ -191,20 +191,15 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
         "weights": ", ".join(map(os.fspath, weights))
     }
     path = experiment.output_dir / f"evaluation_{name}.json"
-
-    def write() -> None:
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(as_json(metrics), indent=2) + "\n")
-
-    trainer.ranks.run_together(write, only_first=True)
+    trainer.ranks.run_together(lambda: write_json(path, as_json(metrics), indent=2), only_first=True)
     trainer.print(f"The metrics are in {path}")
 
 
 def _predict(experiment: Experiment, options: argparse.Namespace) -> None:
     trainer, weights, name = _load(experiment, options, "test")
     directory = experiment.output_dir / "predictions" / name
-    trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory, _described(experiment)))
-    if not sum(1 for _ in trainer.predict_iter(experiment.dataset(name), **experiment.eval_arguments)):
+    writer = predictions_of(trainer, weights, directory, _described(experiment))
+    if not write_predictions(trainer, experiment.dataset(name), writer, **experiment.eval_arguments):
         trainer.print(f"All samples have been predicted before. Delete {directory} to predict them again.")
     trainer.print(f"The predictions are in {directory}: read_predictions({os.fspath(directory)!r}) returns them")
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,9 @@ from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, RunPausedError, read_predictions
-from pytorch_accel_lite.checkpoint import replacing
-from pytorch_accel_lite.experiment.text_tables import format_column, text_table
+from pytorch_accel_lite.experiment.results import Results, format_column, text_table, write_json, write_predictions
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import import_extra, result_of_first
-
-if TYPE_CHECKING:
-    import pandas as pd
+from pytorch_accel_lite.utils import result_of_first
 
 #: The indices of a fold's samples to train on and to test.
 Split = tuple[list[int], list[int]]
@@ -65,7 +61,7 @@ class Fold:
 
 
 @dataclass(frozen=True, repr=False)
-class CrossValidation:
+class CrossValidation(Results):
     """The results of :func:`cross_validate`. Printing it shows a table.
 
     :param splitter: what divided the dataset, in words
@@ -121,18 +117,13 @@ class CrossValidation:
             for fold in self.folds
         ]
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by fold. Needs the extra ``dataframe``."""
-        pandas = import_extra("pandas", "dataframe", "to_dataframe()")
-        return pandas.DataFrame(self.rows()).set_index("fold")
-
     def __repr__(self) -> str:
         rows = self.rows()
         columns = list(dict.fromkeys(name for row in rows for name in row))
         rows += [{"fold": "mean", **self.mean}, {"fold": "deviation", **self.deviation}]
         cells = [[name, *format_column([row.get(name) for row in rows])] for name in columns]
         title = f"Cross-validation: {len(self.folds)} folds of {self.size} samples by {self.splitter}"
-        return "\n".join([title, *text_table([*map(list, zip(*cells, strict=True))])])
+        return "\n".join([title, *text_table(cells)])
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -248,7 +239,7 @@ def _find_splits(
         for old in folder.glob("fold-*"):
             if old.is_dir():  # not a plot of them, say
                 shutil.rmtree(old)
-    _write(path, {"about": about, "splits": splits})
+    write_json(path, {"about": about, "splits": splits})
     return splits
 
 
@@ -324,10 +315,8 @@ class _Validation:
             metrics = {key: _as_number(value) for key, value in trainer.evaluate(held_out, **reading).items()}
             if self.predictions:
                 writer = PredictionWriterCallback(folder / "predictions", overwrite=True)
-                trainer.callback_handler.add_callback(writer)
-                for _ in trainer.predict_iter(held_out, **reading):
-                    pass
-            trainer.ranks.run_together(lambda: _write(folder / _RESULT, metrics), only_first=True)
+                write_predictions(trainer, held_out, writer, **reading)
+            trainer.ranks.run_together(lambda: write_json(folder / _RESULT, metrics), only_first=True)
         return metrics
 
     def _finished(self, folder: Path) -> dict[str, Any] | None:
@@ -359,8 +348,3 @@ def _as_number(value: Any) -> float | str:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return str(value)
-
-
-def _write(path: Path, content: Any) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content) + "\n")

@@ -21,9 +21,10 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.checkpoint import replacing, try_lock
+from pytorch_accel_lite.checkpoint import try_lock
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.parsing import Parser
+from pytorch_accel_lite.experiment.results import write_text
 from pytorch_accel_lite.experiment.yaml_files import (
     PARTS,
     RESOLVED,
@@ -169,8 +170,7 @@ class Experiment:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the resolved contents to a file, atomically."""
-        with replacing(Path(path)) as temporary:
-            temporary.write_text(self.text)
+        write_text(path, self.text)
 
     # ------------------------------------------------------------------------------------ making the parts
 

@@ -8,16 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pytorch_accel_lite.checkpoint import replacing
+from pytorch_accel_lite.experiment.results import Results, format_column, text_table, write_text
 from pytorch_accel_lite.experiment.run_folders import ClassPath, RecordedRun, find_runs
-from pytorch_accel_lite.experiment.text_tables import format_column, text_table
 from pytorch_accel_lite.plotting import is_monitor, overlay_style, page_style, svg_overlays
 from pytorch_accel_lite.utils import format_metric, import_extra, suggest
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _MISSING = "-"
 _LONGEST = 36  # characters of a setting in a table
@@ -58,7 +54,7 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class RunComparison:
+class RunComparison(Results):
     """Runs side by side, as returned by :func:`compare_runs`. Printing it shows tables.
 
     :param runs: the runs: their names, settings, and metrics of all epochs
@@ -86,10 +82,6 @@ class RunComparison:
             rows.append(row | dict(zip(names, values, strict=True)))
         return rows
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by run. Needs the extra ``dataframe``."""
-        return import_extra("pandas", "dataframe", "to_dataframe()").DataFrame(self.rows()).set_index("run")
-
     def save(self, path: str | os.PathLike[str] = "comparison.html") -> Path:
         """Write a page with the tables, and the curves of all runs laid over each other. It is a single file.
 
@@ -97,8 +89,7 @@ class RunComparison:
 
         :return: its path
         """
-        with replacing(Path(path)) as temporary:
-            temporary.write_text(self._page())
+        write_text(path, self._page())
         return Path(path)
 
     def _of_metrics(self) -> list[Column]:
@@ -267,7 +258,7 @@ def _as_text(columns: Sequence[Column]) -> list[str]:
         if column.best is not None:
             marks[column.best] = "*"
         cells.append([column.name, *(text + mark for text, mark in zip(column.texts, marks, strict=True))])
-    return text_table([*map(list, zip(*cells, strict=True))])
+    return text_table(cells)
 
 
 def _brief(value: Any, longest: int | None) -> str:

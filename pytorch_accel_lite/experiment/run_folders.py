@@ -15,9 +15,8 @@ from typing import Any
 
 import yaml
 
+from pytorch_accel_lite.experiment.results import Row
 from pytorch_accel_lite.experiment.yaml_files import RESOLVED, short
-
-Row = dict[str, Any]
 
 _SUFFIXES = (".jsonl", ".csv")
 #: Settings that say where a run wrote or what it resumed from, or that follow from others.

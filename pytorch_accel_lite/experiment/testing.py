@@ -5,24 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.callbacks import TrainerCallback, WorstSamplesCallback, read_failures
-from pytorch_accel_lite.checkpoint import replacing
+from pytorch_accel_lite.experiment.results import (
+    Row,
+    added_callbacks,
+    as_json,
+    write_json,
+    write_predictions,
+    write_text,
+)
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of, source_of
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import format_metric, suggest
 
-Row = dict[str, Any]
 _NAME = re.compile(r"[\w.=+-]+")
 
 
@@ -84,7 +88,7 @@ def run_tests(
             raise ValueError(f"The name {word!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
     for setting, attributes in settings.items():
         for attribute in attributes:
-            _check_attribute(trainer, setting, attribute)
+            _owner(trainer, setting, attribute)
     names = [_folder_name(name) for name in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints={[*checkpoints]} would share folders: {names}. Test them with a save_dir each.")
@@ -102,21 +106,24 @@ def run_tests(
             for name, dataset in by_name.items():
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
                 about = {"inference": dict(attributes), "depends_on": depends_on}
-                with _attributes(trainer, attributes):
+                with _attributes(trainer, setting, attributes):
                     rows.append(row | test.run(paths, dataset, folder / checkpoint / setting / name, about))
     trainer.ranks.run_together(lambda: _write_tables(rows, folder), only_first=True)
     return rows
 
 
-def _check_attribute(trainer: Trainer, setting: str, attribute: str) -> None:
-    owner: Any = trainer
+def _owner(trainer: Trainer, setting: str, attribute: str) -> tuple[Any, str]:
+    """Return the object whose attribute a setting sets, and the last name of the attribute."""
+    value: Any = trainer
     for name in attribute.split("."):
+        owner = value
         if not hasattr(owner, name):
             raise ValueError(
                 f"inference: the setting {setting!r} sets {attribute!r}, but {type(owner).__name__} has no "
                 f"{name!r}.{suggest(name, dir(owner))}"
             )
-        owner = getattr(owner, name)
+        value = getattr(owner, name)
+    return owner, name
 
 
 def _folder_name(checkpoint: str) -> str:
@@ -126,21 +133,17 @@ def _folder_name(checkpoint: str) -> str:
 
 
 @contextmanager
-def _attributes(trainer: Trainer, values: Mapping[str, Any]) -> Iterator[None]:
+def _attributes(trainer: Trainer, setting: str, values: Mapping[str, Any]) -> Iterator[None]:
     """Set attributes of a trainer, or of its attributes, within a block."""
-    before = {name: attrgetter(name)(trainer) for name in values}
-
-    def put(name: str, value: Any) -> None:
-        owner, _, last = name.rpartition(".")
-        setattr(attrgetter(owner)(trainer) if owner else trainer, last, value)
-
+    owners = [_owner(trainer, setting, attribute) for attribute in values]
+    before = [getattr(owner, name) for owner, name in owners]
     try:
-        for name, value in values.items():
-            put(name, value)
+        for (owner, name), value in zip(owners, values.values(), strict=True):
+            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            put(name, value)
+        for (owner, name), value in zip(owners, before, strict=True):
+            setattr(owner, name, value)
 
 
 @dataclass
@@ -178,9 +181,7 @@ class _Test:
         if self.predictions:
             directory = folder / "predictions"
             writer = predictions_of(trainer, paths, directory, about, self.shard_size, self.skip_failed)
-            with _callbacks(trainer, writer):
-                for _ in trainer.predict_iter(dataset, **self.reading):
-                    pass
+            write_predictions(trainer, dataset, writer, **self.reading)
         metrics, samples, failures = self._evaluate(dataset)
 
         def write() -> None:
@@ -191,10 +192,10 @@ class _Test:
                 metrics["failed"] = len({index for failure in failures for index in failure["indices"]})
             for name, content in {"worst.json": samples, "failures.json": failures}.items():
                 if content:
-                    _write(folder / name, "[\n" + ",\n".join(map(json.dumps, content)) + "\n]")
+                    write_text(folder / name, "[\n" + ",\n".join(map(json.dumps, content)) + "\n]\n")
                 else:
                     (folder / name).unlink(missing_ok=True)
-            _write(folder / "metrics.json", json.dumps({"metrics": metrics, **source}, indent=2))
+            write_json(folder / "metrics.json", {"metrics": metrics, **source}, indent=2)
 
         trainer.ranks.run_together(write, only_first=True)
         return trainer.ranks.broadcast_object(lambda: metrics)
@@ -204,7 +205,7 @@ class _Test:
         transform = None if self.worst_by is None else _outputs_and_targets
         collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
         skipping = _SkippedBatches() if self.skip_failed else None
-        with _callbacks(self.trainer, collector, skipping):
+        with added_callbacks(self.trainer, collector, skipping):
             metrics = self.trainer.evaluate(dataset, **self.reading)
         value = "loss" if self.worst_by is None else _name_of(self.worst_by).rpartition(".")[2]
         samples = [] if collector is None else [sample._asdict() for sample in collector.samples]
@@ -250,43 +251,13 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
     return metrics if content == source else None
 
 
-@contextmanager
-def _callbacks(trainer: Trainer, *callbacks: TrainerCallback | None) -> Iterator[None]:
-    """Add callbacks to a trainer within a block; ``None`` stands for none."""
-    handler = trainer.callback_handler
-    before = trainer.callbacks
-    handler.add_callbacks([callback for callback in callbacks if callback is not None])
-    try:
-        yield
-    finally:
-        handler.clear_callbacks()
-        handler.add_callbacks(before)
-
-
-def as_json(value: Any) -> Any:
-    """Return a nested value as JSON can hold it: numbers and lists in place of tensors, and texts for all else."""
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
-    return value if isinstance(value, (str, int, float, type(None))) else str(value)
-
-
 def _write_tables(rows: list[Row], folder: Path) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [[format_metric(row[name]) if name in row else "" for name in columns] for row in rows]
-    _write(folder / "results.md", "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    write_text(folder / "results.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _write(folder / "results.csv", text.getvalue().rstrip("\n"))
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text + "\n")
+    write_text(folder / "results.csv", text.getvalue())
