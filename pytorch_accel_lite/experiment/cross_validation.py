@@ -12,6 +12,7 @@ import statistics
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,19 @@ def cross_validate(
     splits = result_of_first(
         lambda: _find_splits(folder, about, resume, splitter, lambda: _split(splitter, len(dataset), y, groups))
     )
-    validation = _Validation(make_trainer, dataset, folder, resume, seed, predictions, train_arguments)
-    folds = []
+    folds: list[Fold] = []
+    seen: list[weakref.ref[Any]] = []
     for number, (train, test) in enumerate(splits, 1):
-        name = f"fold-{number}"
-        metrics = validation.run(name, f"{number} of {len(splits)}", train, test)
-        folds.append(Fold(name, train, test, metrics, folder / name))
+        of_fold = folder / f"fold-{number}"
+        metrics = result_of_first(partial(_finished, of_fold, predictions))
+        if metrics is None:
+            if seed is not None:
+                set_seed(seed)
+            with _new_trainer(make_trainer, of_fold, seen) as trainer:
+                trainer.print(f"Fold {number} of {len(splits)}: {len(train)} samples to train on, {len(test)} to test")
+                of_train, of_test = Subset(dataset, train), Subset(dataset, test)
+                metrics = _run(trainer, of_fold, of_train, of_test, resume, predictions, train_arguments)
+        folds.append(Fold(of_fold.name, train, test, metrics, of_fold))
     return CrossValidation(named, len(dataset), folds)
 
 
@@ -250,17 +258,17 @@ def _split(splitter: Any, size: int, y: Any, groups: Any) -> list[Split]:
     if not splits:
         raise ValueError("splitter gave no fold.")
     for number, (train, test) in enumerate(splits, 1):
-        both = set(train) & set(test)
-        outside = [index for index in {*train, *test} if not 0 <= index < size]
+        both = {*train} & {*test}
+        outside = {*train, *test} - {*range(size)}
+        wrong = ""
         if not train or not test:
-            raise ValueError(f"splitter: fold {number} has {len(train)} samples to train on and {len(test)} to test.")
-        if both:
-            raise ValueError(
-                f"splitter: fold {number} would be tested on {len(both)} of the samples that it is trained on, such as "
-                f"sample {min(both)}."
-            )
-        if outside:
-            raise ValueError(f"splitter: fold {number} has the index {outside[0]}, but the dataset has {size} samples.")
+            wrong = f"has {len(train)} samples to train on and {len(test)} to test"
+        elif both:
+            wrong = f"would be tested on {len(both)} of the samples that it is trained on, such as sample {min(both)}"
+        elif outside:
+            wrong = f"has the index {min(outside)}, but the dataset has {size} samples"
+        if wrong:
+            raise ValueError(f"splitter: fold {number} {wrong}.")
     return splits
 
 
@@ -274,73 +282,54 @@ def _indices(values: Any) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------- folds
 
 
-@dataclass
-class _Validation:
-    """What all folds have in common, and how one is run."""
+def _finished(folder: Path, needs_predictions: bool) -> dict[str, Any] | None:
+    """Return the metrics of a fold that is finished."""
+    path = folder / _RESULT
+    if not path.exists() or (needs_predictions and not (folder / "predictions").is_dir()):
+        return None
+    print(f"{folder} is finished: skipped")
+    metrics: dict[str, Any] = json.loads(path.read_text())
+    return metrics
 
-    make_trainer: Callable[[Path], Trainer]
-    dataset: Any
-    folder: Path
-    resume: bool
-    seed: int | None
-    predictions: bool
-    train_arguments: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        self._seen: list[weakref.ref[Any]] = []
+def _new_trainer(make_trainer: Callable[[Path], Trainer], folder: Path, seen: list[weakref.ref[Any]]) -> Trainer:
+    """Return the trainer of a fold.
 
-    def run(self, name: str, place: str, train: list[int], test: list[int]) -> dict[str, Any]:
-        """Train and test the model of a fold, and return its metrics; those of a fold that is finished are read."""
-        folder = self.folder / name
-        finished = result_of_first(lambda: self._finished(folder))
-        if finished is not None:
-            return finished
-        if self.seed is not None:
-            set_seed(self.seed)
-        trainer = self._new_trainer(folder)
-        trainer.print(f"Fold {place}: {len(train)} samples to train on, {len(test)} to test")
-        with trainer:
-            held_out = Subset(self.dataset, test)
-            saves_states = any(hasattr(callback, "find_latest") for callback in trainer.callback_handler)
-            trainer.train(
-                Subset(self.dataset, train),
-                eval_dataset=held_out,
-                resume_from="latest" if self.resume and saves_states else None,
-                **self.train_arguments,
+    :param seen: the trainers and models of the folds before it
+    """
+    trainer = make_trainer(folder)
+    called = f"make_trainer({os.fspath(folder)!r}) returned"
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"{called} {trainer!r}, which is not a Trainer.")
+    made = [trainer, trainer.get_model(keep_torch_compile=False)]
+    for part in made:
+        if any(reference() is part for reference in seen):
+            raise ValueError(
+                f"{called} the {type(part).__name__} of an earlier fold, which has been trained on samples that it "
+                "would now be tested on. Create a new one each time."
             )
-            if (pause := trainer.current_run.end.pause) is not None:
-                raise RunPausedError(f"{pause} {name} is not finished: call cross_validate again with resume=True.")
-            given = self.train_arguments
-            reading = {name: given[key] for key, name in _FOR_EVALUATION.items() if key in given}
-            metrics = {key: _as_number(value) for key, value in trainer.evaluate(held_out, **reading).items()}
-            if self.predictions:
-                writer = PredictionWriterCallback(folder / "predictions", overwrite=True)
-                write_predictions(trainer, held_out, writer, **reading)
-            trainer.ranks.run_together(lambda: write_json(folder / _RESULT, metrics), only_first=True)
-        return metrics
+    seen += map(weakref.ref, made)
+    return trainer
 
-    def _finished(self, folder: Path) -> dict[str, Any] | None:
-        path = folder / _RESULT
-        if not path.exists() or (self.predictions and not (folder / "predictions").is_dir()):
-            return None
-        print(f"{folder} is finished: skipped")
-        metrics: dict[str, Any] = json.loads(path.read_text())
-        return metrics
 
-    def _new_trainer(self, folder: Path) -> Trainer:
-        trainer = self.make_trainer(folder)
-        if not isinstance(trainer, Trainer):
-            raise TypeError(f"make_trainer({os.fspath(folder)!r}) returned {trainer!r}, which is not a Trainer.")
-        made = [trainer, trainer.get_model(keep_torch_compile=False)]
-        for reference in self._seen:
-            if any(reference() is part for part in made):
-                raise ValueError(
-                    f"make_trainer({os.fspath(folder)!r}) returned the {type(reference()).__name__} of an earlier "
-                    "fold, which has been trained on samples that it would now be tested on. Create a new one each "
-                    "time."
-                )
-        self._seen += map(weakref.ref, made)
-        return trainer
+def _run(
+    trainer: Trainer, folder: Path, train: Any, test: Any, resume: bool, predictions: bool, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Train and test the model of a fold, and return its metrics.
+
+    :param arguments: further arguments of :meth:`Trainer.train`
+    """
+    saves_states = any(hasattr(callback, "find_latest") for callback in trainer.callbacks)
+    trainer.train(train, eval_dataset=test, resume_from="latest" if resume and saves_states else None, **arguments)
+    if (pause := trainer.current_run.end.pause) is not None:
+        raise RunPausedError(f"{pause} {folder.name} is not finished: call cross_validate again with resume=True.")
+    reading = {name: arguments[key] for key, name in _FOR_EVALUATION.items() if key in arguments}
+    metrics = {key: _as_number(value) for key, value in trainer.evaluate(test, **reading).items()}
+    if predictions:
+        writer = PredictionWriterCallback(folder / "predictions", overwrite=True)
+        write_predictions(trainer, test, writer, **reading)
+    trainer.ranks.run_together(lambda: write_json(folder / _RESULT, metrics), only_first=True)
+    return metrics
 
 
 def _as_number(value: Any) -> float | str:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.utils import patch_environment
+
 _FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"
 _QUERY = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
 _IDLE = 10  # percent of utilisation, and of memory, up to which a device counts as idle
@@ -94,7 +96,7 @@ def _run(
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
     if chosen is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    with _environment(variables), _signal_handlers():
+    with patch_environment(**variables), _signal_handlers():
         try:
             return dict(elastic_launch(config, entry)(*args))
         except ChildFailedError as error:
@@ -109,25 +111,9 @@ def _launch_error(rank: int, failure: Any) -> LaunchError:
         trace = record.get("extraInfo", {}).get("py_callstack") or message
         text = f"Rank {rank} failed, and all processes were ended:\n\n{trace.rstrip()}"
         return LaunchError(rank, failure.exitcode, text, message.partition(": ")[2])
-    how = (
-        f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
-    )
+    is_killed = failure.exitcode < 0
+    how = f"was killed by {failure.signal_name()}" if is_killed else f"ended with exit code {failure.exitcode}"
     return LaunchError(rank, failure.exitcode, f"Rank {rank} {how}, and all processes were ended.")
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, which processes started in the block inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager
@@ -196,27 +182,17 @@ def _idle_devices(existing: list[_Device], count: int) -> list[str]:
     return [device.uuid for device in idle[:count]]
 
 
-def _to_number(text: str) -> float:
-    """Return a value of the driver's tool, or NaN if it writes ``[N/A]`` or the like."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def _list_devices() -> list[_Device]:
     """Return the GPUs that this process may use, as the driver's tool lists them."""
     try:
         output = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = []
     for line in output.splitlines():
         number, name, *values = (field.strip() for field in line.split(","))
-        load, used, total = map(_to_number, values)
-        devices.append(_Device(number, name, load, 100 * used / total))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return devices
-    allowed = [name.strip() for name in visible.split(",")]
-    return [device for device in devices if device.number in allowed or device.uuid in allowed]
+        load, used, total = (float(text) if text.isdigit() else math.nan for text in values)  # "[N/A]" and the like
+        if visible is None or {number, name} & {text.strip() for text in visible.split(",")}:
+            devices.append(_Device(number, name, load, 100 * used / total))
+    return devices
