@@ -674,7 +674,7 @@ def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differ
     again = ["train", file, *STATES, *crash, "99", "--output_dir=half", "--resume", "latest"]
     code, printed, _ = run(*again, capsys=capsys)
     assert code == 0
-    assert "The experiment differs from the one that is resumed:\n  callbacks.1.update: 5 -> 99\n" in printed
+    assert "The experiment differs from the one that is resumed:\n  callbacks.CrashAt.update: 5 -> 99\n" in printed
     assert "Everything is in half\n" in printed
     both = [read(file, *STATES, f"--output_dir={name}") for name in ("whole", "half")]
     found = []

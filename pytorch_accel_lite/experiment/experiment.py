@@ -31,10 +31,10 @@ from pytorch_accel_lite.experiment.yaml_files import (
     Document,
     ExperimentError,
     dump_yaml,
+    flat,
     is_ours,
     load_yaml,
     read,
-    short,
 )
 from pytorch_accel_lite.trainer import Trainer
 
@@ -67,6 +67,7 @@ class Experiment:
         self.config = parser.to_config(self._parsed)
         self.text = dump_yaml(self.config)
         self.output_dir = Path(self.config["output_dir"])
+        self._datasets: dict[str, Any] = {}
 
     @classmethod
     def from_file(
@@ -96,7 +97,8 @@ class Experiment:
         kind = self._parser.parts["trainer"]
         parameters = inspect.signature(kind).parameters
         made: dict[str, Any] = {}
-        for name, make in (("model", self._make), ("loss_func", self._make_loss), ("optimizer", self._factory)):
+        makers = {"model": self._make, "loss_func": self._make_loss, "optimizer": self._factory}
+        for name, make in makers.items():
             if name in self._parser.parts:
                 made[name] = make(name)
             elif name in parameters and parameters[name].default is inspect.Parameter.empty:
@@ -116,30 +118,29 @@ class Experiment:
 
         :raises ExperimentError: if there is none
         """
-        return self._make_dataset("train")
+        return self.dataset("train")
 
     @cached_property
     def eval_dataset(self) -> Any:
         """The dataset of ``data.eval``, or ``None``."""
-        return self._make_dataset("eval") if "data.eval" in self._parser.parts else None
+        return self.dataset("eval") if "data.eval" in self._parser.parts else None
 
     @cached_property
     def test_dataset(self) -> Any:
         """The dataset of ``data.test``, or ``None``."""
-        return self._make_dataset("test") if "data.test" in self._parser.parts else None
+        return self.dataset("test") if "data.test" in self._parser.parts else None
 
     def dataset(self, name: str) -> Any:
         """Return the dataset of ``data.train``, ``data.eval`` or ``data.test``.
 
         :raises ExperimentError: if the experiment has none
         """
-        dataset = getattr(self, f"{name}_dataset")
-        return self._make_dataset(name) if dataset is None else dataset  # the former says what is missing
-
-    def _make_dataset(self, name: str) -> Any:
-        if f"data.{name}" not in self._parser.parts:
-            raise ExperimentError(f"data.{name}: there is none. Name a class, or a function, that returns a dataset.")
-        return self._make(f"data.{name}")
+        key = f"data.{name}"
+        if key not in self._parser.parts:
+            raise ExperimentError(f"{key}: there is none. Name a class, or a function, that returns a dataset.")
+        if key not in self._datasets:
+            self._datasets[key] = self._make(key)
+        return self._datasets[key]
 
     @cached_property
     def train_arguments(self) -> dict[str, Any]:
@@ -383,9 +384,7 @@ class ExperimentRecord(TrainerCallback):
         """Leave the folder to others."""
         self._leave_folder()
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Leave the folder to others."""
-        self._leave_folder()
+    on_exception = on_training_run_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return the resolved file, for a training state."""
@@ -393,8 +392,9 @@ class ExperimentRecord(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Print what differs between the experiment that was saved and this one."""
-        changes = _differences(load_yaml(state["experiment"]), self._experiment.config)
-        lines = [line for key, line in changes if key != "train.resume_from"]
+        before, now = dict(flat(load_yaml(state["experiment"]))), dict(flat(self._experiment.config))
+        changed = [key for key in before | now if before.get(key) != now.get(key) and key != "train.resume_from"]
+        lines = [f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed]
         if lines:
             self._print("The experiment differs from the one that is resumed:", *lines, sep="\n  ")
 
@@ -414,20 +414,3 @@ class ExperimentRecord(TrainerCallback):
     def _leave_folder(self) -> None:
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
-
-
-def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the key and a line ``key: old -> new`` for each value that differs between two nested values."""
-    if isinstance(before, list) and isinstance(after, list):
-        before, after = dict(enumerate(before)), dict(enumerate(after))
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in {**before, **after}:
-            yield from _differences(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))
-    elif before != after:
-        yield key, f"{short(key)}: {_brief(before)} -> {_brief(after)}"
-
-
-def _brief(value: Any) -> Any:
-    """Return a value for a message; of a class and its arguments, the class."""
-    return value["class_path"] if isinstance(value, dict) and "class_path" in value else value

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.experiment.results import Results, format_column, text_table, write_text
-from pytorch_accel_lite.experiment.run_folders import ClassPath, RecordedRun, find_runs
+from pytorch_accel_lite.experiment.run_folders import RecordedRun, find_runs
+from pytorch_accel_lite.experiment.yaml_files import ClassPath
 from pytorch_accel_lite.plotting import is_monitor, overlay_style, page_style, svg_overlays
 from pytorch_accel_lite.utils import format_metric, import_extra, suggest
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from pytorch_accel_lite.experiment.results import Row
-from pytorch_accel_lite.experiment.yaml_files import RESOLVED, short
+from pytorch_accel_lite.experiment.yaml_files import RESOLVED, flat
 
 _SUFFIXES = (".jsonl", ".csv")
 #: Settings that say where a run wrote or what it resumed from, or that follow from others.
@@ -214,7 +214,7 @@ def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> di
     epochs, updates = (config.get(name) or 0 for name in ("num_epochs", "num_update_steps_per_epoch"))
     if config.get("max_num_train_steps") == epochs * updates:  # it follows from the number of epochs
         del config["max_num_train_steps"]
-    settings = dict(_flat(experiment or config))
+    settings = dict(flat(experiment or config))
     settings |= {name: record[name] for name in ("processes", "device") if name in record}
     git = record.get("git") or {}
     if "commit" in git:
@@ -222,35 +222,6 @@ def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> di
     versions = record.get("versions", {}).items()
     settings |= {f"version of {name}": str(number).partition("+")[0] for name, number in versions}
     return {key: value for key, value in settings.items() if not _BESIDE_THE_POINT.fullmatch(key)}
-
-
-class ClassPath(str):
-    """A setting that is the path of a class or a function, unlike the name of a file, which may look the same."""
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested settings by key; a class is the value of the key above its arguments."""
-    if isinstance(value, Mapping) and "class_path" in value:
-        yield key, ClassPath(value["class_path"])
-    if isinstance(value, Mapping) and value.keys() & {"class_path", "init_args"}:
-        value = value.get("init_args") or {}
-    if isinstance(value, list) and value and all(isinstance(item, Mapping) and "class_path" in item for item in value):
-        value = _by_class(value)
-    if not isinstance(value, Mapping):
-        yield short(key), value
-        return
-    for name, inner in value.items():
-        yield from _flat(inner, f"{key}.{name}" if key else str(name))
-
-
-def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a list of classes and their arguments by the names of the classes."""
-    named: dict[str, Any] = {}
-    for item in items:
-        name = item["class_path"].rpartition(".")[2]
-        count = sum(key.partition("#")[0] == name for key in named)
-        named[f"{name}#{count + 1}" if count else name] = item
-    return named
 
 
 def _directions_in(experiment: Any) -> Iterator[tuple[str, bool | None]]:

@@ -85,6 +85,35 @@ def short(key: str) -> str:
     return key.replace(".init_args.", ".").removesuffix(".init_args").removesuffix(".class_path").removesuffix("+")
 
 
+class ClassPath(str):
+    """A setting that is the path of a class or a function, unlike the name of a file, which may look the same."""
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested settings by key; a class is the value of the key above its arguments."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        yield key, ClassPath(value["class_path"])
+    if isinstance(value, Mapping) and value.keys() & {"class_path", "init_args"}:
+        value = value.get("init_args") or {}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) and "class_path" in item for item in value):
+        value = _by_class(value)
+    if not isinstance(value, Mapping):
+        yield short(key), value
+        return
+    for name, inner in value.items():
+        yield from flat(inner, f"{key}.{name}" if key else str(name))
+
+
+def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a list of classes and their arguments by the names of the classes."""
+    named: dict[str, Any] = {}
+    for item in items:
+        name = item["class_path"].rpartition(".")[2]
+        count = sum(key.partition("#")[0] == name for key in named)
+        named[f"{name}#{count + 1}" if count else name] = item
+    return named
+
+
 def _nested(existing: Any, names: Sequence[str], value: Any) -> Any:
     """Return a value in nested dicts. What is set in a class is one of its arguments.
 
