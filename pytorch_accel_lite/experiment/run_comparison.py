@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,10 +96,11 @@ class RunComparison(Results):
 
     def _of_metrics(self) -> list[Column]:
         """Return a table of the metrics, in which the best run of each is marked."""
-        columns = [Column("run", [run.name for run in self.runs])]
-        if any(run.outcome for run in self.runs):
-            columns.append(Column("outcome", [run.outcome for run in self.runs]))
-        columns.append(Column("epochs", [str(int(run.rows[-1]["epoch"])) for run in self.runs], True))
+        columns = [
+            Column("run", [run.name for run in self.runs]),
+            Column("outcome", [run.outcome for run in self.runs]),
+            Column("epochs", [str(int(run.rows[-1]["epoch"])) for run in self.runs], True),
+        ]
         for metric in self.metrics:
             values = [metric.value_in(run) for run in self.runs]
             finite = [value for value in values if value is not None]
@@ -107,7 +109,7 @@ class RunComparison(Results):
                 best = values.index(max(finite) if metric.kind == "max" else min(finite))
             texts = [text or _MISSING for text in format_column(values)]
             columns.append(Column(str(metric), texts, True, best))
-        return columns
+        return [column for column in columns if any(column.texts)]  # without outcomes if there are none
 
     def _of_settings(self) -> list[Column]:
         """Return a table of the settings that differ."""
@@ -123,26 +125,26 @@ class RunComparison(Results):
         lines += _as_text(self._of_metrics())
         if self.differences:
             lines += ["", "Settings that differ", "", *_as_text(self._of_settings())]
-        elif len(self.runs) > 1:
-            lines += ["", "Their settings are the same, as far as they are known."]
-        if self.left_out:
-            lines += ["", self._note()]
-        return "\n".join(lines)
+        return "\n".join(lines + [line for note in self._notes() for line in ("", note)])
 
-    def _note(self) -> str:
-        return f"Left out, without metrics: {', '.join(self.left_out)}"
+    def _notes(self) -> list[str]:
+        """Return what is said below the tables."""
+        notes = []
+        if len(self.runs) > 1 and not self.differences:
+            notes.append("Their settings are the same, as far as they are known.")
+        if self.left_out:
+            notes.append(f"Left out, without metrics: {', '.join(self.left_out)}")
+        return notes
 
     def _page(self) -> str:
         shared: dict[str, Any] = {}
         for run in reversed(self.runs):
             shared |= {key: value for key, value in run.settings.items() if key not in self.differences}
-        of_each = {
-            metric.name: [run.metrics.get(metric.name, ([], [])) for run in self.runs] for metric in self.metrics
-        }
-        try:
-            curves = svg_overlays(of_each)
-        except ImportError:
-            curves = []
+        of_each = [run.metrics for run in self.runs]
+        names = [metric.name for metric in self.metrics]
+        curves = []
+        with suppress(ImportError):  # without matplotlib
+            curves = svg_overlays({name: [of_run.get(name, ([], [])) for of_run in of_each] for name in names})
         jinja2 = import_extra("jinja2", "", "A page")
         loader = jinja2.FileSystemLoader(Path(__file__).parent)
         environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -154,7 +156,7 @@ class RunComparison(Results):
             settings=self._of_settings() if self.differences else None,
             shared=[Column("name", [*shared]), Column("value", [_brief(value, None) for value in shared.values()])],
             curves=curves,
-            notes=[self._note()] if self.left_out else [],
+            notes=self._notes(),
         )
         return page
 
@@ -188,20 +190,18 @@ def compare_runs(
                 f"directions has {name!r} (on the command line: --maximize or --minimize), but no run has such a "
                 f"metric.{suggest(name, names)}"
             )
-    known: dict[str, bool] = {name: False for name in names if "loss" in name}
+    greater_is_better: dict[str, bool] = {name: False for name in names if "loss" in name}
     for run in runs:
-        known |= run.directions
-    known |= directions or {}
-    metrics = []
-    for name in names:
-        kind = "last" if "train" in name.split("_") or name not in known else "max" if known[name] else "min"
-        metrics.append(ComparedMetric(name, kind))
-    compared = [metric for metric in metrics if not is_monitor(metric.name)]
-    compared.sort(key=lambda metric: metric.kind == "last")
+        greater_is_better |= run.directions
+    greater_is_better |= directions or {}
+    kinds = {name: "max" if greater_is_better[name] else "min" for name in names if name in greater_is_better}
+    kinds |= {name: "last" for name in names if name not in kinds or "train" in name.split("_")}
+    metrics = [ComparedMetric(name, kinds[name]) for name in names if not is_monitor(name)]
+    metrics.sort(key=lambda metric: metric.kind == "last")
     differences = _differences(runs) if len(runs) > 1 else []
     if sort_by is not None:
-        runs = _sorted(runs, sort_by, compared, known, differences)
-    return RunComparison(runs, compared, differences, left_out)
+        runs = _sorted(runs, sort_by, metrics, greater_is_better, differences)
+    return RunComparison(runs, metrics, differences, left_out)
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
@@ -228,8 +228,8 @@ def _sorted(
     differences: Sequence[str],
 ) -> list[RecordedRun]:
     by_name = {metric.name: metric for metric in metrics}
-    if sort_by not in by_name and sort_by not in differences:
-        names = [*by_name, *differences]
+    names = [*by_name, *differences]
+    if sort_by not in names:
         raise ValueError(
             f"sort_by={sort_by!r} is neither a metric nor a setting that differs.{suggest(sort_by, names)} There "
             f"are {', '.join(names)}."
@@ -240,13 +240,12 @@ def _sorted(
             f"directions={{{sort_by!r}: True}} or False, on the command line --maximize {sort_by} or --minimize "
             f"{sort_by}."
         )
-    sign = -1 if directions.get(sort_by) else 1
 
-    def order(run: RecordedRun) -> tuple[bool, bool, Any]:
+    def order(run: RecordedRun) -> tuple[int, Any]:
         value = by_name[sort_by].value_in(run) if sort_by in by_name else run.settings.get(sort_by)
         if isinstance(value, (int, float)):
-            return False, False, sign * value
-        return value is None, True, str(value)
+            return 0, -value if directions.get(sort_by) else value
+        return (2, "") if value is None else (1, str(value))
 
     return sorted(runs, key=order)
 
@@ -265,6 +264,5 @@ def _as_text(columns: Sequence[Column]) -> list[str]:
 def _brief(value: Any, longest: int | None) -> str:
     """Return a setting as text; of the path of a class, its name."""
     text = value.rpartition(".")[2] if isinstance(value, ClassPath) else format_metric(value)
-    if longest is None or len(text) <= longest:
-        return text
-    return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"
+    is_short = longest is None or len(text) <= longest
+    return text if is_short else f"{text[: _LONGEST // 2 - 1]}…{text[-_LONGEST // 2 :]}"

@@ -8,7 +8,8 @@ import json
 import os
 import pydoc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,23 +69,19 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
     :raises FileNotFoundError: if a path does not exist
     :raises ValueError: if there is no run, or a file cannot be read
     """
-    runs: dict[Path, RecordedRun] = {}
-    left_out: list[str] = []
-    given = [os.fspath(path) for path in paths]
-    for path in _expanded(given):
-        in_path = _runs_at(path)
-        runs |= {place.resolve(): run for place, run in in_path.items()}
-        if not in_path and path.is_dir():
-            left_out.append(os.fspath(path))
+    patterns = [os.fspath(path) for path in paths]
+    by_path = {path: _runs_at(path) for path in _expanded(patterns)}
+    runs = {location.resolve(): run for in_path in by_path.values() for location, run in in_path.items()}
+    left_out = [os.fspath(path) for path, in_path in by_path.items() if not in_path and path.is_dir()]
     if not runs:
         raise ValueError(
-            f"No runs found in {', '.join(given) or 'nothing'}: there are no metrics. They are in the metrics.jsonl or "
+            f"No runs found in {', '.join(patterns)}: there are no metrics. They are in the metrics.jsonl or "
             "metrics.csv of a MetricsFileCallback, which runs from files have by default, or in the run.json of a "
             "RunLogCallback, once an epoch has been completed."
         )
-    above = os.path.commonpath([place.parent for place in runs])
-    for place, run in runs.items():
-        run.name = os.path.relpath(place, above)
+    above = os.path.commonpath([location.parent for location in runs])
+    for location, run in runs.items():
+        run.name = os.path.relpath(location, above)
     return list(runs.values()), left_out
 
 
@@ -133,11 +130,7 @@ def _runs_in(folder: Path) -> dict[Path, RecordedRun]:
 def _is_of_epochs(path: Path) -> bool:
     """Whether the first row of a file is that of an epoch; the file may be of any other kind."""
     with path.open(errors="replace") as file:
-        first = file.readline()
-    try:
-        names = next(csv.reader([first]), []) if path.suffix == ".csv" else list(json.loads(first))
-    except (ValueError, TypeError, csv.Error):
-        return False
+        names = re.findall(r'"([^"]*)":' if path.suffix == ".jsonl" else r"[^,\n]+", file.readline())
     return "epoch" in names and names[0] != "update"
 
 
@@ -147,19 +140,15 @@ def _is_of_epochs(path: Path) -> bool:
 def _read_run(folder: Path, rows: list[Row]) -> RecordedRun:
     """Return the run in a folder that has these metrics."""
     record = _read_record(folder)
-    path = folder / RESOLVED
-    try:
-        experiment = (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}.") from error
-    directions = dict(_directions_in(experiment)) | record.get("directions", {})
+    experiment = _parsed(folder / RESOLVED, yaml.safe_load, "YAML")
+    directions = [*_directions_in(experiment), *record.get("directions", {}).items()]
     return RecordedRun(
         folder,
         rows,
-        _settings_of(experiment, record),
-        RESOLVED if experiment else "run.json" if record else "",
-        {name: direction for name, direction in directions.items() if direction is not None},
-        str(record.get("attempts", [{"outcome": ""}])[-1]["outcome"]).partition(":")[0],
+        settings=_settings_of(experiment, record),
+        source=RESOLVED if experiment else "run.json" if record else "",
+        directions={name: direction for name, direction in directions if direction is not None},
+        outcome=str(record.get("attempts", [{"outcome": ""}])[-1]["outcome"]).partition(":")[0],
     )
 
 
@@ -192,12 +181,16 @@ def _read_record(folder: Path) -> dict[str, Any]:
     """Return the contents of the ``run.json`` of a folder, which may be in a folder of its own in it."""
     for path in (folder / "run.json", *sorted(folder.glob("*/run.json"))):
         if path.is_file():
-            try:
-                content: dict[str, Any] = json.loads(path.read_text())
-            except ValueError as error:
-                raise ValueError(f"{path} is not JSON: {error}.") from error
-            return content
+            return _parsed(path, json.loads, "JSON")
     return {}
+
+
+def _parsed(path: Path, parse: Callable[[str], Any], kind: str) -> dict[str, Any]:
+    """Return the contents of a file, which is empty if there is none."""
+    try:
+        return (path.is_file() and parse(path.read_text())) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not {kind}: {error}.") from error
 
 
 # ----------------------------------------------------------------------------------------------------- settings
@@ -224,23 +217,18 @@ def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> di
     return {key: value for key, value in settings.items() if not _BESIDE_THE_POINT.fullmatch(key)}
 
 
-def _directions_in(experiment: Any) -> Iterator[tuple[str, bool | None]]:
+def _directions_in(content: Any) -> Iterator[tuple[str, bool | None]]:
     """Yield whether greater values are better of the metrics that an experiment names, as far as it tells."""
-    if isinstance(experiment, (list, Mapping)):
-        for inner in experiment.values() if isinstance(experiment, Mapping) else experiment:
-            yield from _directions_in(inner)
-    if isinstance(experiment, Mapping):
-        metrics = experiment.get("metrics")
-        for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
-            if isinstance(metric, Mapping) and "class_path" in metric:
-                yield name, getattr(_locate(metric["class_path"]), "higher_is_better", None)
-        if experiment.get("greater_is_better") is not None and "watch_metric" in experiment:
-            yield experiment["watch_metric"], experiment["greater_is_better"]
-
-
-def _locate(path: str) -> Any:
-    """Return a class by its path; ``None`` if it cannot be imported here."""
-    try:
-        return pydoc.locate(path)
-    except pydoc.ErrorDuringImport:
-        return None
+    if isinstance(content, list):
+        content = dict(enumerate(content))
+    if not isinstance(content, Mapping):
+        return
+    for inner in content.values():
+        yield from _directions_in(inner)
+    metrics = content.get("metrics")
+    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
+        if isinstance(metric, Mapping) and "class_path" in metric:
+            with suppress(pydoc.ErrorDuringImport):  # where the class cannot be imported here
+                yield name, getattr(pydoc.locate(metric["class_path"]), "higher_is_better", None)
+    if "watch_metric" in content:
+        yield content["watch_metric"], content.get("greater_is_better")
