@@ -519,6 +519,13 @@ WRONG = [
         [],
         "small.yaml, line 5: aliases (*) repeat more than 10,000 values. Use fewer of them.",
     ),
+    (
+        "a: &a {x: 1, y: 2}\n"
+        + "".join(f"{b}: &{b} {{x: *{a}, y: *{a}, z: *{a}}}\n" for a, b in pairwise("abcdefghijk")),
+        [],
+        "small.yaml, line 8: aliases (*) repeat more than 10,000 values. Use fewer of them.",
+    ),
+    ("train: &all\n  ? *all\n  : 3", [], "small.yaml, line 1: found unhashable key"),
     ("train: " + "[" * 3000 + "]" * 3000, [], "small.yaml is nested too deeply."),
     (
         FILE.replace("width: 5", "activation: {class_path: fractions.Fraction}"),

@@ -136,11 +136,6 @@ class _Device:
     load: float  # in percent; NaN where the driver does not know a value, as on a GPU that is divided
     memory: float  # in use, in percent; NaN on a GPU that shares the host's
 
-    @property
-    def in_use(self) -> list[float]:
-        """The load and the memory in use, as far as the driver knows them."""
-        return [value for value in (self.load, self.memory) if not math.isnan(value)]
-
     def __str__(self) -> str:
         load, memory = ("unknown" if math.isnan(value) else f"{value:.0f} %" for value in (self.load, self.memory))
         return f"GPU {self.number}: load {load}, memory {memory}"
@@ -171,15 +166,18 @@ def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -
 
 
 def _idle_devices(existing: list[_Device], count: int) -> list[str]:
-    idle = [device for device in existing if device.in_use and max(device.in_use) <= _IDLE]
+    idle = []
+    for device in existing:
+        in_use = [value for value in (device.load, device.memory) if not math.isnan(value)]
+        if in_use and max(in_use) <= _IDLE:
+            idle.append((-len(in_use), in_use, device.uuid))  # the more is known, the earlier
     if len(idle) < count:
         states = "; ".join(map(str, existing)) or "there is no GPU"
         raise ValueError(
             f"devices='idle': too few idle GPUs: {count} needed, {len(idle)} idle ({states}). Wait, ask for fewer "
             "processes, or name the GPUs to use anyway."
         )
-    idle.sort(key=lambda device: (-len(device.in_use), *device.in_use))  # the more is known, the earlier
-    return [device.uuid for device in idle[:count]]
+    return [name for _, _, name in sorted(idle)[:count]]
 
 
 def _list_devices() -> list[_Device]:

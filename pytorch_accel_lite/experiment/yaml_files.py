@@ -185,9 +185,12 @@ def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
     places: dict[str, str] = {}
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        if node is not None:
-            _check_aliases(node, path, {})
-        for key, place in _places(node, path, ""):
+        for number, (key, place) in enumerate(_places(node, path) if node else ()):
+            if number > len(text) + _MAX_REPEATED:  # as each value that is written out takes a character or more
+                within = places.get(key.partition(".")[0], place)
+                raise ExperimentError(
+                    f"{within}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer of them."
+                )
             places.setdefault(short(key), place)
         content = load_yaml(text)
     except yaml.YAMLError as error:
@@ -234,42 +237,35 @@ def dump_yaml(content: Any) -> str:
         raise ExperimentError(f"{error.args[1]!r} cannot be written into a file.") from error
 
 
-def _check_aliases(node: Any, path: Path, sizes: dict[int, int | None]) -> int:
-    """Return the number of values under a node, with those that an alias repeats.
+def _places(
+    node: Any, path: Path, key: str = "", where: str = "", above: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield the path of each key and each item under a node, with its file and line, also of those that aliases repeat.
 
-    :param sizes: that of each node so far, by its ``id``; ``None`` for those that contain this one
-    :raises ExperimentError: if an alias repeats what it is in itself, or aliases multiply to too many values
+    :param where: the place of the key that the node is the value of
+    :param above: the nodes that contain this one
+    :raises ExperimentError: if a key is there twice, or an alias repeats what it is in itself
     """
-    size = sizes.get(id(node), 0)
-    if size == 0:
-        sizes[id(node)] = None
-        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in parts for part in pair]
-        size = sizes[id(node)] = 1 + sum(_check_aliases(part, path, sizes) for part in parts)
-    where = f"{path}, line {node.start_mark.line + 1}"
-    if size is None:
-        raise ExperimentError(f"{where}: the value with this anchor contains an alias (*) of itself. Remove the alias.")
-    if size > len(sizes) + _MAX_REPEATED:
-        raise ExperimentError(f"{where}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer of them.")
-    return size
-
-
-def _places(node: Any, path: Path, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of each key under a node, with its file and line."""
+    if node in above:
+        raise ExperimentError(
+            f"{path}, line {node.start_mark.line + 1}: the value with this anchor contains an alias (*) of itself. "
+            "Remove the alias."
+        )
+    values: list[tuple[str, str, Any]] = []
     if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for name, value in node.value:
-            inner = f"{key}.{name.value}" if key else str(name.value)
-            where = f"{path}, line {name.start_mark.line + 1}"
-            if inner in seen:
-                raise ExperimentError(f"{where}: {inner} is there twice. Remove one of them.")
-            seen.add(inner)
-            yield inner, where
-            yield from _places(value, path, inner)
+        for name, value in node.value:  # a name that is no scalar is refused when the file is loaded
+            own = str(name.value) if isinstance(name, yaml.ScalarNode) else "?"
+            values.append((own, f"{path}, line {name.start_mark.line + 1}", value))
     elif isinstance(node, yaml.SequenceNode):
-        for number, value in enumerate(node.value):
-            yield from _places(value, path, f"{key}.{number}")
+        values = [(str(number), where, value) for number, value in enumerate(node.value)]
+    seen = set()
+    for own, place, value in values:
+        inner = f"{key}.{own}" if key else own
+        if inner in seen:
+            raise ExperimentError(f"{place}: {inner} is there twice. Remove one of them.")
+        seen.add(inner)
+        yield inner, place
+        yield from _places(value, path, inner, place, (*above, node))
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
