@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,12 @@ def _parser() -> argparse.ArgumentParser:
 
     train = add("train", _train, "train as the file says")
     train.add_argument("--print_config", action="store_true", help="write a complete file, and end")
-    for name, run, text in (
-        ("evaluate", _evaluate, "evaluate weights on a dataset"),
-        ("predict", _predict, "write the outputs for a dataset"),
+    of_weights = "by default best, or last without a SaveBestModelCallback"
+    for command in (
+        add("evaluate", _evaluate, "evaluate weights on a dataset"),
+        add("predict", _predict, "write the outputs for a dataset"),
     ):
-        command = add(name, run, text)
-        command.add_argument(
-            "--weights", metavar="best|last|PATH", help="by default best, or last without a SaveBestModelCallback"
-        )
+        command.add_argument("--weights", metavar="best|last|PATH", help=of_weights)
         command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, one of those under data")
     add("test", _test, "test every checkpoint by every inference setting by every dataset")
     for name, text in _OF_TRAINER.items():
@@ -134,23 +133,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     """Run a command that has an experiment, in this process or in several."""
+    prints = getattr(options, "print_config", False)
     if options.help:
         print(options.describe())
         if options.file is not None:
             print(create_parser(options.file, rest).help())
         return 0
-    prints = getattr(options, "print_config", False)
-    if prints and options.file is None:
-        print(_STARTING_FILE + Experiment.from_file(None, rest).text, end="")
-        return 0
-    if options.file is None:
+    if options.file is None and not prints:
         raise ExperimentError(
             f"{options.command} needs the file of an experiment: {options.command} experiment.yaml. To begin, write "
             "one with: train --print_config > experiment.yaml"
         )
     experiment = Experiment.from_file(options.file, rest, tool=options.command if options.command in TOOLS else None)
     if prints:
-        print(experiment.text, end="")
+        print(("" if options.file else _STARTING_FILE) + experiment.text, end="")
     elif options.processes is not None or options.devices is not None or options.restarts:
         return _launch(options, rest)
     else:
@@ -159,12 +155,10 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _launch(options: argparse.Namespace, rest: list[str]) -> int:
-    own = [options.command, options.file]
-    for name in ("weights", "on"):
-        if getattr(options, name, None) is not None:
-            own += [f"--{name}", getattr(options, name)]
+    own = [f"--{name}={vars(options)[name]}" for name in ("weights", "on") if vars(options).get(name) is not None]
+    command = ["-m", "pytorch_accel_lite", options.command, options.file, *own, *rest]
     try:
-        launch_command(["-m", "pytorch_accel_lite", *own, *rest], options.processes, options.devices, options.restarts)
+        launch_command(command, options.processes, options.devices, options.restarts)
     except LaunchError as error:
         print(f"error: {error.reason}" if error.exit_code == 2 and error.reason else error, file=sys.stderr)
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
@@ -177,9 +171,8 @@ def _train(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
     trainer, weights, name = _load(experiment, options, "eval")
-    metrics = trainer.evaluate(experiment.dataset(name), **experiment.eval_arguments) | {
-        "weights": ", ".join(map(os.fspath, weights))
-    }
+    metrics = trainer.evaluate(experiment.dataset(name), **experiment.eval_arguments)
+    metrics["weights"] = ", ".join(map(os.fspath, weights))
     path = experiment.output_dir / f"evaluation_{name}.json"
     trainer.ranks.run_together(lambda: write_json(path, as_json(metrics), indent=2), only_first=True)
     trainer.print(f"The metrics are in {path}")
@@ -226,11 +219,9 @@ def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
     if options.command == "find_lr":
         path = experiment.output_dir / "find_lr.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(ImportError):  # without matplotlib
             trainer.ranks.run_together(lambda: result.plot(path), only_first=True)
-        except ImportError:  # without matplotlib
-            return
-        trainer.print(f"The curve is in {path}")
+            trainer.print(f"The curve is in {path}")
 
 
 def _test(experiment: Experiment, options: argparse.Namespace) -> None:

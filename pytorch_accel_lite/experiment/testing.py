@@ -82,7 +82,7 @@ def run_tests(
             "each step, and would wait for the one that failed."
         )
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
-    settings: Mapping[str, Mapping[str, Any]] = inference or {"default": {}}
+    settings = inference or {"default": {}}
     for word in (*by_name, *settings):
         if not _NAME.fullmatch(word):
             raise ValueError(f"The name {word!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
