@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.plotting.figures import COLOURS, INK, choose_scale, finish, new_figure, save
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
 
@@ -96,6 +97,11 @@ def _draw_setting(axis: Any, name: str, complete: Trials, pruned: Trials) -> Non
         axis.set_xlim(-0.5, len(choices) - 0.5)
     elif getattr(space, "log", False):
         axis.set_xscale("log")
+        if space.high < 100 * space.low:  # few powers of ten to label
+            ticker = import_extra("matplotlib.ticker", "plot", "plot_search()")
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
     finish(axis, name, [])
 
 
