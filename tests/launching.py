@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -28,7 +29,6 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from pytorch_accel_lite.base.signals import keeping_handlers
 from pytorch_accel_lite.distributed import shutdown
 
 T = TypeVar("T")
@@ -247,6 +247,7 @@ class Fork:
             sys.stdout = sys.stderr = open(file, "w", buffering=1, closefd=False)  # noqa: SIM115
             use_filters(warnings.filters)
             os.environ["OMP_NUM_THREADS"] = "1"  # a copy lacks the threads that OpenMP may have started here
+            torch.set_num_threads(torch.get_num_threads())  # as in _run_as_rank
             for state in (AcceleratorState, GradientState, PartialState):
                 state._reset_state()
             action()
@@ -388,6 +389,19 @@ def run_script(path: str, *arguments: str) -> str:
     return done.stdout
 
 
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Restore the handlers of all signals after a block that installs others, as torch's launcher does."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
 def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0) -> None:
     """Run a function as the ranks of a job, as torchrun does, but in copies of this process: nothing is imported again.
 
@@ -414,6 +428,9 @@ def _run_as_rank(begun: Any, function: Callable[..., Any], *arguments: Any) -> N
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the launcher's own handlers were copied too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Torch replaces the pool of threads, which a copy lacks, at the first call. If several threads of autograd are the
+    # first, and call it at once, one of them may find no pool, and abort.
+    torch.set_num_threads(1)
     _await_all_ranks(begun)
     function(*arguments)
 

@@ -153,7 +153,7 @@ def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watch
     x, y = make_data(12).tensors
     data, test_data = TensorDataset(x, 3 + y), TensorDataset(x, -(3 + y))
 
-    def test(trainer, **kwargs):
+    def evaluate_test_data(trainer, **kwargs):
         if trainer.current_run.data.eval_dataset is not test_data:
             trainer.evaluate(test_data)
 
@@ -172,7 +172,7 @@ def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watch
 
     plain = watched("plain")
     assert plain[1] == 6
-    evaluates = listener(**{event: test})
+    evaluates = listener(**{event: evaluate_test_data})
     assert watched("nested", evaluates) == plain
     assert watched("resumed", evaluates, resume_from=here / "nested/states/update-000000007") == plain
 

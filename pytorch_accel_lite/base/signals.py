@@ -38,19 +38,6 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-@contextmanager
-def keeping_handlers() -> Iterator[None]:
-    """Restore the handlers of all signals after a block that installs others, as torch's launcher does."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-
-
 def exit_for(interruption: Exception | None) -> None:
     """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
 

@@ -40,7 +40,7 @@ def fits_safetensors(value: Any) -> bool:
     return is_plain and value.dtype != torch.complex128
 
 
-def take_out_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.Tensor]) -> Any:
+def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.Tensor]) -> Any:
     """Return nested dicts, lists and tuples with each sharded or large tensor replaced by a mark.
 
     Files of tensors are written and read faster than pickled ones, but lack what some tensors have: memory that they
@@ -63,7 +63,7 @@ def take_out_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch
             and owners[value.untyped_storage().data_ptr()] == 1
         )
 
-    def take_out(path: tuple[KeyEntry, ...], value: Any) -> Any:
+    def extract(path: tuple[KeyEntry, ...], value: Any) -> Any:
         if not is_sharded(value) and not is_large(value):
             return value
         name = ".".join(map(str, _keys(path)))
@@ -72,22 +72,22 @@ def take_out_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch
         (sharded if is_sharded(value) else large)[name] = value
         return {_MARK: name}
 
-    return tree_map_with_path(take_out, state)
+    return tree_map_with_path(extract, state)
 
 
-def put_back_tensors(
+def restore_tensors(
     state: Any, stored: Mapping[str, StoredTensor], find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None
 ) -> Any:
-    """Return what :func:`take_out_tensors` was given.
+    """Return what :func:`extract_tensors` was given.
 
     :param find_like: returns the tensor like which to shard that for a path of keys, if there is one; by default
         tensors are whole
     """
 
-    def put_back(path: tuple[KeyEntry, ...], value: Any) -> Any:
+    def restore(path: tuple[KeyEntry, ...], value: Any) -> Any:
         return stored[value[_MARK]].read(find_like(_keys(path))) if _is_mark(value) else value
 
-    return tree_map_with_path(put_back, state, is_leaf=_is_mark)
+    return tree_map_with_path(restore, state, is_leaf=_is_mark)
 
 
 def _is_mark(value: Any) -> bool:

@@ -27,7 +27,7 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, parse_location, storable, untie
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.remote import read_state
-from pytorch_accel_lite.checkpoint.shards import fits_safetensors, is_sharded, local_parts, take_out_tensors
+from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
 from pytorch_accel_lite.checkpoint.training_state import SHARD_OF_MODEL, CapturedState, TrainingState, pack_numbers
 from pytorch_accel_lite.checkpoint.weights import (
     describe_other_weights,
@@ -73,7 +73,7 @@ def capture(
     if trainer.logical is not None:
         shared["logical"] = trainer.logical.capture(trainer)
     large: dict[str, torch.Tensor] = {}
-    shared = take_out_tensors(storable(shared, "state"), shards, large)
+    shared = extract_tensors(storable(shared, "state"), shards, large)
     history: Any = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}

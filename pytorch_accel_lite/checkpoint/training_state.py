@@ -35,7 +35,7 @@ from pytorch_accel_lite.checkpoint.files import (
     write_plain,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.shards import Parts, StoredTensor, find_tensors, put_back_tensors, write_parts
+from pytorch_accel_lite.checkpoint.shards import Parts, StoredTensor, find_tensors, restore_tensors, write_parts
 from pytorch_accel_lite.distributed import Ranks
 
 #: Since 2, checksums are those of pieces, and large tensors beside the weights are in a file of their own.
@@ -94,7 +94,7 @@ class TrainingState:
 
         :param find_like: returns the tensor like which to shard that for a path of keys; by default all are whole
         """
-        self.shared = put_back_tensors(self.shared, self.tensors, find_like)
+        self.shared = restore_tensors(self.shared, self.tensors, find_like)
 
 
 @dataclass

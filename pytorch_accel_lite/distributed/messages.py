@@ -64,7 +64,7 @@ class _Reader(pickle.Unpickler):
 def encode(value: Any) -> torch.Tensor:
     """Return a picklable value as bytes."""
     message = Message(value)
-    encoded = torch.zeros(message.size, dtype=torch.uint8)
+    encoded = torch.empty(message.size, dtype=torch.uint8)
     message.write(encoded)
     return encoded
 
