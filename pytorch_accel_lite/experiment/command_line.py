@@ -39,15 +39,25 @@ _STARTING_FILE = """\
 # Classes and functions are given by their path, with their arguments; those of torch
 # and of pytorch_accel_lite by name alone. Remove what you leave at its default:
 # "train THIS_FILE --help" describes it.
-model: {class_path: my_module.MyModel, init_args: {width: 64}}
+model:
+  class_path: my_module.MyModel
+  init_args:
+    width: 64
 loss_func: CrossEntropyLoss
-optimizer: {class_path: AdamW, init_args: {lr: 1e-3}}
+optimizer:
+  class_path: AdamW
+  init_args:
+    lr: 1e-3
 scheduler:
   class_path: CosineAnnealingLR
-  init_args: {T_max: NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH}
+  init_args:
+    T_max: NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH
 # Classes, or functions that return a dataset; likewise eval and test.
 data:
-  train: {class_path: my_module.load_data, init_args: {split: train}}
+  train:
+    class_path: my_module.load_data
+    init_args:
+      split: train
 """
 
 

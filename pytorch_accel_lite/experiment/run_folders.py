@@ -130,7 +130,7 @@ def _runs_in(folder: Path) -> dict[Path, RecordedRun]:
 def _is_of_epochs(path: Path) -> bool:
     """Whether the first row of a file is that of an epoch; the file may be of any other kind."""
     with path.open(errors="replace") as file:
-        names = re.findall(r'"([^"]*)":' if path.suffix == ".jsonl" else r"[^,\n]+", file.readline())
+        names = re.findall(r'"([^"]*)":' if path.suffix == ".jsonl" else r'[^",\n]+', file.readline())
     return "epoch" in names and names[0] != "update"
 
 
