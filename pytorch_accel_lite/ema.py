@@ -1,5 +1,5 @@
 """Public path of averages of weights."""
 
-from pytorch_accel_lite.optimizers.weight_averages import ModelEma
+from pytorch_accel_lite.optimizers.moving_averages import ModelEma
 
 __all__ = ["ModelEma"]

@@ -20,7 +20,6 @@ from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
 from pytorch_accel_lite.base.modules import is_sharded, without_gradients
-from pytorch_accel_lite.base.other_libraries import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -29,6 +28,7 @@ from pytorch_accel_lite.base.placeholders import (
 from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.signals import ending_in_order, exit_for
+from pytorch_accel_lite.base.suggestions import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -42,7 +42,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
-from pytorch_accel_lite.distributed import Ranks, collectives, ddp, launch, shutdown
+from pytorch_accel_lite.distributed import Ranks, collectives, launch, shutdown
 from pytorch_accel_lite.engine import (
     arguments,
     evaluation,
@@ -56,7 +56,13 @@ from pytorch_accel_lite.engine import (
 from pytorch_accel_lite.engine.arguments import check_parallelism
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, combine_or_defer, get_model
+from pytorch_accel_lite.engine.prepared_model import (
+    PreparedModel,
+    can_rewrap_model,
+    combine_or_defer,
+    get_model,
+    rewrap_model,
+)
 from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_property, settable, shadowable
 from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.engine.trainer_repr import of_trainer
@@ -536,7 +542,7 @@ class Trainer:
     tensor_to_numeric = collectives.tensor_to_numeric
     sync_buffers = collectives.sync_buffers
     get_model = get_model
-    rewrap_model = ddp.rewrap_model
+    rewrap_model = rewrap_model
     skip_update = gradients.skip_update
     compare_replicas = replicas.compare_replicas
     can_rewrap_model = property(can_rewrap_model)

@@ -1,20 +1,18 @@
 """Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE, import_extra
-from pytorch_accel_lite.base.helpers import (
-    DataLoaderSlice,
-    LimitBatches,
+from pytorch_accel_lite.base.suggestions import suggest
+from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
+from pytorch_accel_lite.data.workers import worker_init_fn
+from pytorch_accel_lite.distributed.collectives import remove_padding, result_of_first
+from pytorch_accel_lite.distributed.launch import record_error
+from pytorch_accel_lite.distributed.process_zero import (
     local_process_zero_first,
     local_process_zero_only,
-    remove_padding,
-    worker_init_fn,
     world_process_zero_only,
 )
-from pytorch_accel_lite.base.other_libraries import suggest
-from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.distributed.collectives import result_of_first
-from pytorch_accel_lite.distributed.launch import record_error
-from pytorch_accel_lite.optimizers.weight_averages import ModelEma
+from pytorch_accel_lite.optimizers.moving_averages import ModelEma
 
 LIMIT_BATCHES_ENV_VAR = LIMIT_BATCHES_VARIABLE  # the name in pytorch-accelerated
 

@@ -47,8 +47,8 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.data import NamedDatasets, OwnShard, shard
 from pytorch_accel_lite.data.defaults import default_num_workers
-from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.data.reading import tensors_in_memory
+from pytorch_accel_lite.data.shares import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
 from tests.launching import run_code, two_are_enough

@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCall
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.checkpoint.files import checksum
-from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
 from tests.tasks import equal, quiet_trainer, regression_data
 
 BIG, SEVERAL_PIECES = 150, 2100

@@ -40,7 +40,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.data import Mixture, OwnShard
-from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.data.shares import split
 from pytorch_accel_lite.finetuning import ModelFreezer
 from pytorch_accel_lite.steps.logical_gradients import Node, TreeSum, blocks_of
 from tests.launching import SOAK

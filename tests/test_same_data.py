@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
 from pytorch_accel_lite.data import Mixture, MixtureStream, OwnShard, ReadByAll, ShuffledStream
 from tests.ranks import rank, world_size
 from tests.tasks import Rows, make_trainer

@@ -48,7 +48,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
-from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
 from tests.launching import (
     CAN_SHARD,
     PATIENCE,

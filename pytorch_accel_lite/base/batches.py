@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.loss_checks import check_loss, shapes_are_known
+from pytorch_accel_lite.base.loss_shapes import check_loss, shapes_are_known
 
 BatchOutput = dict[str, Any]
 #: The keys of a step's output that have a meaning; others are for callbacks.

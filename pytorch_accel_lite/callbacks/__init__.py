@@ -44,10 +44,10 @@ from pytorch_accel_lite.callbacks.run_log import RunLogCallback as RunLogCallbac
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback as GradientSpikeCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback as StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback as EarlyStoppingCallback
-from pytorch_accel_lite.callbacks.stopping import TerminateOnNaNCallback as TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.stopping import TimeLimitCallback as TimeLimitCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback as ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback as ProgressTableCallback
+from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback as TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.timing import ProfilerCallback as ProfilerCallback
 from pytorch_accel_lite.callbacks.timing import TimingCallback as TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback as TrackerCallback
@@ -56,7 +56,7 @@ from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallba
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback as GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback as WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback as WSDCheckpointCallback
-from pytorch_accel_lite.optimizers.weight_averages import ModelEma as ModelEma  # as in pytorch-accelerated
+from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
 from typing import Any
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
@@ -69,3 +71,37 @@ class LimitEvalStepsCallback(TrainerCallback):
         before = self._limit_before
         if self._applies(is_intermediate):  # the first of several such callbacks found the largest limit, or none
             loader.limit = None if before is None or loader.limit is None else max(before, loader.limit)
+
+
+class LimitBatches:
+    """Limits trainers created within ``with LimitBatches(n):`` to n batches per process, epoch and evaluation."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = check_positive_int("num_batches", num_batches)
+        self._before: str | None = None
+
+    def __enter__(self) -> LimitBatches:
+        self._before = os.environ.get(LIMIT_BATCHES_VARIABLE)
+        os.environ[LIMIT_BATCHES_VARIABLE] = str(self.num_batches)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del os.environ[LIMIT_BATCHES_VARIABLE]
+        else:
+            os.environ[LIMIT_BATCHES_VARIABLE] = self._before
+
+
+class DataLoaderSlice:
+    """The first ``slice_size`` batches of a dataloader or other iterable, restarted in each iteration."""
+
+    def __init__(self, dl: Iterable[Any], slice_size: int) -> None:
+        self.dl = dl
+        self.slice_size = check_positive_int("slice_size", slice_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dl), self.slice_size)
+
+    def __len__(self) -> int:
+        """Return ``slice_size``, or the length of the dataloader if that is smaller."""
+        return min(self.slice_size, len(self.dl)) if isinstance(self.dl, Sized) else self.slice_size

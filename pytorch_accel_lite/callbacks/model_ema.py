@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.suggestions import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import sharded_like
-from pytorch_accel_lite.optimizers.weight_averages import ModelEma, ShardedEma
+from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
 
 
 @suggest_arguments

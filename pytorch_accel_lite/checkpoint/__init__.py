@@ -1,8 +1,9 @@
 """Writing, verifying, finding and loading portable checkpoints of weights and training states."""
 
-from pytorch_accel_lite.checkpoint.contents import print_contents
 from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, try_lock, write_checkpoint
-from pytorch_accel_lite.checkpoint.training_state import DamagedStateError, read_learned, verify_state
+from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint.summary import print_contents
+from pytorch_accel_lite.checkpoint.training_state import read_learned
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, model_state
 
 __all__ = [

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.checkpoint.contents import print_contents
 from pytorch_accel_lite.checkpoint.files import parse_location
+from pytorch_accel_lite.checkpoint.manifest import MANIFEST, DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.remote import local_copy
-from pytorch_accel_lite.checkpoint.training_state import MANIFEST, DamagedStateError, open_state, verify_state
+from pytorch_accel_lite.checkpoint.summary import print_contents
+from pytorch_accel_lite.checkpoint.training_state import open_state
 
 _SHOWN = 10
 

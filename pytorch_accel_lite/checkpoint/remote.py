@@ -22,19 +22,21 @@ from typing import Any
 from accelerate import PartialState
 
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.checkpoint.store import STATE_NAME, DirectoryStore, StateStore
-from pytorch_accel_lite.checkpoint.training_state import (
+from pytorch_accel_lite.checkpoint.manifest import (
     MANIFEST,
-    CapturedState,
     DamagedStateError,
-    TrainingState,
     manifest_text,
     or_damage,
-    read_directory,
     read_manifest,
+    verify_state,
+)
+from pytorch_accel_lite.checkpoint.store import STATE_NAME, DirectoryStore, StateStore
+from pytorch_accel_lite.checkpoint.training_state import (
+    CapturedState,
+    TrainingState,
+    read_directory,
     read_model,
     read_verified,
-    verify_state,
     write_directory,
     write_files,
 )

@@ -31,9 +31,10 @@ from pytorch_accel_lite.checkpoint.files import (
     write_checkpoint,
     write_tensors,
 )
+from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.remote import read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
-from pytorch_accel_lite.checkpoint.training_state import MANIFEST, read_learned
+from pytorch_accel_lite.checkpoint.training_state import read_learned
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
     describe_other_weights,

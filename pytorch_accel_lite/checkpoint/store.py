@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.checkpoint.files import remove, try_lock
-from pytorch_accel_lite.checkpoint.training_state import (
-    DamagedStateError,
-    TrainingState,
-    read_directory,
-    read_manifest,
-    recover,
-)
+from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, read_manifest, recover
+from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_directory
 from pytorch_accel_lite.distributed import Ranks
 
 _LOCK = ".lock"

@@ -4,8 +4,8 @@ from pytorch_accel_lite.base.batches import Batch
 from pytorch_accel_lite.data.iterable_datasets import MixtureStream, ReadByAll, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoadedBatch, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader_choice import shard
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureBatchSampler, MixtureSampler, NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.sharding import shard
 
 __all__ = [
     "Batch",

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from pytorch_accel_lite.base.batches import tensors_in
 from pytorch_accel_lite.base.inspection import find_length, nested_in
-from pytorch_accel_lite.data.plan import WrongLengthError
+from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
 _PIECE = 1 << 16  # indices

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.mixtures import check_are_named, check_weights
-from pytorch_accel_lite.data.plan import ended
 from pytorch_accel_lite.data.position import can_return, open_stream
+from pytorch_accel_lite.data.shares import ended
 from pytorch_accel_lite.data.stream_shards import part_of
 
 _END = object()  # of a stream

@@ -18,8 +18,8 @@ from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_gener
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
-from pytorch_accel_lite.data.plan import skip_samples, with_last
 from pytorch_accel_lite.data.position import cannot_split, last_samples, skip_batches, track_position
+from pytorch_accel_lite.data.shares import skip_samples, with_last
 from pytorch_accel_lite.distributed import Ranks
 
 #: Name under which the position in a source without a state holds what identifies the first batch of the epoch.

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
-from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.batches import Batch
-from pytorch_accel_lite.data.plan import Shares, whole_steps
+from pytorch_accel_lite.data.placement import placed
+from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
@@ -147,10 +147,7 @@ class ShardedLoader(ABC):
         self._min_share = min_share
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
-        if not self._is_placed:
-            steps = (s._replace(data=send_to_device(s.data, self._device, non_blocking=True)) for s in steps)
-        if self.options.channels_last:
-            steps = (s._replace(data=recursively_apply(_to_channels_last, s.data)) for s in steps)
+        steps = placed(steps, None if self._is_placed else self._device, self.options.channels_last)
         if self.options.shares is not None and self.options.fill:
             steps = whole_steps(steps)
         return self._measured(steps) if measured else steps
@@ -202,7 +199,3 @@ def like(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     other = copy.copy(loader)
     vars(other).update(changes)
     return other
-
-
-def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

@@ -18,7 +18,8 @@ from pytorch_accel_lite.base.randomness import mix, seed_generators
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import ComputedOrder, draw_order, in_turn, indices_at, of_all_processes, wrong_length
-from pytorch_accel_lite.data.plan import (
+from pytorch_accel_lite.data.reading import BatchReader, as_rows, read_rows, tensors_in_memory
+from pytorch_accel_lite.data.shares import (
     WrongLengthError,
     count_global_batches,
     ends_in_one,
@@ -28,7 +29,6 @@ from pytorch_accel_lite.data.plan import (
     split,
     with_last,
 )
-from pytorch_accel_lite.data.reading import BatchReader, as_rows, read_rows, tensors_in_memory
 from pytorch_accel_lite.distributed import Ranks
 
 #: For each batch that is being read: the seed of its share, and the fields of its ``Batch`` after the data.

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import mix
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
-from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one
+from pytorch_accel_lite.data.shares import count_global_batches, ends_in_one
 
 
 class Mixture(ConcatDataset[Any]):

@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.randomness import (
     seed_generators,
 )
 from pytorch_accel_lite.data.consistency import IF_OWN_PART, check_same_order
-from pytorch_accel_lite.data.plan import WrongLengthError
+from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
 #: Number of samples up to which a random order is torch's own, which takes 4 bytes for each on every process. Larger

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.splitting import slice_batch
-from pytorch_accel_lite.data.plan import ended
+from pytorch_accel_lite.data.shares import ended
 from pytorch_accel_lite.data.stream_shards import streams_in
 
 #: For each source, by identity, the tracker of the loader that began to read it last.

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.randomness import mix, seed_generators
-from pytorch_accel_lite.data.plan import grouped
+from pytorch_accel_lite.data.shares import grouped
 
 _STEPS = 256  # whose indices are copied to a device together
 _CPU = torch.device("cpu")

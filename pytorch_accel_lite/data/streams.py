@@ -19,7 +19,7 @@ from pytorch_accel_lite.data.iterable_datasets import ReadByAll
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import LoaderOptions, like
 from pytorch_accel_lite.data.lockstep import AgreedStep, Deal, Lockstep, batch_of
-from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
+from pytorch_accel_lite.data.shares import count_global_batches, ends_in_one, grouped
 from pytorch_accel_lite.data.stream_shards import can_be_divided, how_divided, part_of
 from pytorch_accel_lite.distributed import Ranks
 

@@ -14,6 +14,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from pytorch_accel_lite.data.reading import BatchReader
@@ -82,6 +83,8 @@ def _show_users_dataset() -> None:
 
 #: Seconds after which a forked process that has not started is replaced; doubled for every attempt.
 SECONDS_TO_BEGIN = 2.0
+
+
 _ATTEMPTS = 6
 
 
@@ -155,3 +158,11 @@ class CheckedForkContext(ForkContext):
         if len(self._waiting) == self._count:
             while self._waiting:
                 self._waiting.pop(0).ensure_begun()
+
+
+def worker_init_fn(worker_id: int) -> int:
+    """Return the seed of a dataloader worker, from which all its generators have already been seeded.
+
+    Kept for users of pytorch-accelerated who pass it to a ``DataLoader``; there is nothing left to do.
+    """
+    return torch.initial_seed()

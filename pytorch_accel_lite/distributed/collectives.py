@@ -15,8 +15,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from pytorch_accel_lite.base.batches import Batch
-from pytorch_accel_lite.base.helpers import current_process, remove_padding
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 T = TypeVar("T")
@@ -233,3 +233,9 @@ def result_of_first(make: Callable[[], T]) -> T:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return make()
     return Ranks(current_process()).broadcast_object(make)
+
+
+def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
+    """Return a tensor without the rows in which every element equals ``pad_value``, which may be NaN."""
+    is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
+    return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]

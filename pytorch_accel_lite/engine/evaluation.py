@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
-from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,

@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
-from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
     compute_batches,

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.evaluation import evaluate_all, sanity_evaluation
 from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending

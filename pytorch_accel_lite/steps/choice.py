@@ -10,7 +10,7 @@ from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers.operations import needs_closure
 from pytorch_accel_lite.steps import combinations
 from pytorch_accel_lite.steps.closures import ReplayingStep
-from pytorch_accel_lite.steps.guarded import GuardedStep
+from pytorch_accel_lite.steps.failed_batches import GuardedStep
 from pytorch_accel_lite.steps.logical_step import LogicalStep
 from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.steps.sharded import ShardedStep

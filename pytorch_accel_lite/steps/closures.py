@@ -8,7 +8,7 @@ from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.distributed.ddp import average_gradients
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.losses import LossTrackers
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.loss_checks import shapes_are_known
+from pytorch_accel_lite.base.loss_shapes import shapes_are_known
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.steps.combinations import Conflict

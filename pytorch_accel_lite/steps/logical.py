@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.randomness import (
     seed_all,
 )
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.plan import Shares, split
+from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.engine.losses import LossTrackers
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.data.shares import split
 from pytorch_accel_lite.distributed import Ranks
 
 #: The gradients of the parameters, in their order; ``None`` where there is none.

@@ -19,12 +19,12 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import seed_all
 from pytorch_accel_lite.base.splitting import concatenate_if_possible
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.data.shares import split
 from pytorch_accel_lite.engine.snapshot import Snapshot
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
-from pytorch_accel_lite.steps.guarded import (
+from pytorch_accel_lite.steps.failed_batches import (
     DONE,
     FAILED,
     BatchFailure,

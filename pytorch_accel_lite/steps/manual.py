@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_b
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
-from pytorch_accel_lite.distributed.ddp import average_gradients
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.run import Run, Step
 from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedDatasets
-from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.losses import create_trackers
@@ -26,7 +26,7 @@ from pytorch_accel_lite.engine.training import smallest_share, train_step
 from pytorch_accel_lite.engine.trial import report, trial
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.plotting import plot_range_test
-from pytorch_accel_lite.steps.guarded import is_out_of_memory
+from pytorch_accel_lite.steps.failed_batches import is_out_of_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

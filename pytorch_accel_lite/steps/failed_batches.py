@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.splitting import concatenate_if_possible, split_batch
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import StepSnapshot

@@ -9,8 +9,9 @@ import torch
 
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, parse_location
+from pytorch_accel_lite.checkpoint.manifest import stored_checksum, verify_state
 from pytorch_accel_lite.checkpoint.remote import local_copy
-from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state, stored_checksum, verify_state
+from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state
 
 
 def print_contents(state: StrPath) -> None:

@@ -186,7 +186,7 @@ class SortedPairs:
 
 
 class ShardedEma(ModelEma):
-    """A :class:`~pytorch_accel_lite.optimizers.weight_averages.ModelEma` of a sharded model.
+    """A :class:`~pytorch_accel_lite.optimizers.moving_averages.ModelEma` of a sharded model.
 
     :ivar module: holds the averaged weights under the names of the model's, sharded like those. It cannot be called:
         use the model itself within :meth:`in_place_of`.

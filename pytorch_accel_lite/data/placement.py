@@ -1,0 +1,27 @@
+"""Placing batches: on the device, and in the memory format of its convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from accelerate.utils import recursively_apply, send_to_device
+
+from pytorch_accel_lite.base.batches import Batch
+
+
+def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
+    """Return steps whose data are on a device, without waiting for the copies.
+
+    :param device: ``None`` if the data are there already
+    :param channels_last: whether tensors of four dimensions are put into this memory format
+    """
+    if device is not None:
+        steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)
+    if channels_last:
+        steps = (step._replace(data=recursively_apply(_to_channels_last, step.data)) for step in steps)
+    return steps
+
+
+def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
