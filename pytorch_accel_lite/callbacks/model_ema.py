@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn.parameter import is_lazy
 
@@ -60,7 +60,7 @@ class ModelEmaCallback(TrainerCallback):
         model_ema: Callable[..., ModelEma] = ModelEma,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
         *,
-        update_every: str = "update",
+        update_every: Literal["update", "epoch"] = "update",
         warmup: bool = False,
         prefix: str = "ema_model_",
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from pytorch_accel_lite.base.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -44,8 +44,8 @@ class EarlyStoppingCallback(MetricWatcher):
         greater_is_better: bool | None = None,
         reset_on_train: bool = True,
         *,
-        threshold_mode: str = "absolute",
-        patience_in: str = "epochs",
+        threshold_mode: Literal["absolute", "relative"] = "absolute",
+        patience_in: Literal["epochs", "evaluations"] = "epochs",
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
         if not early_stopping_threshold >= 0:
