@@ -73,7 +73,7 @@ from pytorch_accel_lite.steps import closures, compiled, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.logical import LogicalProcesses
 from pytorch_accel_lite.steps.model_methods import create_adapters
-from pytorch_accel_lite.tuning import diagnosis, finders, memory
+from pytorch_accel_lite.tuning import diagnosis, finders, memory, program_check
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -330,6 +330,7 @@ class Trainer:
     predict_iter = prediction.predict_iter
     find_lr = finders.find_lr
     find_batch_size = finders.find_batch_size
+    check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = memory.estimate_memory
     if not TYPE_CHECKING:

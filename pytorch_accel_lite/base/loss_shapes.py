@@ -18,6 +18,10 @@ _OF_EACH_ELEMENT = {
 _OF_CLASSES = {nn.CrossEntropyLoss, functional.cross_entropy}
 
 
+class LossShapeError(ValueError):
+    """Raised for shapes of outputs and targets that a loss function accepts, but does not compare sample by sample."""
+
+
 def watch_shapes(loss_func: Any, always: bool) -> None:
     """Let a loss module of torch check the shapes of its first inputs, wherever it is called.
 
@@ -46,7 +50,7 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
     """Check shapes; return whether that settles it, as a batch with a single element is inconclusive.
 
     :param loss: a loss function, or a loss module
-    :raises ValueError: if the loss accepts these shapes, but does not compute the loss of each sample
+    :raises LossShapeError: if the loss accepts these shapes, but does not compute the loss of each sample
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True
@@ -55,7 +59,7 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
         _check_broadcasting(tuple(outputs.shape), tuple(targets.shape))
         return outputs.numel() > 1
     if kind in _OF_CLASSES and outputs.ndim > 1 and outputs.shape[1] == 1:
-        raise ValueError(
+        raise LossShapeError(
             f"loss_func: cross entropy over the single class of outputs of shape {tuple(outputs.shape)} is always 0. "
             "For binary classification with one output use BCEWithLogitsLoss, with targets of the same shape, or give "
             "the model an output for each class."
@@ -69,7 +73,7 @@ def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> N
     except RuntimeError:  # the loss function itself rejects them
         return
     if both not in (outputs, targets):
-        raise ValueError(
+        raise LossShapeError(
             f"loss_func: outputs of shape {outputs} and targets of shape {targets} would be broadcast to {both}, "
             "comparing each output with the targets of other samples. Make the shapes equal, for example with "
             "targets.unsqueeze(1) in the dataset or outputs.squeeze(1) in the model."

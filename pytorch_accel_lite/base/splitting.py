@@ -55,16 +55,21 @@ def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
 
 def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
     """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
+    return select_samples(data, slice(begin, end), size)
+
+
+def select_samples(data: Any, rows: slice | list[int], size: int) -> Any:
+    """Return some of the ``size`` samples of a batch, in any order and as often as wanted; see :func:`split_batch`."""
     if isinstance(data, (torch.Tensor, np.ndarray)):
-        return data[begin:end] if data.ndim and len(data) == size else data
+        return data[rows] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):
-        return {key: slice_batch(value, begin, end, size) for key, value in data.items()}
+        return {key: select_samples(value, rows, size) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         if is_list_of_samples(data, size):
-            return data[begin:end]
-        return honor_type(data, [slice_batch(value, begin, end, size) for value in data])
+            return data[rows] if isinstance(rows, slice) else type(data)(data[row] for row in rows)
+        return honor_type(data, [select_samples(value, rows, size) for value in data])
     if is_dataclass(data):
-        return with_fields(data, lambda value: slice_batch(value, begin, end, size))
+        return with_fields(data, lambda value: select_samples(value, rows, size))
     check_is_shared(data, size)
     return data
 

@@ -24,6 +24,10 @@ from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers import attributes
 
 
+#: The methods whose updates are those of ``train()``.
+_WITH_UPDATES = ("find_lr", "check")
+
+
 def check_can_try(trainer: TrainerLike, name: str, with_logical_processes: bool = False) -> None:
     """Check that a trainer can make steps outside a run.
 
@@ -53,7 +57,7 @@ def trial(
     :param name: the calling method, for error messages
     """
     check_can_try(trainer, name, with_logical_processes=name == "find_lr")
-    if is_overridden(trainer, "train_step") and name != "find_lr":
+    if is_overridden(trainer, "train_step") and name not in _WITH_UPDATES:
         raise TypeError(
             f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
             "trainer without that method."
@@ -66,7 +70,7 @@ def trial(
         create_train_loader(trainer, run, batch_size, loader_kwargs)
         with prepared_for_trial(trainer):
             begin_training(trainer, run, batch_size)
-            if run.step.closure and name != "find_lr":  # whose updates are those of train()
+            if run.step.closure and name not in _WITH_UPDATES:
                 raise TypeError(
                     f"{name}() makes updates without the closure that the optimizer needs. Try another one."
                 )
@@ -81,14 +85,14 @@ def prepared_for_trial(trainer: TrainerLike) -> Iterator[None]:
     try:
         with Snapshot(on_host=True) as before:  # to leave the memory of the device to the trial
             before.enter_context(replaced(trainer, callback_handler=CallbackHandler(), scheduler=None))
-            _keep_training(trainer, before)
+            keep_training(trainer, before)
             yield
     finally:
         if not trainer.is_running:
             release_model(trainer)
 
 
-def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
+def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     """Keep weights, buffers, gradients, modes, the optimizer, the scaler and the generators.
 
     This includes those of the loss function, of registered objects, and of other modules of the trainer, such as
