@@ -23,7 +23,6 @@ from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers import attributes
 
-
 #: The methods whose updates are those of ``train()``.
 _WITH_UPDATES = ("find_lr", "check")
 

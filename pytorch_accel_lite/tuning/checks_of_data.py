@@ -114,7 +114,7 @@ def check_data(probe: Probe) -> Iterator[Finding]:
     """
     yield from _look_at_first_layer(probe)
     calls = [call for call in probe.watch.losses if call.name in ("cross_entropy", "nll_loss")]
-    has_classes = len(calls) == 1 and calls[0].outputs.ndim > 1
+    has_classes = len(calls) == 1 and calls[0].outputs.ndim > 1 and _is_of_batch(calls[0].targets, probe)
     classes = calls[0].outputs.shape[1] if has_classes else None
     ignored = calls[0].ignored if calls else -100
     for call in probe.watch.losses:
@@ -134,6 +134,11 @@ def check_data(probe: Probe) -> Iterator[Finding]:
             yield from _look_at_order(probe, [label for _, label in labels])
             yield from _look_at_inputs(samples)
     yield from _compare_ranges(probe)
+
+
+def _is_of_batch(targets: torch.Tensor, probe: Probe) -> bool:
+    """Whether a loss is given the targets of the batch, rather than some that the step makes."""
+    return any(part.shape == targets.shape and bool((part == targets).all()) for part in tensors_in([probe.batch.data]))
 
 
 def _length(dataset: Any) -> int:

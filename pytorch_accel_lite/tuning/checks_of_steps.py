@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from pytorch_accel_lite.tuning.probing import (
 
 #: Relative differences up to this are those of float32, computed in another order.
 _TOLERANCE = 2e-4
+#: By how much of itself the loss of a single batch has fallen after a number of updates, if no more are needed.
+_ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
 _OF_EACH_ELEMENT = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
 
 
@@ -242,7 +244,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     parts = list(probe.modules.values())
     owners = {parameter: part for part in parts for parameter in part.parameters(recurse=False)}
     without = [p for p, name in optimized.items() if name not in largest]
-    unused = [p for p in without if p in owners and owners[p] not in calls and not _is_read(owners[p])]
+    unused = {p for p in without if p in owners and owners[p] not in calls and not _is_read(owners[p])}
     lost = [names[p] for p in without if p not in unused]
     zero = [name for p, name in optimized.items() if largest.get(name) == 0.0 and p.numel()]
     if lost:
@@ -315,11 +317,13 @@ def check_batch_independence(probe: Probe) -> Iterator[Finding]:
     size = batch.num_samples or 0
     whole = _rows_of(probe, batch)
     half = size // 2
-    parts = [_rows_of(probe, select(batch, rows)) for rows in (range(half), range(half, size))]
+    parts = [_rows_of(probe, select(batch, rows), whole) for rows in (range(half), range(half, size))]
     if any(len(part) != len(whole) for part in parts):
         raise NotApplicableError("The model's outputs relate samples to each other.")
-    together = [torch.cat(pair) for pair in zip(*parts, strict=True) if pair[0].shape[1:] == pair[1].shape[1:]]
-    off = differences(whole, together)
+    together = [
+        torch.cat([parts[0][number], parts[1][number]]) for number in whole if _fit_together(number, whole, parts)
+    ]
+    off = differences([tensor for number, tensor in whole.items() if _fit_together(number, whole, parts)], together)
     if off.max() > _TOLERANCE:
         worst = int(off.argmax())
         yield Finding(
@@ -341,7 +345,7 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
     first, second = probe.evaluate(batch), probe.evaluate(select(batch, order))
     _refuse_randomness(probe, first)
     one, other = sample_tensors(first.outputs, size), sample_tensors(second.outputs, size)
-    off = differences([tensor[order] for tensor in one], other) if one else torch.zeros(size)
+    off = differences([t[order] for t in one.values()], [*other.values()]) if one else torch.zeros(size)
     if off.max() > _TOLERANCE:
         yield Finding(
             f"With its samples in reverse order, outputs of a batch differ by up to {float(off.max()):.1%} of the largest.",
@@ -366,13 +370,19 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
         raise NotApplicableError("The model's outputs do not have a row for each sample.")
 
 
-def _rows_of(probe: Probe, batch: Batch) -> list[torch.Tensor]:
+def _rows_of(probe: Probe, batch: Batch, like: Iterable[int] | None = None) -> dict[int, torch.Tensor]:
     found = probe.evaluate(batch)
     _refuse_randomness(probe, found)
-    rows = sample_tensors(found.outputs, batch.num_samples or 0)
+    rows = sample_tensors(found.outputs, batch.num_samples or 0, like)
     if not rows:
         raise NotApplicableError("The model's outputs do not have a row for each sample.")
     return rows
+
+
+def _fit_together(number: int, whole: dict[int, torch.Tensor], parts: list[dict[int, torch.Tensor]]) -> bool:
+    """Whether the outputs of parts of a batch are as many as those of all of it."""
+    shapes = [part[number].shape for part in parts]
+    return shapes[0][1:] == shapes[1][1:] and shapes[0][0] + shapes[1][0] == len(whole[number])
 
 
 def _refuse_randomness(probe: Probe, found: Pass) -> None:
@@ -418,7 +428,7 @@ def check_mean_loss(probe: Probe) -> Iterator[Finding]:
             twice.number - once.number
         )
         is_it = (
-            grows and factor == 2.0 or factor == 0.5 and abs(3 * thrice.number - once.number) < 1e-3 * abs(once.number)
+            (grows and factor == 2.0) or (factor == 0.5 and abs(3 * thrice.number - once.number) < 1e-3 * abs(once.number))
         )
         gradients = distance(twice.gradients, once.gradients, factor)
         if is_it and abs(twice.number - once.number) > 1e-2 * abs(once.number) and (gradients < 1e-2 or factor == 2.0):
@@ -666,7 +676,7 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
     if made < 20:
         raise NotApplicableError(f"There was time for only {made} updates.")
     diverged = not math.isfinite(after.number) or fallen < -scale
-    other = 1e-2 if diverged else 1e2
+    other = 1e-2 if diverged else max(100.0, 1e-3 / max(rates or [1.0]))
     start, end, _ = _fit(probe, other)
     helps = math.isfinite(end.number) and start.number - end.number > 5e-2 * scale
     if helps:
@@ -697,9 +707,9 @@ def _fit(probe: Probe, factor: float) -> tuple[Pass, Pass, int]:
         while made < 300 and probe.seconds_left > limit:
             update(batch, made)
             made += 1
-            if made in (25, 50, 100, 200):
+            if made in _ENOUGH:
                 after = _measure(probe, batch, update)
-                if not math.isfinite(after.number) or after.number < min(0.5 * before.number, before.number - 1e-3):
+                if before.number - after.number > _ENOUGH[made] * abs(before.number):
                     return before, after, made
         return before, _measure(probe, batch, update), made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,8 +22,8 @@ from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.randomness import seed_all
-from pytorch_accel_lite.base.splitting import is_list_of_samples, select_samples
+from pytorch_accel_lite.base.randomness import mix, seed_all
+from pytorch_accel_lite.base.splitting import select_samples
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import Run
@@ -34,13 +34,10 @@ from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.schedulers.preview import schedule_values
 
 #: Numbers of samples that checks compute with, the first that is not another dimension of the batch.
-_SIZES = (8, 6, 10, 12, 14, 4)
+_SIZES = (8, 6, 7, 10, 12, 14, 5, 4)
 #: Functions of torch that compare outputs with targets, which are their first arguments.
-LOSSES = (
-    "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div mse_loss l1_loss "
-    "smooth_l1_loss huber_loss"
-).split()
-_RANDOM = "rand randn randint rand_like randn_like normal normal_ bernoulli bernoulli_ uniform_ multinomial".split()
+LOSSES = ["cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
+_RANDOM = ["rand", "randn", "randint", "rand_like", "randn_like", "normal", "normal_", "bernoulli", "bernoulli_", "uniform_", "multinomial"]
 _DROPOUT = {
     "dropout": 2,
     "dropout1d": 2,
@@ -366,11 +363,13 @@ class Probe:
 
     @cached_property
     def _evaluates(self) -> bool:
+        if self.has_own_step and self.run.data.eval_loader is None:
+            raise NotApplicableError("There is no evaluation dataset, and train_step makes its own updates.")
         try:
             with torch.no_grad():
                 self._pass(self.trainer.calculate_eval_batch_loss, self.eval_batch, "evaluation", False, 0)
         except Exception:
-            if self.has_own_step or self.run.data.eval_loader is not None:
+            if self.run.data.eval_loader is not None:
                 raise
             return False
         return True
@@ -389,7 +388,7 @@ class Probe:
             before.enter_context(preserving_modes(self.modules.values()))
             before.callback(model.register_forward_hook(note, with_kwargs=True).remove)
             self._set_mode(mode)
-            seed_all(seed)
+            seed_all(mix(seed))
             with watch, mixed_precision(trainer.accelerator):
                 output = compute(batch.data)
             is_training = mode != "evaluation"
@@ -438,7 +437,7 @@ class Probe:
             trainer.train_epoch_start()
 
             def update(batch: Batch, seed: int) -> dict[str, torch.Tensor]:
-                seed_all(seed)
+                seed_all(mix(seed))
                 recorder.gradients = {}
                 train_step(trainer, run, batch._replace(is_last=True))
                 return recorder.gradients
@@ -483,18 +482,23 @@ def select(batch: Batch, rows: Iterable[int]) -> Batch:
     return batch._replace(data=data, num_samples=len(rows), total_samples=len(rows), indices=indices)
 
 
-def sample_tensors(outputs: Any, size: int) -> list[torch.Tensor]:
-    """Return the tensors in outputs that have a row of numbers for each sample, and none for each pair of samples."""
-    if isinstance(outputs, (list, tuple)) and is_list_of_samples(outputs, size) and not torch.is_tensor(outputs[0]):
-        return []
-    return [
-        tensor.detach().float()
-        for tensor in tensors_in([outputs])
+def sample_tensors(outputs: Any, size: int, like: Iterable[int] | None = None) -> dict[int, torch.Tensor]:
+    """Return the tensors in outputs that have a row of numbers for each sample, and none for each pair of samples.
+
+    :param like: numbers of tensors to return; by default those that fit
+    :return: tensors by number, counted over all in the outputs
+    """
+    tensors = dict(enumerate(tensors_in([outputs])))
+    if like is not None:
+        return {number: tensors[number].detach().float() for number in like if number in tensors}
+    return {
+        number: tensor.detach().float()
+        for number, tensor in tensors.items()
         if len(tensor) == size and size not in tensor.shape[1:] and tensor.is_floating_point()
-    ]
+    }
 
 
-def differences(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
+def differences(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return how much each sample differs, as a share of the largest value: the greatest over all tensors.
 
     :raises NotApplicableError: if they cannot be compared
