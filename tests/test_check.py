@@ -1,4 +1,4 @@
-"""check(): mistakes that people make are found by the check that should find them, and right programs raise no alarm."""
+"""check(): mistakes that people make are found by the check that should find them; right programs raise no alarm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +25,13 @@ from tests.tasks import Stream, quiet_trainer, same
 CLASSES = 5
 
 
-class Program(NamedTuple):
+@dataclass
+class Program:
     """A trainer, its data, and arguments of train()."""
 
     trainer: Trainer
     data: Any
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 WRONG: list[tuple[str, Callable[[], Program]]] = []

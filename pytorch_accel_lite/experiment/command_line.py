@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     :param arguments: by default those of this process
-    :return: the exit code: 0, or 2 for what is wrong in the file or in the arguments, without a traceback
+    :return: the exit code: 0, 1 if a check has failed, or 2 for what is wrong in the file or in the arguments, without a traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
@@ -127,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--weights", metavar="best|last|PATH", help=of_weights)
         command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, one of those under data")
     add("test", _test, "test every checkpoint by every inference setting by every dataset")
+    add("check", _check, "try the program on a few batches and report mistakes; exit with 1 if there are any")
     for name, text in _OF_TRAINER.items():
         add(name, _tool, text)
     compare = add("compare", _compare, "compare runs: what differs, best metrics, curves on a page", file=False)
@@ -160,7 +161,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     elif options.processes is not None or options.devices is not None or options.restarts:
         return _launch(options, rest)
     else:
-        options.run(experiment, options)
+        return int(options.run(experiment, options) or 0)
     return 0
 
 
@@ -232,6 +233,11 @@ def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
         with suppress(ImportError):  # without matplotlib
             trainer.ranks.run_together(lambda: result.plot(path), only_first=True)
             trainer.print(f"The curve is in {path}")
+
+
+def _check(experiment: Experiment, options: argparse.Namespace) -> int:
+    arguments = experiment.train_arguments | experiment.tool_arguments("check")
+    return int(not experiment.trainer.check(experiment.train_dataset, **arguments).ok)
 
 
 def _test(experiment: Experiment, options: argparse.Namespace) -> None:

@@ -18,11 +18,12 @@ from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra, suggest
 
 #: Commands with arguments of their own beside some of those of ``train``: methods of the trainer, and ``run_tests``.
-TOOLS = ("find_lr", "find_batch_size", "diagnose", "estimate_memory", "test")
+TOOLS = ("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "test")
 _DEFAULT_CLASSES = {"trainer": "Trainer", "accelerator": "Accelerator"}
 # Arguments that parts, data and commands give.
 _OF_TRAINER = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
 _OF_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
+_OF_PROGRAMS = {"extra", "unused"}  # functions, and what makes no difference
 _OF_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
 _CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # with as many arguments before those of the file
 # How the parser begins the text that it writes in place of an object that has none.
@@ -141,7 +142,7 @@ class Parser:
         parser.add_method_arguments(trainer, "train", "train", skip={*_OF_TRAIN})
         if self._tool is not None:
             function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
-            shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS}
+            shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS, *_OF_PROGRAMS}
             skip = shared & set(inspect.signature(function).parameters)
             parser.add_function_arguments(function, self._tool, skip=skip)
         parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")

@@ -182,8 +182,8 @@ def _look_at_targets(call: Any, classes: int) -> Iterator[Finding]:
     )
     if wrong.numel():
         yield Finding(
-            f"A batch has the labels {listed(sorted(set(wrong.tolist())))}, but the model has {classes} outputs, for the "
-            f"labels 0 to {classes - 1}.",
+            f"A batch has the labels {listed(sorted(set(wrong.tolist())))}, but the model's {classes} outputs are for "
+            f"the labels 0 to {classes - 1}.",
             "Number the classes from 0, and give the model an output for each.",
             details={"labels": sorted(set(wrong.tolist()))},
         )
@@ -220,8 +220,8 @@ def _look_at_labels(
     if wrong:
         values = sorted({label for index, label in labels if index in set(wrong)})
         yield Finding(
-            f"{len(wrong)} samples of {name} have the labels {listed(values)}, but the model has {classes} outputs, for "
-            f"the labels 0 to {classes - 1}.",
+            f"{len(wrong)} samples of {name} have the labels {listed(values)}, but the model's {classes} outputs are "
+            f"for the labels 0 to {classes - 1}.",
             "Number the classes from 0, and give the model an output for each.",
             details={"samples": wrong, "labels": values},
         )
@@ -349,7 +349,7 @@ def check_leakage(probe: Probe) -> Iterator[Finding]:
     if len(both) >= 2 and share >= 0.01:
         yield Finding(
             f"{len(both)} of {len(evaluation)} evaluation samples are training samples, too: {listed(both)}.",
-            "Split the data before they are augmented, repeated or cut into pieces, and each sample into one part only.",
+            "Split the data before they are augmented, repeated or cut into pieces.",
             fails=share >= 0.05,
             details={"samples": both},
         )
@@ -413,8 +413,8 @@ def check_augmentation(probe: Probe) -> Iterator[Finding]:
     if one != again and one == other:
         workers = getattr(data.train_loader, "num_workers", 0)
         yield Finding(
-            "The dataset draws random numbers from a generator of its own, of which each worker has a copy: all workers "
-            "draw the same, and in each epoch again.",
+            "The dataset draws random numbers from a generator of its own, of which each worker has a copy: all "
+            "workers draw the same, and in each epoch again.",
             "Draw from the generators of torch, numpy or random, which the trainer seeds for each sample.",
             fails=workers > 0,
             details={"workers": workers},
@@ -432,7 +432,7 @@ def check_augmentation(probe: Probe) -> Iterator[Finding]:
     fixed = [name for name, a, b in zip(("random", "numpy", "torch"), *states, strict=True) if a == b]
     if fixed:
         yield Finding(
-            f"Reading a sample seeds the generator of {listed(fixed)}, so that whatever follows draws the same numbers.",
+            f"Reading a sample seeds the generator of {listed(fixed)}: all that follows draws the same numbers.",
             "Do not seed in __getitem__; use a generator of your own for what must be fixed.",
             details={"generators": fixed},
         )

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch, tensors_in
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, differences, distance
+from pytorch_accel_lite.tuning.probing import (
+    TOLERANCE,
+    Finding,
+    NotApplicableError,
+    Probe,
+    differences,
+    distance,
+    parts_by_name,
+    with_parts,
+)
 
-_TOLERANCE = 2e-4
 _LONGER = 3  # positions of padding to add
 _STEPS = {-1: "the input before", 0: "the input itself", 1: "the next input", 2: "the input after the next"}
 
@@ -86,14 +94,14 @@ def _judge(
             "Shift once: targets[:, t] = inputs[:, t + 1]. Models of transformers shift the labels themselves.",
             details=details,
         )
-    elif step == 1 and off > _TOLERANCE:
+    elif step == 1 and off > TOLERANCE:
         yield Finding(
             f"{text}, which the model sees: inputs from position {middle} on change the outputs before it by up to "
             f"{off:.1%} of the largest.",
             "Use a causal mask (is_causal=True with a mask), causal padding of convolutions, and no bidirectional RNN.",
             details=details,
         )
-    elif step == 0 and off <= _TOLERANCE:
+    elif step == 0 and off <= TOLERANCE:
         yield Finding(
             f"{text}, which each output sees, though the model is causal: it only has to copy.",
             "Shift the targets: predict inputs[:, 1:] from inputs[:, :-1].",
@@ -139,40 +147,28 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
     """
     batch = probe.require_samples(probe.batch)
     size = batch.num_samples or 0
-    parts = _parts(batch.data)
+    parts = parts_by_name(batch.data)
     found = probe.train(batch, "quiet", gradients=True)
     if found.watch.random:
         raise NotApplicableError("The step draws random numbers.")
     ignored = [call.ignored for call in found.watch.losses if call.name == "cross_entropy"]
     padded = _find_padding(probe, parts, size, ignored)
     longer = {name: _pad(name, part, padded, ignored) for name, part in parts.items()}
-    changed = batch._replace(data=_with_parts(batch.data, longer))
+    changed = batch._replace(data=with_parts(batch.data, longer))
     other = probe.train(changed, "quiet", gradients=True)
     off_loss = abs(found.number - other.number) / max(abs(found.number), 1e-6)
     off_gradients = distance(found.gradients, other.gradients)
     off = _off_at_real_positions(found.outputs, other.outputs, padded, size)
     if max(off, off_loss) > 1e-3 or off_gradients > 1e-2:
         yield Finding(
-            f"With {_LONGER} more positions of padding, the loss changes from {found.number:.5g} to {other.number:.5g}, "
-            f"gradients by {off_gradients:.1%} and outputs of real positions by {off:.1%} (padding as told by "
-            f"{padded.by}).",
+            f"With {_LONGER} more positions of padding, the loss changes from {found.number:.5g} to "
+            f"{other.number:.5g}, gradients by {off_gradients:.1%} and outputs of real positions by {off:.1%} (padding as told "
+            f"by {padded.by}).",
             "Leave padding out of means and maxima (mask them), of attention (a padding mask), of recurrent layers "
             "(pack_padded_sequence) and of the loss (ignore_index, or a mask).",
             fails=padded.is_sure,
             details={"losses": (found.number, other.number), "gradients": off_gradients, "outputs": off},
         )
-
-
-def _parts(data: Any) -> dict[Any, Any]:
-    if isinstance(data, torch.Tensor):
-        return {0: data}
-    return dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
-
-
-def _with_parts(data: Any, parts: dict[Any, Any]) -> Any:
-    if isinstance(data, torch.Tensor):
-        return parts[0]
-    return parts if isinstance(data, Mapping) else type(data)(parts.values())
 
 
 def _find_padding(probe: Probe, parts: dict[Any, Any], size: int, ignored: list[int]) -> _Padded:
@@ -181,39 +177,55 @@ def _find_padding(probe: Probe, parts: dict[Any, Any], size: int, ignored: list[
     :raises NotApplicableError: if nothing tells
     """
     tensors = {
-        str(name): part
-        for name, part in parts.items()
-        if isinstance(part, torch.Tensor) and part.ndim and len(part) == size
+        str(name): part for name, part in parts.items() if isinstance(part, torch.Tensor) and len(part) == size > 0
     }
     rows = {name: part for name, part in tensors.items() if part.ndim > 1 and part.shape[1] >= 2}
+    integers = {name: part for name, part in rows.items() if part.ndim == 2 and not part.is_floating_point()}
+    embeddings = [part for part in probe.trainer.get_model().modules() if isinstance(part, nn.Embedding)]
+    fillers = {part.padding_idx for part in embeddings if part.padding_idx is not None}
+    found = _by_mask(rows) or _by_lengths(tensors, rows) or _by_value(integers, {*ignored, -100}, len(rows) == 1)
+    found = found or _by_value(integers, fillers, False)
+    if found is None:
+        raise NotApplicableError("Nothing in the batch tells padding: no mask, lengths, or ignored labels.")
+    return found
+
+
+def _by_mask(rows: Mapping[str, torch.Tensor]) -> _Padded | None:
     for name, part in rows.items():
         if part.ndim == 2 and "mask" in name.lower() and bool(((part == 0) | (part == 1)).all()):
             is_inverted = "padding" in name.lower() and bool((part[:, 0] == 0).all())
             real = part == (0 if is_inverted else 1)
-            if not bool(real[:, 0].all()) or bool((real[:, 1:] & ~real[:, :-1]).any()):
+            if not _is_at_the_end(real):
                 raise NotApplicableError(f"{name!r} does not tell padding at the end of sequences.")
             return _Padded(part.shape[1], real, name, True)
+    return None
+
+
+def _by_lengths(tensors: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> _Padded | None:
     for name, lengths in tensors.items():
-        if lengths.ndim == 1 and not lengths.is_floating_point() and lengths.numel() and int(lengths.min()) > 0:
-            for part in rows.values():
-                real = torch.arange(part.shape[1], device=lengths.device) < lengths[:, None]
-                rest = part[~real.to(part.device)]
-                is_rest_constant = len(rest) > 0 and bool((rest == rest[:1]).all())
-                if int(lengths.max()) == part.shape[1] and (is_rest_constant or "len" in name.lower()):
-                    return _Padded(part.shape[1], real, f"the lengths in {name!r}", True)
+        if lengths.ndim != 1 or lengths.is_floating_point() or int(lengths.min()) < 1:
+            continue
+        for part in rows.values():
+            real = torch.arange(part.shape[1], device=lengths.device) < lengths[:, None]
+            rest = part[~real.to(part.device)]
+            is_constant = len(rest) > 0 and bool((rest == rest[:1]).all())
+            if int(lengths.max()) == part.shape[1] and (is_constant or "len" in name.lower()):
+                return _Padded(part.shape[1], real, f"the lengths in {name!r}", True)
+    return None
+
+
+def _by_value(rows: Mapping[str, torch.Tensor], values: Iterable[int], is_sure: bool) -> _Padded | None:
     for name, part in rows.items():
-        for value in dict.fromkeys([*ignored, -100]) if not part.is_floating_point() and part.ndim == 2 else ():
+        for value in values:
             real = part != value
-            if not bool(real.all()) and bool(real[:, 0].all()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):
-                if all(other.shape[1] == part.shape[1] for other in rows.values() if other.ndim == 2):
-                    return _Padded(part.shape[1], real, f"the value {value} in {name!r}", len(rows) == 1)
-    known = {m.padding_idx for m in probe.trainer.get_model().modules() if isinstance(m, nn.Embedding)} - {None}
-    for name, part in rows.items():
-        for value in known if part.ndim == 2 and not part.is_floating_point() else ():
-            real = part != value
-            if not bool(real.all()) and bool(real[:, 0].all()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):
-                return _Padded(part.shape[1], real, f"padding_idx={value}", False)
-    raise NotApplicableError("Nothing in the batch tells padding: no mask, lengths, or ignored labels.")
+            if not bool(real.all()) and _is_at_the_end(real):
+                return _Padded(part.shape[1], real, f"the value {value} in {name!r}", is_sure)
+    return None
+
+
+def _is_at_the_end(real: torch.Tensor) -> bool:
+    """Whether all sequences begin with a real position, and none has one after padding."""
+    return bool(real[:, 0].all()) and not bool((real[:, 1:] & ~real[:, :-1]).any())
 
 
 def _pad(name: Any, part: Any, padded: _Padded, ignored: list[int]) -> Any:

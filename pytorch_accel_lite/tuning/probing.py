@@ -11,6 +11,7 @@ from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
+from accelerate.utils.operations import honor_type
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -36,16 +37,21 @@ from pytorch_accel_lite.schedulers.preview import schedule_values
 #: Numbers of samples that checks compute with, the first that is not another dimension of the batch.
 _SIZES = (8, 6, 7, 10, 12, 14, 5, 4)
 #: Functions of torch that compare outputs with targets, which are their first arguments.
-LOSSES = ["cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
-_RANDOM = ["rand", "randn", "randint", "rand_like", "randn_like", "normal", "normal_", "bernoulli", "bernoulli_", "uniform_", "multinomial"]
-_DROPOUT = {
-    "dropout": 2,
-    "dropout1d": 2,
-    "dropout2d": 2,
-    "dropout3d": 2,
-    "alpha_dropout": 2,
-    "feature_alpha_dropout": 2,
-}
+LOSSES = frozenset(
+    {
+        *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    }
+)
+_RANDOM = frozenset(
+    {
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randperm"),
+        *("normal", "bernoulli", "uniform", "multinomial"),
+    }
+)
+_DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+#: Relative differences up to this are those of float32, computed in another order.
+TOLERANCE = 2e-4
 _ARITHMETIC = ("sub", "rsub", "mul", "add", "div", "truediv")
 
 
@@ -112,7 +118,7 @@ class Watch(TorchFunctionMode):
         elif name == "scaled_dot_product_attention":
             if args[4] if len(args) > 4 else kwargs.get("dropout_p"):
                 self.dropouts.append(name)
-        elif name in _RANDOM or f"{name}_" in _RANDOM:
+        elif name in _RANDOM:
             self.random.append(name)
         is_loss = name in LOSSES
         call = self._loss_call(name, args, kwargs) if is_loss else None
@@ -136,9 +142,9 @@ class Watch(TorchFunctionMode):
         if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
             return
         column, row = (first, second) if first.ndim > second.ndim else (second, first)
-        if row.ndim == 1 and column.shape == (len(row), 1) and len(row) > 1:
-            if column.requires_grad != row.requires_grad:
-                self.outer.append((tuple(first.shape), tuple(second.shape)))
+        is_square = row.ndim == 1 and column.shape == (len(row), 1) and len(row) > 1
+        if is_square and column.requires_grad != row.requires_grad:
+            self.outer.append((tuple(first.shape), tuple(second.shape)))
 
 
 def _maker(tensor: torch.Tensor) -> str:
@@ -186,6 +192,11 @@ class Pass:
         if self.loss is None:
             raise NotApplicableError("The evaluation has no loss.")
         return float(self.loss.float().mean())
+
+    def refuse_randomness(self) -> None:
+        """Raise an error if random numbers were drawn, which differ between batches of different sizes."""
+        if self.watch.random or self.watch.dropouts:
+            raise NotApplicableError("The step draws random numbers of its own.")
 
 
 class _Recorder(TrainerCallback):
@@ -498,6 +509,19 @@ def sample_tensors(outputs: Any, size: int, like: Iterable[int] | None = None) -
     }
 
 
+def change(first: Pass, second: Pass) -> float:
+    """Return how far the outputs and the loss of two passes are apart, as a share of the largest value."""
+    pairs = list(zip(tensors_in([first.outputs]), tensors_in([second.outputs]), strict=False))
+    losses = [p.loss.detach().reshape(-1) for p in (first, second) if isinstance(p.loss, torch.Tensor)]
+    pairs += [(losses[0], losses[1])] if len(losses) == 2 else []
+    off = 0.0
+    for one, other in pairs:
+        if one.is_floating_point() and one.shape == other.shape and one.numel():
+            one, other = one.detach().double(), other.detach().double()
+            off = max(off, float(((one - other).abs().max() / one.abs().max().clamp(min=1e-12)).nan_to_num()))
+    return off
+
+
 def differences(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return how much each sample differs, as a share of the largest value: the greatest over all tensors.
 
@@ -536,3 +560,24 @@ def listed(names: Iterable[Any], most: int = 5) -> str:
     names = [str(name) for name in chain(names)]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def parts_by_name(data: Any) -> dict[Any, Any]:
+    """Return the parts of a batch by key, or by number; that of a tensor is 0."""
+    if isinstance(data, (list, tuple)):
+        return dict(enumerate(data))
+    return dict(data) if isinstance(data, Mapping) else {0: data}
+
+
+def with_parts(data: Any, changed: Mapping[Any, Any]) -> Any:
+    """Return a batch with other parts, by their names in :func:`parts_by_name`."""
+    parts = parts_by_name(data) | dict(changed)
+    if isinstance(data, Mapping):
+        return parts
+    return honor_type(data, parts.values()) if isinstance(data, (list, tuple)) else parts[0]
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"

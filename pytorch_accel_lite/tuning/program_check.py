@@ -15,35 +15,42 @@ from pytorch_accel_lite.base.validation import check_positive_number
 from pytorch_accel_lite.engine.lifecycle import create_eval_loaders
 from pytorch_accel_lite.engine.trial import report, trial
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory
-from pytorch_accel_lite.tuning import checks_of_data, checks_of_schedules, checks_of_sequences, checks_of_steps
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe
+from pytorch_accel_lite.tuning import (
+    checks_of_data,
+    checks_of_losses,
+    checks_of_schedules,
+    checks_of_sequences,
+    checks_of_steps,
+    checks_of_training,
+)
+from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, describe_error
 from pytorch_accel_lite.tuning.reports import Report
 
-#: A function that tries a program and yields what it finds. Its name, without ``check_``, and its docstring, which tells
-#: in its first paragraph what it does and in its second why that matters, are those of the report.
+#: A function that tries a program and yields what it finds. Reports have its name, without ``check_``, and its
+#: docstring: the first paragraph tells what it does, the second why that matters.
 Check = Callable[[Probe], Iterable[Finding] | None]
 
 #: All checks, the cheapest first.
 CHECKS: tuple[Check, ...] = (
     checks_of_steps.check_runs,
-    checks_of_steps.check_broadcast,
-    checks_of_steps.check_initial_loss,
+    checks_of_losses.check_broadcast,
+    checks_of_losses.check_initial_loss,
     checks_of_schedules.check_schedule,
     checks_of_steps.check_determinism,
     checks_of_steps.check_batch_independence,
     checks_of_steps.check_permutation,
-    checks_of_steps.check_mean_loss,
-    checks_of_steps.check_processes,
-    checks_of_steps.check_precision,
+    checks_of_losses.check_mean_loss,
+    checks_of_losses.check_processes,
+    checks_of_losses.check_precision,
     checks_of_sequences.check_causality,
     checks_of_sequences.check_padding,
-    checks_of_steps.check_gradients,
+    checks_of_training.check_gradients,
     checks_of_steps.check_inputs_matter,
     checks_of_steps.check_reload,
     checks_of_data.check_augmentation,
     checks_of_data.check_data,
     checks_of_data.check_leakage,
-    checks_of_steps.check_learns,
+    checks_of_training.check_learns,
 )
 #: Arguments of ``train()`` that make no difference to a check.
 _UNUSED = {"reset_run_history", "resume_from", "eval_every_n_epochs", "auto_microbatch", "sanity_eval_batches"}
@@ -251,7 +258,7 @@ def _make(one: Check, probe: Probe, seconds: float) -> CheckResult:
     except NotApplicableError as reason:
         return CheckResult(name, "not applicable", str(reason), {}, tried, why)
     except Exception as error:
-        message = f"The program raised {checks_of_steps.describe_error(error)}"
+        message = f"The program raised {describe_error(error)}"
         return CheckResult(name, "not applicable", message, {}, tried, why)
     if not findings:
         return CheckResult(name, "passed", "", {}, tried, why)
