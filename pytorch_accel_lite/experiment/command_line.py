@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     :param arguments: by default those of this process
-    :return: the exit code: 0, 1 if a check has failed, or 2 for what is wrong in the file or in the arguments, without a traceback
+    :return: the exit code: 0, 1 if a check has failed, or 2 for what is wrong in the file or in the arguments, without
+        a traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())

@@ -82,8 +82,8 @@ class Experiment:
         :param path: the file; ``None`` if everything is in ``overrides``
         :param overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such
             as ``["--optimizer.lr", "3e-4"]``
-        :param tool: ``"check"``, ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"``, ``"estimate_memory"`` or ``"test"`` if its
-            arguments are needed too
+        :param tool: ``"check"``, ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"``, ``"estimate_memory"`` or
+            ``"test"`` if its arguments are needed too
         :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
         :raises ImportError: if jsonargparse is not installed (extra ``cli``)
         """

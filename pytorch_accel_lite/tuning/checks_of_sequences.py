@@ -35,7 +35,8 @@ def check_causality(probe: Probe) -> Iterator[Finding]:
     if found.watch.random:
         raise NotApplicableError("The step draws random numbers.")
     for args, kwargs, output in found.calls:
-        given = [t for t in tensors_in([args, kwargs]) if t.ndim > 1 and len(t) == size and t.shape[1] >= 4]
+        inputs = [value for name, value in kwargs.items() if "label" not in name and name not in TARGET_KEYS]
+        given = [t for t in tensors_in([args, inputs]) if t.ndim > 1 and len(t) == size and t.shape[1] >= 4]
         matches = [
             (t, step)
             for t in given
@@ -43,8 +44,7 @@ def check_causality(probe: Probe) -> Iterator[Finding]:
             if (step := _predicted(t, c.targets, c.ignored)) is not None
         ]
         if matches:
-            inputs, step = matches[0]
-            yield from _judge(probe, batch, args, kwargs, output, inputs, step)
+            yield from _judge(probe, batch, args, kwargs, output, *matches[0])
             return
     raise NotApplicableError("The targets are not a sequence of the inputs.")
 
@@ -162,8 +162,8 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
     if max(off, off_loss) > 1e-3 or off_gradients > 1e-2:
         yield Finding(
             f"With {_LONGER} more positions of padding, the loss changes from {found.number:.5g} to "
-            f"{other.number:.5g}, gradients by {off_gradients:.1%} and outputs of real positions by {off:.1%} (padding as told "
-            f"by {padded.by}).",
+            f"{other.number:.5g}, gradients by {off_gradients:.1%} and outputs of real positions by {off:.1%}; "
+            f"{padded.by} told what is padding.",
             "Leave padding out of means and maxima (mask them), of attention (a padding mask), of recurrent layers "
             "(pack_padded_sequence) and of the loss (ignore_index, or a mask).",
             fails=padded.is_sure,

@@ -79,9 +79,16 @@ class CheckResult:
     why: str = ""
     advice: str = ""
 
+    def lines(self) -> list[str]:
+        """Return what was seen, what to change, why, and what was done, in a line each."""
+        told = {"To change": self.advice, "Why it matters": self.why, "What was done": self.tried}
+        return [
+            f"{self.name} {self.status}: {self.message}",
+            *(f"{what}: {text}" for what, text in told.items() if text),
+        ]
+
     def __str__(self) -> str:
-        parts = (self.message, self.advice, f"Why it matters: {self.why}", f"What was done: {self.tried}")
-        return f"{self.name} {self.status}: " + " ".join(filter(None, parts))
+        return "\n".join(self.lines())
 
 
 @dataclass(repr=False)
@@ -147,7 +154,10 @@ class CheckReport(Report):
         rows = self.rows()
         width = max((len(name) for name, _ in rows), default=0)
         lines = [wrapped(f"  {name:<{width}}  {text}", " " * (width + 4)) for name, text in rows]
-        return "\n".join([f"Checks: {self.summary()}", *lines, *(wrapped(f"- {text}", "  ") for text in self.notes())])
+        for result in (*self.failures, *self.warnings):
+            first, *others = result.lines()
+            lines += ["", wrapped(first, "  "), *(wrapped(f"  {line}", "    ") for line in others)]
+        return "\n".join([f"Checks: {self.summary()}", *lines])
 
 
 class ProgramError(RuntimeError):
