@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.tuning.probing import Finding
+from pytorch_accel_lite.tuning.program_check import ProgramError
 from tests.tasks import Stream, quiet_trainer, same
 
 CLASSES = 5
@@ -1149,3 +1151,92 @@ def test_right_programs_raise_no_alarm(make):
     assert same(generators, (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()))
     assert not program.trainer.is_running
     assert len(program.trainer.run_history) == 0
+
+
+def test_a_report_shows_what_was_found_and_what_to_change():
+    report = checked(softmax_before_cross_entropy(), only=["initial_loss", "precision", "schedule", "broadcast"])
+    assert [result.name for result in report.results] == ["broadcast", "initial_loss", "schedule", "precision"]
+    assert not report.ok
+    (failure,) = report.failures
+    assert (failure.name, failure.status) == ("initial_loss", "failed")
+    assert report["initial_loss"] is failure
+    assert [result.name for result in report.passed] == ["broadcast"]
+    assert [result.message for result in report.not_applicable] == [
+        "The run has no schedule.",
+        "The program does not use mixed precision.",
+    ]
+    lines = repr(report).splitlines()
+    assert lines[0] == "Checks: 1 failed, 1 passed, 2 not applicable"
+    assert "  broadcast     passed" in lines
+    assert any(line.startswith("initial_loss failed: cross_entropy is given probabilities") for line in lines)
+    assert "  To change: Give it logits: remove the softmax from the model." in lines
+    assert "cross_entropy is given probabilities" in report._repr_html_()
+    with pytest.raises(KeyError, match="no check 'padding', only broadcast"):
+        report["padding"]
+
+
+def test_details_name_parameters_and_samples():
+    report = checked(detached_features(), only=["gradients"])
+    assert report["gradients"].details["parameters"] == ["body.weight", "body.bias"]
+    report = checked(nan_in_a_sample(), only=["data"])
+    assert report["data"].details["samples"] == [137]
+
+
+def test_a_failure_raises_an_error_if_that_is_wanted():
+    with pytest.raises(ProgramError, match="would be broadcast") as caught:
+        checked(mse_of_a_column_and_a_row(), only=["broadcast"], strict=True)
+    assert caught.value.report["broadcast"].status == "failed"
+    assert checked(plain_regression(), only=["broadcast"], strict=True).ok
+
+
+def test_checks_can_be_left_out_and_added():
+    def check_width(probe):
+        """Look at the model's outputs.
+
+        They should be wide.
+        """
+        width = probe.evaluate(probe.eval_batch).outputs[0].shape[1]
+        if width < 100:
+            yield Finding(f"There are {width} outputs.", "Add some.", fails=False, details={"width": width})
+
+    report = checked(plain_classifier(), skip=["learns", "leakage"], extra=[check_width])
+    assert {"learns", "leakage"}.isdisjoint(result.name for result in report.results)
+    found = report["width"]
+    assert (found.status, found.details, found.why) == ("warned", {"width": CLASSES}, "They should be wide.")
+    assert report.ok
+
+
+def test_what_is_left_out_for_want_of_time_is_said():
+    report = checked(plain_classifier(), seconds=1e-9)
+    assert {result.message for result in report.not_applicable} == {"left out after 1e-09 seconds"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"only": ["gradient"]}, ValueError, "only=.*there are the checks runs, broadcast"),
+        ({"skip": "learns"}, ValueError, "skip='learns'.*Pass a list"),
+        ({"seconds": 0}, ValueError, "seconds=0 must be"),
+        ({"epochs": 3}, TypeError, "no argument 'epochs'|unexpected keyword argument 'epochs'"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        checked(plain_classifier(), **arguments)
+
+
+def test_arguments_of_train_are_taken():
+    arguments = {"num_epochs": 2, "eval_every_n_epochs": 2, "sanity_eval_batches": 1, "gradient_clip_norm": 1.0}
+    assert checked(plain_classifier(), only=["gradients"], **arguments).ok
+
+
+def test_training_after_a_check_is_as_without_it():
+    def train(checks: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        program = batch_norm_and_dropout()
+        if checks:
+            checked(program)
+        program.trainer.train(program.data, **program.arguments)
+        return program.trainer.model.state_dict()
+
+    assert same(train(checks=True), train(checks=False))
