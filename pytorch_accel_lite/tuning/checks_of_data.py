@@ -138,7 +138,8 @@ def check_data(probe: Probe) -> Iterator[Finding]:
 
 def _is_of_batch(targets: torch.Tensor, probe: Probe) -> bool:
     """Whether a loss is given the targets of the batch, rather than some that the step makes."""
-    return any(part.shape == targets.shape and bool((part == targets).all()) for part in tensors_in([probe.batch.data]))
+    own = _divide(probe.batch.data)[1]
+    return isinstance(own, torch.Tensor) and own.shape == targets.shape and bool((own == targets).all())
 
 
 def _length(dataset: Any) -> int:
@@ -323,36 +324,43 @@ def _compare_ranges(probe: Probe) -> Iterator[Finding]:
 
 
 def check_leakage(probe: Probe) -> Iterator[Finding]:
-    """Compare the inputs of training and evaluation samples by their content.
+    """Compare the inputs of samples by their content, within the training data and with the evaluation data.
 
     A model that has seen the evaluation data looks better than it is.
     """
     data = probe.run.data
-    if data.eval_dataset is None:
-        raise NotApplicableError("There is no evaluation dataset.")
-    if any(
-        isinstance(one, (IterableDataset, Mapping)) or not hasattr(one, "__getitem__")
-        for one in (data.train_dataset, data.eval_dataset)
-    ):
+    datasets = [one for one in (data.train_dataset, data.eval_dataset) if one is not None]
+    if any(isinstance(one, (IterableDataset, Mapping)) or not hasattr(one, "__getitem__") for one in datasets):
         raise NotApplicableError("The samples of streams, and of several datasets, are not compared.")
-    seconds = min(8.0, 0.3 * probe.seconds_left)
-    digests: list[dict[str, int]] = []
-    for dataset in (data.train_dataset, data.eval_dataset):
-        samples = _read(dataset, 50_000, seconds)
-        rich = [(index, inputs) for index, sample in samples if _is_rich(inputs := _divide(sample)[0])]
-        digests.append({digest: index for index, inputs in rich if (digest := _digest(inputs)) is not None})
-    train, evaluation = digests
-    both = sorted(evaluation[digest] for digest in evaluation.keys() & train.keys())
-    if not train or not evaluation:
+    found = [_digests(dataset, min(8.0, 0.3 * probe.seconds_left)) for dataset in datasets]
+    if not all(found):
         raise NotApplicableError("Samples have too few values, or no tensors, to tell whether they are the same.")
-    share = len(both) / len(evaluation)
-    if len(both) >= 2 and share >= (0.2 if _are_tokens(data.eval_dataset) else 0.01):
+    are_tokens = _are_tokens(data.train_dataset)
+    train = {digest for _, digest in found[0]}
+    repeated = len(found[0]) - len(train)
+    if repeated > 0.3 * len(found[0]) and not are_tokens:
         yield Finding(
-            f"{len(both)} of {len(evaluation)} evaluation samples are training samples, too: {listed(both)}.",
+            f"{repeated} of {len(found[0])} training samples repeat others.",
+            "Look whether data were read twice. To give some samples more weight, use a WeightedRandomSampler.",
+            fails=False,
+            details={"repeated": repeated},
+        )
+    both = [index for index, digest in found[-1] if digest in train] if len(found) > 1 else []
+    share = len(both) / len(found[-1])
+    if len(both) >= 2 and share >= (0.2 if are_tokens else 0.01):
+        yield Finding(
+            f"{len(both)} of {len(found[-1])} evaluation samples are training samples, too: {listed(both)}.",
             "Split the data before they are augmented, repeated or cut into pieces.",
             fails=share >= 0.05,
             details={"samples": both},
         )
+
+
+def _digests(dataset: Any, seconds: float) -> list[tuple[int, str]]:
+    """Return the indices of samples that hold enough to tell them apart, with what identifies their inputs."""
+    pairs = ((index, _divide(sample)[0]) for index, sample in _read(dataset, 50_000, seconds))
+    found = ((index, _digest(inputs)) for index, inputs in pairs if _is_rich(inputs))
+    return [(index, digest) for index, digest in found if digest is not None]
 
 
 def _are_tokens(dataset: Any) -> bool:

@@ -43,6 +43,15 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
             "Give its length in updates: TrainerPlaceholderValues.NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH.",
         )
         return
+    given = max(float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups)
+    if 0 < max(curve) < 0.01 * given:
+        yield Finding(
+            f"The highest learning rate of the run is {max(curve):.3g}, that of the optimizer {given:.3g}.",
+            "LambdaLR multiplies the optimizer's rate: return factors. Or shorten the warm-up.",
+            fails=False,
+            details={"highest": max(curve), "given": given},
+        )
+        return
     yield from _look_at_curve(curve, getattr(getattr(create, "func", create), "__name__", "").lower())
 
 

@@ -109,16 +109,19 @@ def _find_wrong_modes(probe: Probe) -> Iterator[Finding]:
     parts = {name: part for name, part in probe.modules.items() if isinstance(part, (_DropoutNd, _BatchNorm))}
     parts = {name: part for name, part in parts.items() if getattr(part, "p", 1) and not stays_in_eval(part)}
     used: dict[str, bool] = {}
+    model = probe.trainer.get_model()
 
     def note(part: nn.Module, _: Any, name: str) -> None:
-        used[name] = part.training
+        used[name] = part.training or (model.training and is_training)
+
+    is_training = True
 
     with ExitStack() as hooks:
         for name, part in parts.items():
             hooks.callback(part.register_forward_pre_hook(partial(note, name=name)).remove)
         if not probe.has_own_step:
             probe.train(probe.batch)
-            if used and not any(used.values()) and not probe.trainer.get_model().training:
+            if used and not any(used.values()):
                 yield Finding(
                     f"The model trains in evaluation mode, in which {listed(used)} have no effect.",
                     "Let train_epoch_start() call super().train_epoch_start(), or model.train().",
@@ -126,6 +129,7 @@ def _find_wrong_modes(probe: Probe) -> Iterator[Finding]:
                     details={"modules": [*used]},
                 )
             used.clear()
+        is_training = False
         probe.evaluate(probe.eval_batch)
     active = [name for name, training in used.items() if training]
     if active:
@@ -239,6 +243,8 @@ def _ignored_inputs(probe: Probe, batch: Batch) -> dict[str, bool]:
     first = probe.evaluate(batch)
     if not first.calls:
         raise NotApplicableError("The step does not call the model itself.")
+    if first.loss is not None and not math.isfinite(first.number):
+        raise NotApplicableError("The loss is infinite or NaN.")
     given = {tensor.data_ptr() for args, kwargs, _ in first.calls for tensor in tensors_in([args, kwargs])}
     parts = {
         name: part

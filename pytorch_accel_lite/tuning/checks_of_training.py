@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.batches import Batch
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Pass, Probe, listed
+from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Pass, Probe, listed, parts_by_name
 
 #: By how much of itself the loss of a single batch has fallen after a number of updates, if no more are needed.
 _ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
@@ -25,7 +25,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     with ExitStack() as hooks:
         for part in probe.modules.values():
             hooks.callback(part.register_forward_pre_hook(lambda part, *_: called.add(part)).remove)
-        largest = _largest_gradients(probe)
+        largest, left = _largest_gradients(probe)
     infinite = [name for name, value in largest.items() if not math.isfinite(value)]
     if infinite:
         yield Finding(
@@ -34,13 +34,20 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
             details={"parameters": infinite},
         )
         return
+    if left:
+        yield Finding(
+            f"After an update, {listed(left)} still have gradients, to which those of the next are added.",
+            "Clear them: optimizer_zero_grad() must call optimizer.zero_grad().",
+            details={"parameters": left},
+        )
     yield from _find_idle(probe, largest, called)
     yield from _find_forgotten(probe, largest)
 
 
-def _largest_gradients(probe: Probe) -> dict[str, float]:
-    """Return the largest element of the gradient of each parameter in a few updates, the first that is not finite."""
+def _largest_gradients(probe: Probe) -> tuple[dict[str, float], list[str]]:
+    """Return the largest element of the gradient of each parameter in a few updates, and whose gradients are left."""
     largest: dict[str, float] = {}
+    left: list[str] = []
     with probe.training() as update:
         for number in range(4):
             for name, gradient in update(probe.batches[number % len(probe.batches)], number).items():
@@ -48,7 +55,8 @@ def _largest_gradients(probe: Probe) -> dict[str, float]:
                 largest[name] = value if math.isnan(value) else max(largest.get(name, 0.0), value)
             if not all(map(math.isfinite, largest.values())):
                 break
-    return largest
+        left += [name for p, name in probe.optimized.items() if p.grad is not None and bool(p.grad.any())]
+    return largest, left
 
 
 def _find_idle(probe: Probe, largest: Mapping[str, float], called: Container[nn.Module]) -> Iterator[Finding]:
@@ -58,7 +66,9 @@ def _find_idle(probe: Probe, largest: Mapping[str, float], called: Container[nn.
     without = {parameter: name for parameter, name in optimized.items() if name not in largest}
     is_unused = {p: p in owners and owners[p] not in called and not _is_read(owners[p]) for p in without}
     lost, unused = ([name for p, name in without.items() if is_unused[p] is which] for which in (False, True))
-    zero = [name for name in optimized.values() if largest.get(name) == 0.0]
+    zero = [name for p, name in optimized.items() if largest.get(name) == 0.0]
+    if len(zero) < len(optimized):
+        zero = [name for p, name in optimized.items() if name in zero and p.ndim > 1]
     if lost:
         yield Finding(
             f"{len(lost)} of {len(optimized)} optimized parameters get no gradient: {listed(lost)}.",
@@ -73,7 +83,9 @@ def _find_idle(probe: Probe, largest: Mapping[str, float], called: Container[nn.
             fails=False,
             details={"parameters": unused},
         )
-    if zero and not lost:
+    # Gradients of a bias may cancel; detectors leave out what no target matches.
+    is_plain = all(isinstance(part, torch.Tensor) for part in parts_by_name(probe.batch.data).values())
+    if (zero and is_plain and not lost) or len(zero) == len(optimized):
         yield Finding(
             f"The gradient of {listed(zero)} is zero in every update.",
             "Look for units that are never active (a ReLU on the outputs), saturated activations, or a weight of 0.",
