@@ -264,9 +264,13 @@ def check_precision(probe: Probe) -> Iterator[Finding]:
     with probe.without_mixed_precision():
         full = probe.train(probe.batch, "quiet", gradients=True)
     infinite = [name for name, gradient in mixed.gradients.items() if not bool(gradient.isfinite().all())]
-    if infinite and trainer.accelerator.scaler is None:
+    if (infinite or not math.isfinite(mixed.number)) and math.isfinite(full.number):
         yield Finding(
-            f"Gradients of {listed(infinite)} overflow in mixed precision.", "Use bf16, or lower the loss's scale."
+            f"The loss is {mixed.number:.4g} in mixed precision and {full.number:.4g} in float32; {len(infinite)} "
+            "gradients overflow.",
+            "Use bf16, or compute what overflows in float32: with torch.autocast(..., enabled=False).",
+            fails=trainer.accelerator.scaler is None,
+            details={"parameters": infinite},
         )
         return
     off = abs(mixed.number - full.number) / max(abs(full.number), 1e-3)
