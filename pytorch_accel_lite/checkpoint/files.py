@@ -251,7 +251,7 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
         _, metadata = open_tensors(path)
         weights = safetensors.torch.load_file(path)
         return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
-    checkpoint = load_plain(Path(path))
+    checkpoint: Any = load_plain(Path(path))
     entries = checkpoint if isinstance(checkpoint, dict) else {}
     if entries and all(isinstance(value, torch.Tensor) for value in entries.values()):
         return {"model_state_dict": checkpoint}  # as saved by torch.save(model.state_dict(), path)
@@ -261,7 +261,7 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
             f"{', '.join(map(repr, entries)) or type(checkpoint).__name__}. Load what you need of it yourself, such as "
             "model.load_state_dict(torch.load(path)['state_dict'])."
         )
-    return checkpoint
+    return entries
 
 
 #: Bytes of a file that are hashed at once. Part of the format: another size gives other checksums.
