@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.backends import BackendSettings
@@ -26,9 +27,10 @@ from pytorch_accel_lite.base.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.signals import ending_in_order, exit_for
-from pytorch_accel_lite.base.suggestions import METHODS, check_subclass, suggest_arguments
+from pytorch_accel_lite.base.unknown_names import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -66,7 +68,6 @@ from pytorch_accel_lite.engine.prepared_model import (
 )
 from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_property, settable, shadowable
 from pytorch_accel_lite.engine.scheduling import check_scheduler
-from pytorch_accel_lite.engine.trainer_repr import of_trainer
 from pytorch_accel_lite.optimizers import gradients
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.steps import closures, compiled, manual
@@ -249,7 +250,7 @@ class Trainer:
         *,
         gradient_clip_norm: float | None = None,
         eval_every_n_epochs: int | None = 1,
-        scheduler_interval: str = "update",
+        scheduler_interval: Literal["update", "epoch"] = "update",
         scheduler_metric: str | None = None,
         auto_microbatch: bool = False,
         sanity_eval_batches: int = 0,
@@ -634,7 +635,29 @@ class Trainer:
         """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
         return tuple(self.callback_handler)
 
-    __repr__ = of_trainer
+    def __repr__(self) -> str:
+        """Show the model, optimizer, device, callbacks, and other settings that are not at their defaults."""
+        if "current_run" not in vars(self):  # its constructor has not finished
+            return object.__repr__(self)
+        model = self.get_model(keep_torch_compile=False)
+        sizes = [0 if isinstance(p, UninitializedParameter) else p.numel() for p in model.parameters()]
+        lazy = " + ?" if any(isinstance(p, UninitializedParameter) for p in model.parameters()) else ""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper, in a run
+        parts: dict[str, Any] = {
+            "model": type(model).__name__,
+            "parameters": f"{sum(sizes):,}{lazy}",
+            "optimizer": type(optimizer).__name__ if optimizers.is_made(optimizer) else repr(optimizer),
+            "device": self.device,
+        }
+        if self.ranks.world_size > 1:
+            parts["processes"] = self.ranks.world_size
+        if self.accelerator.mixed_precision != "no":
+            parts["mixed_precision"] = self.accelerator.mixed_precision
+        if self.seed is not None:
+            parts["seed"] = self.seed
+        listening = join_wrapped("callbacks=[", map(repr, self.callback_handler), "]")
+        described = [f"{name}={value}" for name, value in parts.items()]
+        return join_wrapped(f"{type(self).__name__}(", [*described, listening], ")")
 
 
 class TrainerWithTimmScheduler(Trainer):

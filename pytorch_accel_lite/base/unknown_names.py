@@ -188,6 +188,9 @@ class MethodElsewhere:
         self._name = name
         self._advice = advice
 
+    def __repr__(self) -> str:
+        return f"<not there: {self._advice}>"
+
     def __get__(self, instance: object, owner: type) -> MethodElsewhere:
         if instance is None:
             return self
