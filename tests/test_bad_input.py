@@ -168,7 +168,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         f"{name} beside a loader": (
             OF_LOADERS | {"train_dataset": DataLoader(make_data(), 4), name: value},
             ValueError,
-            rf"{name}=.* is for a dataset, but train_dataset is a loader .*DataLoader\(batch_size=4, .*Pass it to the",
+            rf"{name}=.* is for a dataset, but train_dataset is a loader \(DataLoader\), which has its own",
         )
         for name, value in {
             "per_device_batch_size": 16,

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -35,21 +37,22 @@ def numbers(size: int = 24) -> TensorDataset:
     return TensorDataset(x, x[:, :1])
 
 
-def everything(rows: bool, loads: bool, seed: int | None) -> Any:
+def everything(loads: bool, rows: bool, seed: int | None, splits: bool, logical: int | None) -> Any:
     """What training, evaluations and a prediction give with datasets, or with loaders of them."""
     data, other = (Rows(DATA), Rows(OTHER)) if rows else (DATA, OTHER)
     torch.manual_seed(5)
-    trainer = quiet_trainer(small_model(), seed=seed)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=splits))
+    trainer = quiet_trainer(small_model(), seed=seed, accelerator=accelerator, logical_processes=logical)
     if loads:
-        evaluated = {"all": DataLoader(data, 5), "few": DataLoader(other, 5)}
-        train = {"train_dataset": DataLoader(data, 5, shuffle=True), "eval_dataset": evaluated}
+        evaluated = {"all": DataLoader(data, 6), "few": DataLoader(other, 6)}
+        train = {"train_dataset": DataLoader(data, 6, shuffle=True), "eval_dataset": evaluated}
         others: dict[str, Any] = {}
     else:
         evaluated = {"all": data, "few": other}
         without = {"num_workers": 0}
-        train = {"train_dataset": data, "eval_dataset": evaluated, "per_device_batch_size": 5}
+        train = {"train_dataset": data, "eval_dataset": evaluated, "per_device_batch_size": 6}
         train |= {"train_dataloader_kwargs": without, "eval_dataloader_kwargs": without}
-        others = {"per_device_batch_size": 5, "dataloader_kwargs": without}
+        others = {"per_device_batch_size": 6, "dataloader_kwargs": without}
     trainer.train(**train, num_epochs=3, gradient_accumulation_steps=3)
     sizes = trainer.run_config.train_per_device_batch_size, trainer.run_config.eval_total_batch_size
     metrics = trainer.evaluate(evaluated["few"], **others)
@@ -63,8 +66,8 @@ def everything(rows: bool, loads: bool, seed: int | None) -> Any:
     )
 
 
-def with_both(rows: bool, seed: int | None) -> Any:
-    return [everything(rows, loads, seed) for loads in (False, True)]
+def with_both(*case: Any) -> Any:
+    return [everything(loads, *case) for loads in (False, True)]
 
 
 def check_both(found: Any) -> None:
@@ -74,18 +77,28 @@ def check_both(found: Any) -> None:
     assert torch.equal(tensors["out"], tensors["parts"])
 
 
-CASES = pytest.mark.parametrize(("rows", "seed"), [(False, None), (True, None), (False, 3), (True, 3)])
+CASES = pytest.mark.parametrize(
+    "case",
+    [
+        (False, None, False, None),
+        (True, None, False, None),
+        (False, 3, True, None),
+        (True, 3, False, None),
+        (True, 3, False, 2),
+    ],
+    ids=["memory", "rows", "split batches", "seeded rows", "logical processes"],
+)
 
 
 @CASES
-def test_a_loader_trains_like_its_dataset(rows, seed):
-    check_both(with_both(rows, seed))
+def test_a_loader_trains_like_its_dataset(case):
+    check_both(with_both(*case))
 
 
 @CASES
 @pytest.mark.processes
-def test_a_loader_trains_like_its_dataset_on_several_processes(two_ranks, rows, seed):
-    found = two_ranks.run(with_both, rows, seed)
+def test_a_loader_trains_like_its_dataset_on_several_processes(two_ranks, case):
+    found = two_ranks.run(with_both, *case)
     for each in found:
         check_both(each)
     assert equal(found[0][1][0], found[1][1][0])

@@ -273,10 +273,9 @@ def check_data(
         passed |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
     for argument, value in passed.items():
         if value is not None:
-            options = ", ".join(f"{option}={own}" for option, own in options_of(loaders[0]).items())
             raise ValueError(
-                f"{argument}={short(value)} is for a dataset, but {name} is a loader with options of its own: "
-                f"{type(loaders[0]).__name__}({options}). Pass it to the loader instead, or pass the dataset itself."
+                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loaders[0]).__name__}), "
+                "which has its own. Set it in the loader instead, or pass the dataset itself."
             )
 
 
