@@ -294,6 +294,11 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
                 f"{name} is a {type(dataset).__name__}, which Accelerate has prepared: it gives each process a part "
                 "already, and some samples twice. Pass the DataLoader without accelerator.prepare(...)."
             )
+        if _are_columns(dataset):
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
+                "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
+            )
         is_text = isinstance(dataset, (str, bytes))
         is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
         if is_text or not (is_dataset or is_loader(dataset)):
@@ -305,6 +310,14 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
     dataset = dataset_of(dataset)
     if find_length(dataset) == 0:
         raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Check how it was created.")
+
+
+def _are_columns(dataset: Any) -> bool:
+    """Whether data are a table by columns: pandas' or a pair of inputs and targets."""
+    if not isinstance(dataset, tuple) or len(dataset) not in (2, 3):
+        return hasattr(dataset, "iloc")
+    sizes = {tuple(getattr(column, "shape", ()))[:1] for column in dataset}
+    return len(sizes) == 1 and sizes.isdisjoint({(), (1,)})
 
 
 # ------------------------------------------------------------------------------------------- on all ranks
