@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.backends import BackendSettings
 from pytorch_accel_lite.base.batches import BatchOutput, total_loss
@@ -43,8 +42,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
-from pytorch_accel_lite.data.loader_choice import is_loader, options_of
+from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, shutdown
 from pytorch_accel_lite.engine import (
     arguments,
@@ -389,21 +387,15 @@ class Trainer:
         :param train_dl_kwargs: the user's arguments, which override those of :meth:`get_default_train_dl_kwargs`
         :return: by default, a ``DataLoader`` of ``self.train_dataset``; if that is a loader already, that
         """
-        if is_loader(self.train_dataset):
-            self._train_dl_kwargs = options_of(self.train_dataset)
-            return self.train_dataset  # type: ignore[no-any-return]
-        kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
-        self._train_dl_kwargs = kwargs
-        return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
+        defaults = self.get_default_train_dl_kwargs(batch_size)
+        source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
-        if is_loader(self.eval_dataset):
-            self._eval_dl_kwargs = options_of(self.eval_dataset)
-            return self.eval_dataset  # type: ignore[no-any-return]
-        kwargs = merge_loader_kwargs(self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
-        self._eval_dl_kwargs = kwargs
-        return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
+        defaults = self.get_default_eval_dl_kwargs(batch_size)
+        source, self._eval_dl_kwargs = loader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the training dataloader: shuffled, with workers if they are worthwhile."""

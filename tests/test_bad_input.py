@@ -179,7 +179,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "eval_dataloader_kwargs beside loaders": (
         {"eval_dataset": {"a": DataLoader(make_data())}, "eval_dataloader_kwargs": {"num_workers": 0}},
         ValueError,
-        r"eval_dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but eval_dataset is a loader",
+        r"eval_dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but eval_dataset\['a'\] is a loader",
     ),
     **{
         f"eval_dataset has the key {key!r}": (

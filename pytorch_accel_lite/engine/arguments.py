@@ -256,32 +256,30 @@ def check_data(
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch from a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
-    if type(dataset) is not dict:
-        _check_dataset(name, dataset, builds_loader)
-    elif not dataset:
+    parts = _by_name(name, dataset)
+    if not parts:
         raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")
-    else:
-        for key, part in dataset.items():
-            _check_dataset(f"{name}[{key!r}]", part, builds_loader)
-    loaders = _parts_of(dataset)
-    if builds_loader or not all(map(is_loader, loaders)):
+    for name_of_part, part in parts.items():
+        _check_dataset(name_of_part, part, builds_loader)
+    if builds_loader or not all(map(is_loader, parts.values())):
         return
-    passed: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
-    if all(map(is_loader, _parts_of(other))):
-        sizes = [options_of(loader).get("batch_size") for loader in [*loaders, *_parts_of(other)]]
+    unused: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
+    others = {} if other is None else _by_name("", other)
+    if all(map(is_loader, others.values())):
+        sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
         is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
-        passed |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
-    for argument, value in passed.items():
+        unused |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
+    for argument, value in unused.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loaders[0]).__name__}), "
+                f"{argument}={short(value)} is for a dataset, but {name_of_part} is a loader ({type(part).__name__}), "
                 "which has its own. Set it in the loader instead, or pass the dataset itself."
             )
 
 
-def _parts_of(data: Any) -> list[Any]:
-    """Return the datasets and loaders that data consist of, by themselves or in a dict."""
-    return [] if data is None else [*data.values()] if type(data) is dict else [data]
+def _by_name(name: str, data: Any) -> dict[str, Any]:
+    """Return what is to be read by its name in messages: a dataset or a loader, or those in a dict."""
+    return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
 
 
 def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
