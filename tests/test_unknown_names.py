@@ -219,7 +219,7 @@ DATA: dict[str, tuple[Any, str]] = {
 
 
 def test_inputs_and_targets_in_place_of_a_dataset():
-    with pytest.raises(TypeError, match=r"(?s)num_epochs=tensor\(.*must be a whole number, not Tensor"):
+    with pytest.raises(TypeError, match=r"(?s)num_epochs=tensor\(.*must be an integer, not Tensor"):
         make_trainer().train(INPUTS, TARGETS)
 
 

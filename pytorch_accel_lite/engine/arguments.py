@@ -89,7 +89,7 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
             "function that makes them from the model's parameters, such as functools.partial(AdamW, lr=1e-3), or None."
         )
     if seed is not None:
-        check_number("seed", seed, numbers.Integral, "a whole number, or None")
+        check_number("seed", seed, numbers.Integral, "an integer, or None")
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
 

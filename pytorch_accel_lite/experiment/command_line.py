@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("-h", "--help", action="store_true", help="with FILE, also lists what it can contain")
         return command
 
-    train = add("train", _train, "train as the file says")
+    train = add("train", _train, "train the experiment in FILE")
     train.add_argument("--print_config", action="store_true", help="write a complete file, and end")
     of_weights = "by default best, or last without a SaveBestModelCallback"
     for command in (
