@@ -6,6 +6,8 @@ import ast
 import copy
 import inspect
 import pickle
+import pydoc
+import re
 import sys
 from functools import partial
 from html.parser import HTMLParser
@@ -323,3 +325,10 @@ def test_what_is_found_is_shown_once(is_console, capsys, monkeypatch):
     for row in shown.rows:
         for cell in row:
             assert cell in repr(diagnosis)
+
+
+def test_help_shows_a_trainers_methods_and_attributes_and_none_of_what_makes_them():
+    text = pydoc.plain(pydoc.render_doc(Trainer))
+    assert " |  __repr__(self)" in text
+    assert " |  fit = <not there: Call train(" in text
+    assert not re.search(r" object( at 0x\w+)?>", text)

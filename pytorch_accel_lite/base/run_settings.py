@@ -39,7 +39,7 @@ class RunRequest:
     gradient_accumulation_steps: int = 1
     gradient_clip_value: float | None = None
     gradient_clip_norm: float | None = None
-    scheduler_interval: str = "update"
+    scheduler_interval: Literal["update", "epoch"] = "update"
     scheduler_metric: str | None = None
     eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False
@@ -125,7 +125,7 @@ class TrainerRunConfig:
     num_processes: int
     seed: int | None = None
     gradient_clip_norm: float | None = None
-    scheduler_interval: str = "update"
+    scheduler_interval: Literal["update", "epoch"] = "update"
     scheduler_metric: str | None = None
     eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn.parameter import is_lazy
 
@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.suggestions import suggest_arguments
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
@@ -60,7 +60,7 @@ class ModelEmaCallback(TrainerCallback):
         model_ema: Callable[..., ModelEma] = ModelEma,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
         *,
-        update_every: str = "update",
+        update_every: Literal["update", "epoch"] = "update",
         warmup: bool = False,
         prefix: str = "ema_model_",
     ) -> None:

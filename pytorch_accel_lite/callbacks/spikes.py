@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,7 +34,7 @@ class GradientSpikeCallback(TrainerCallback):
     def __init__(
         self,
         factor: float = 10.0,
-        action: str = "skip",
+        action: Literal["skip", "clip"] = "skip",
         warm_up_updates: int = 50,
         decay: float = 0.98,
         max_skips_in_a_row: int = 10,

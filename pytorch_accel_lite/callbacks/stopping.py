@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from pytorch_accel_lite.base.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.suggestions import suggest_arguments
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.engine.run import Run
@@ -44,8 +44,8 @@ class EarlyStoppingCallback(MetricWatcher):
         greater_is_better: bool | None = None,
         reset_on_train: bool = True,
         *,
-        threshold_mode: str = "absolute",
-        patience_in: str = "epochs",
+        threshold_mode: Literal["absolute", "relative"] = "absolute",
+        patience_in: Literal["epochs", "evaluations"] = "epochs",
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
         if not early_stopping_threshold >= 0:

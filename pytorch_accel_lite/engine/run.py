@@ -314,6 +314,9 @@ class Shadowable(Generic[T]):
         self._read = read
         self.__doc__ = read.__doc__ if doc is None else doc
 
+    def __repr__(self) -> str:
+        return "<read-only attribute>"
+
     @overload
     def __get__(self, trainer: None, owner: type) -> Shadowable[T]: ...
     @overload
