@@ -733,7 +733,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
             "num_epochs=0 must be greater",
         ),
         (WSD, {"total_steps": 0}, ValueError, "total_steps=0 must be at least 1"),
-        (WSD, {"total_steps": P.MAX_NUM_TRAIN_STEPS}, TypeError, r"total_steps=\S+MAX_NUM_TRAIN_STEPS must be an integer"),
+        (WSD, {"total_steps": P.MAX_NUM_TRAIN_STEPS}, TypeError, r"total_steps=\S+MAX_NUM_TRAIN_STEPS must be an int"),
         (WSD, {"num_checkpoints": 0}, ValueError, "num_checkpoints=0 must be at least 1"),
         (WSD, {"num_checkpoints": 5}, ValueError, "num_checkpoints=5 is too many for total_steps=20: .* least 32"),
         (WSD, {"decay_phase_ratio": -1}, ValueError, "decay_phase_ratio=-1 must be at least 0 and at most 1"),
