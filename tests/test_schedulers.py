@@ -653,7 +653,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
         (WSD, {"lr_min": 0, "decay": "inverse"}, ValueError, "lr_min=0: the inverse decay never reaches 0"),
         (WSD, {"warmup_starting_lr": -1}, ValueError, "warmup_starting_lr=-1 must be at least 0"),
         (WSD, {"num_warmup_steps": -1}, ValueError, "num_warmup_steps=-1 must be at least 1"),
-        (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be a whole number"),
+        (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be an integer"),
         (
             WSD,
             {"decay": "square"},

@@ -14,7 +14,7 @@ from typing import Any
 
 from pytorch_accel_lite.base.environment import LIBRARIES
 from pytorch_accel_lite.base.inspection import is_ours
-from pytorch_accel_lite.base.suggestions import suggest
+from pytorch_accel_lite.base.unknown_names import suggest
 
 
 def check_callback(callback: Any, base: type) -> None:
