@@ -252,9 +252,9 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"create_scheduler_fn=<.*StepLR.*must be a function.*For example: functools\.partial",
     ),
     "create_scheduler_fn is a name": (
-        {"create_scheduler_fn": "cosine"},
-        TypeError,
-        r"create_scheduler_fn='cosine' must be",
+        {"create_scheduler_fn": "cosinus"},
+        ValueError,
+        r"create_scheduler_fn='cosinus' is not the name of a schedule\. Did you mean 'cosine'",
     ),
     "create_scheduler_fn lacks an argument": ({"create_scheduler_fn": StepLR}, TypeError, "StepLR.*step_size"),
     "create_scheduler_fn makes no scheduler": (
@@ -711,7 +711,7 @@ def test_a_training_loss_without_one_for_evaluations_is_told_of_before_training(
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
     with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
         train(trainer, eval_dataset=True)
-    assert error.value.__notes__[0].startswith("In evaluation:")
+    assert error.value.__notes__[0].startswith("In evaluation, step 0:")
     assert trainer.progress.update == 0
     train(trainer)
 
