@@ -133,6 +133,14 @@ class CrashAtFirst(CrashAt):
             super().on_train_step_end(trainer, **kwargs)
 
 
+class InterruptAt(CrashAt):
+    """Sends Ctrl-C's signal to this process, or to the launcher of a job."""
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == self.update and trainer.ranks.rank == 0:
+            os.kill(os.getpid() if trainer.ranks.world_size == 1 else os.getppid(), signal.SIGINT)
+
+
 class Settings:
     """No dataset, but what a trainer that reads data in a way of its own may need."""
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.base.text import SHOWS_NOTES
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback, read_predictions
 from tests import experiment_parts as parts
 from tests.launching import ROOT, SOAK, run_code, run_forked, run_module
@@ -663,6 +664,16 @@ def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------- the command line
+
+
+def test_an_interrupt_ends_without_a_traceback_and_says_last_how_to_resume(file, capsys):
+    arguments = [*STATES, "--callbacks+", "tests.experiment_parts.InterruptAt", "--callbacks.update", "2"]
+    code, printed, errors = run("train", file, *arguments, "--output_dir=run", capsys=capsys)
+    assert code == 130
+    assert "Traceback" not in printed + errors
+    said = " ".join(f"{printed} {errors}".split())
+    assert "The run is saved in 'run/training_states/update-000000002', after update 2." in said
+    assert said.endswith("On the command line, add --resume latest.") or not SHOWS_NOTES
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -154,6 +155,24 @@ def test_processes_of_the_command_line_end_in_the_bits_of_torchruns(tmp_path, mo
     ours, theirs = (torch.load(f"{name}/best_model.pt", weights_only=True) for name in ("ours", "theirs"))
     for name, value in ours["model_state_dict"].items():
         assert torch.equal(value, theirs["model_state_dict"][name])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.programs
+def test_an_interrupt_of_several_processes_saves_one_state_and_ends_without_a_traceback(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(subprocess_handler, "Popen", WarmPython, raising=False)  # older torch starts Python again
+    file = tmp_path / "small.yaml"
+    file.write_text(FILE)
+    interrupt = ["--callbacks+=tests.experiment_parts.InterruptAt", "--callbacks.update=1", "--train.num_epochs=9999"]
+    command = ["train", str(file), "--processes", "2", *STATES, *interrupt, f"--output_dir={tmp_path}/run"]
+    done = run_forked(lambda: sys.exit(main(command)))
+    assert done.returncode == 130, done.stdout
+    said = "".join(capfd.readouterr())
+    assert "Traceback" not in done.stdout + said
+    assert said.count("Stopping because of SIGINT.") == 1
+    assert said.count("The run is saved in") == 1
 
 
 @pytest.mark.slow
