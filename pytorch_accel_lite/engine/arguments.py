@@ -12,10 +12,12 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.utils import DistributedType, check_cuda_fp8_capability, is_bf16_available, is_fp8_available
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -92,6 +94,43 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
         check_number("seed", seed, numbers.Integral, "an integer, or None")
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
+
+
+def check_precision(wanted: str | None, accelerator: Accelerator | None) -> None:
+    """Check that an accelerator has the mixed precision wanted; or, before there is one, that it can be created.
+
+    Accelerate would keep that of an accelerator whose creation has failed, and compute fp16 on CPUs without it.
+    """
+    if wanted is None:
+        return
+    check_choice("mixed_precision", wanted, ("no", "fp16", "bf16", "fp8"))
+    if accelerator is None:
+        _check_new_precision(wanted)
+    elif accelerator.mixed_precision != wanted:
+        raise ValueError(
+            f"mixed_precision={wanted!r}, but that of the accelerator is {accelerator.mixed_precision!r}. Pass only "
+            f"one of them to the trainer: mixed_precision, or Accelerator(mixed_precision={wanted!r})."
+        )
+
+
+def _check_new_precision(wanted: str) -> None:
+    existing = AcceleratorState().mixed_precision if is_initialized() else wanted
+    if existing != wanted:
+        raise ValueError(
+            f"mixed_precision={wanted!r}: this process already has {existing!r}, of an earlier Trainer or Accelerator, "
+            "and cannot change it. Restart the program or the notebook's kernel, and pass it to the first one."
+        )
+    device = PartialState(cpu=launched_on_cpus()).device
+    on_cpu = device.type == "cpu"
+    needs = ""
+    if wanted == "fp8" and (on_cpu or not is_fp8_available() or not check_cuda_fp8_capability()):
+        needs = "needs a GPU with compute capability 8.9, and transformer_engine, torchao or MS-AMP. Pass 'bf16'"
+    elif wanted == "fp16" and on_cpu:
+        needs = "needs a GPU or a similar device. Pass 'bf16', which CPUs can"
+    elif wanted == "bf16" and not on_cpu and not is_bf16_available(True):
+        needs = "needs a newer device. Pass 'fp16'"
+    if needs:
+        raise ValueError(f"mixed_precision={wanted!r} on the device {str(device)!r}: it {needs}, or 'no'.")
 
 
 def _check_modes(model: nn.Module) -> None:
