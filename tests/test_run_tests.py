@@ -76,7 +76,6 @@ def test_each_combination_has_its_results_and_the_tables_list_all(trained):
     worst = json.loads(Path("tests/best/plain/small/worst.json").read_text())
     losses = ((plain - data["small"].tensors[1]) ** 2).flatten()
     assert [sample["index"] for sample in worst] == losses.topk(3).indices.tolist()
-    assert len(Path("tests/results.md").read_text().splitlines()) == 10
     with open("tests/results.csv") as file:
         assert [row["dataset"] for row in csv.DictReader(file)] == ["small", "large"] * 4
     assert len(trained.callbacks) == 2
@@ -268,7 +267,6 @@ def test_the_last_weights_are_in_the_newest_state_of_all_callbacks(tmp_path, mon
             "the setting 'a' sets 'scal', .*Trainer has no 'scal'. Did you mean 'scale'",
         ),
         ({"inference": {"a": {"model.layer": 3}}}, "sets 'model.layer', but Net has no 'layer'. Did you mean 'layers'"),
-        ({"inference": {"a/b": {}}}, "The name 'a/b' cannot be that of a folder"),
     ],
 )
 def test_what_cannot_be_tested_is_refused_before_anything_is_written(trained, arguments, error):

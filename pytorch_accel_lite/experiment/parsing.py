@@ -144,9 +144,8 @@ class Parser:
             shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS}
             skip = shared & set(inspect.signature(function).parameters)
             parser.add_function_arguments(function, self._tool, skip=skip)
-        where = "where the run writes its files; a second run has a folder beside it, such as runs/experiment-run2"
-        parser.add_argument("--output_dir", type=str, default="runs/experiment", help=where)
-        parser.add_argument("--overwrite", type=bool, default=False, help="use the folder of the newest run")
+        parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
+        parser.add_argument("--overwrite", type=bool, default=False, help="replace the newest run")
         return parser
 
     def _trainer_class(self) -> Any:
