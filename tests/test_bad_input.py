@@ -48,7 +48,7 @@ class NeedsArgument(TrainerCallback):
         self.folder = folder
 
 
-WHOLE = "must be a whole number"
+WHOLE = "must be an integer"
 
 # What the trainer is made with, the error, and what its message must match.
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -179,7 +179,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "eval_dataloader_kwargs beside loaders": (
         {"eval_dataset": {"a": DataLoader(make_data())}, "eval_dataloader_kwargs": {"num_workers": 0}},
         ValueError,
-        r"eval_dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but eval_dataset is a loader",
+        r"eval_dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but eval_dataset\['a'\] is a loader",
     ),
     **{
         f"eval_dataset has the key {key!r}": (
@@ -228,7 +228,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "the evaluation dataset in place of the number of epochs": (
         {"num_epochs": make_data()},
         TypeError,
-        "num_epochs=<torch.utils.data.dataset.TensorDataset object.*must be a whole number, not TensorDataset",
+        "num_epochs=<torch.utils.data.dataset.TensorDataset object.*must be an integer, not TensorDataset",
     ),
     "a batch without targets": (
         {"train_dataset": TensorDataset(make_data().tensors[0])},

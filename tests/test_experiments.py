@@ -807,3 +807,55 @@ def test_the_commands_of_the_page_run_as_it_says(tmp_path, monkeypatch, capsys):
     for command in commands:
         assert (command, run(*shlex.split(command.removeprefix(prefix)), capsys=capsys)[0]) == (command, 0)
     assert {"best_model.pt", "experiment.yaml", "metrics.jsonl", "training_states"} < set(os.listdir("runs/wave"))
+
+
+# ------------------------------------------------------------------------------------------------ short forms
+
+
+def test_schedules_metrics_and_callbacks_by_name_are_those_of_python(file):
+    file.write_text(
+        FILE.replace(
+            "trainer: {seed: 3}",
+            """
+scheduler: cosine
+trainer:
+  seed: 3
+  mixed_precision: "no"
+  metrics:
+    error: {class_path: torchmetrics.MeanAbsoluteError}
+callbacks:
+- class_path: MetricsCallback
+  init_args: {metrics: mean_squared_error}
+""",
+        )
+    )
+    experiment = read(file, "--train.warmup_steps", "2", "--output_dir", "named")
+    trainer = experiment.train()
+    assert {"error", "mean_squared_error"} <= set(trainer.run_history)
+    assert trainer.scheduler.num_warmup_steps == 2
+    spelt = read(file, "--scheduler", "null", "--train.create_scheduler_fn", "cosine", "--train.warmup_steps", "2")
+    assert_equal(weights(spelt.train()), weights(trainer))
+    assert_equal(weights(read(Path("named/experiment.yaml")).train()), weights(trainer))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            ["--scheduler", "cosine", "--train.create_scheduler_fn", "wsd"],
+            "there is a scheduler, too. Leave one of them",
+        ),
+        (
+            ["--train.create_scheduler_fn", "cosin"],
+            "='cosin' must be 'constant' or 'linear' or 'cosine' or 'wsd' or null",
+        ),
+        (
+            ["--scheduler", "cosine", "--scheduler.warmup", "3"],
+            "warmup: cosine takes no arguments but its warm-up, which",
+        ),
+        (["--trainer.mixed_precision", "fp16"], "trainer: mixed_precision='fp16'"),
+    ],
+)
+def test_short_forms_that_cannot_be_are_named(file, arguments, error):
+    with pytest.raises(ExperimentError, match=re.escape(error)):
+        read(file, *arguments).trainer  # noqa: B018

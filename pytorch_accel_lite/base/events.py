@@ -315,8 +315,8 @@ class CallbackHandler:
         for callback in callbacks:
             self.add_callback(callback)
 
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Append a callback, given as an instance or as a class."""
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback], *, first: bool = False) -> None:
+        """Append a callback, given as an instance or as a class, or put it before the others."""
         instance = callback() if isinstance(callback, type) else callback
         if not isinstance(instance, TrainerCallback):
             raise TypeError(
@@ -324,7 +324,7 @@ class CallbackHandler:
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
         check_callback(instance, TrainerCallback)
-        self.callbacks.append(instance)
+        self.callbacks.insert(0 if first else len(self.callbacks), instance)
         self.listeners.clear()
 
     def clear_callbacks(self) -> None:

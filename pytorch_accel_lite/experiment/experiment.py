@@ -137,6 +137,8 @@ class Experiment:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if "accelerator" in self._parser.parts:
             made["accelerator"] = self._make_accelerator()
+        elif self._given("trainer.init_args").get("mixed_precision") is not None:
+            pass  # which the trainer checks
         elif getattr(kind, "_create_accelerator", None) is Trainer._create_accelerator:  # noqa: SLF001
             _check_precision()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
