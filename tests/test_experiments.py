@@ -249,7 +249,7 @@ def test_everything_that_a_run_writes_is_in_its_output_dir(file, tmp_path):
     trainer = experiment.train()
     assert trainer.callbacks[-3].folder == Path("here/stopped")
     found = {path.name for path in (tmp_path / "here").iterdir()}
-    assert found == {"experiment.yaml", "metrics.jsonl", "best_model.pt"}
+    assert found == {"directions.json", "experiment.yaml", "metrics.jsonl", "best_model.pt"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "small.yaml"]
     [row] = map(json.loads, (tmp_path / "here" / "metrics.jsonl").read_text().splitlines())
     assert row["eval_loss_epoch"] == trainer.run_history.get_latest_metric("eval_loss_epoch")
@@ -266,7 +266,7 @@ def test_the_files_that_a_callback_reads_stay_where_they_are(file):
 def test_the_resolved_file_is_the_same_experiment(file):
     file.write_text(FILE + SCHEDULE)
     experiment = read(file, "--callbacks+", "EarlyStoppingCallback", "--callbacks.early_stopping_patience", "4")
-    experiment.save("resolved.yaml")
+    Path("resolved.yaml").write_text(experiment.text)
     again = Experiment.from_file("resolved.yaml")
     assert again.config == experiment.config
     assert again.config["optimizer"]["init_args"]["weight_decay"] == 0.01
@@ -280,7 +280,7 @@ def test_text_that_looks_like_a_number_stays_text_in_the_resolved_file(file, tex
     file.write_text(f"{FILE}output_dir: '{text}'\n")
     for experiment in (read(file), read(file, "--output_dir", text)):
         assert experiment.config["output_dir"] == text
-        experiment.save("resolved.yaml")
+        Path("resolved.yaml").write_text(experiment.text)
         assert read(Path("resolved.yaml")).config == experiment.config
 
 
@@ -397,7 +397,7 @@ def test_a_schedule_counts_in_the_units_of_the_run(file):
 def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
     experiment = read(file, "--model=tests.experiment_parts.create_with", "--model.width=3")
     assert experiment.config["model"]["init_args"] == {"width": 3}
-    experiment.save("again.yaml")
+    Path("again.yaml").write_text(experiment.text)
     again = Experiment.from_file("again.yaml", {"model.width": 4})
     assert isinstance(again.trainer.get_model().layers[1][0], nn.Tanh)
     code, printed, _ = run("train", "again.yaml", "--print_config", capsys=capsys)

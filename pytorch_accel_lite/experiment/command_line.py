@@ -229,20 +229,18 @@ def _test(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    folder = Path(options.path)
     try:
-        print(compare_runs(folder), end="\n\n")
+        print(compare_runs(options.path), end="\n\n")
     except (FileNotFoundError, ValueError):  # it has no runs
         print_contents(options.path)
     else:
         with suppress(DamagedStateError):  # it has no states
-            print_contents(folder)
+            print_contents(options.path)
 
 
 def _compare(options: argparse.Namespace) -> None:
-    paths = sorted(options.runs, key=natural_order)
     directions = {**dict.fromkeys(options.maximize, True), **dict.fromkeys(options.minimize, False)}
-    comparison = compare_runs(paths, directions=directions, sort_by=options.sort)
+    comparison = compare_runs(sorted(options.runs, key=natural_order), directions=directions, sort_by=options.sort)
     beside = Path(os.path.commonpath([run.folder.resolve().parent for run in comparison.runs]))
     path = comparison.save(options.page or beside / "comparison.html")
     print(comparison)

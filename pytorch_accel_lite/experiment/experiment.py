@@ -23,9 +23,10 @@ from accelerate.utils import set_seed
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.parsing import TOOLS, Parser
-from pytorch_accel_lite.experiment.results import write_text
+from pytorch_accel_lite.experiment.results import write_json, write_text
 from pytorch_accel_lite.experiment.run_folders import folders_of, new_folder
 from pytorch_accel_lite.experiment.yaml_files import (
+    DIRECTIONS,
     PARTS,
     RESOLVED,
     Document,
@@ -137,9 +138,7 @@ class Experiment:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if "accelerator" in self._parser.parts:
             made["accelerator"] = self._make_accelerator()
-        elif self._given("trainer.init_args").get("mixed_precision") is not None:
-            pass  # which the trainer checks
-        elif getattr(kind, "_create_accelerator", None) is Trainer._create_accelerator:  # noqa: SLF001
+        elif self._given("trainer.init_args").get("mixed_precision") is None:  # which the trainer checks
             _check_precision()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
         return trainer
@@ -203,10 +202,6 @@ class Experiment:
             )
         self.trainer.train(self.train_dataset, **self.train_arguments)
         return self.trainer
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the resolved contents to a file, atomically."""
-        write_text(path, self.text)
 
     # ------------------------------------------------------------------------------------ making the parts
 
@@ -410,18 +405,17 @@ class ExperimentRecord(TrainerCallback):
         return f"ExperimentRecord({self._experiment.config['output_dir']!r})"
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Write the file."""
+        """Write the file, and whether greater values are better of each metric of which it is known."""
         experiment, folder = self._experiment, self._experiment.output_dir
-        trainer.ranks.run_together(lambda: experiment.save(folder / RESOLVED), only_first=True)
+        metrics = trainer.current_run.request.metrics
+        directions = metrics.directions | {watched.name: watched.greater_is_better for watched in metrics.watched}
+        known = {name: direction for name, direction in directions.items() if direction is not None}
+        trainer.ranks.run_together(lambda: write_text(folder / RESOLVED, experiment.text), only_first=True)
+        trainer.ranks.run_together(lambda: write_json(folder / DIRECTIONS, known, indent=2), only_first=True)
         if self._claim is not None:
             self._claim.detach()
         if folder.name != Path(experiment.config["output_dir"]).name and not trainer.progress.update:
             trainer.print(f"This run is in {folder}, as {experiment.config['output_dir']} has one already.")
-
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Leave the folder to the next run, unless this one had begun."""
-        if self._claim is not None:
-            self._claim()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the resolved file, for a training state."""

@@ -161,8 +161,7 @@ class Parser:
         parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, beside the default ones")
         trainer = self._trainer_class()
         parser.add_method_arguments(trainer, "train", "train", skip={*_OF_TRAIN})
-        by_name: Any = ScheduleName | None
-        parser.add_argument("--train.create_scheduler_fn", type=by_name, help="the name of a schedule")
+        parser.add_argument("--train.create_scheduler_fn", type=ScheduleName | None, help="the name of a schedule")
         if self._tool is not None:
             function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
             shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS}

@@ -59,8 +59,7 @@ def text_table(columns: Sequence[Sequence[str]]) -> list[str]:
         if len(blocks[-1][0]) + 2 + width > shutil.get_terminal_size().columns and blocks[-1] is not labels:
             blocks.append(labels)
         blocks[-1] = [line + "  " + cell.rjust(width) for line, cell in zip(blocks[-1], cells, strict=True)]
-    lines = [line.rstrip() for block in blocks for line in ["", *block]]
-    return lines[1:]
+    return [line.rstrip() for block in blocks for line in ["", *block]][1:]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -6,7 +6,6 @@ import csv
 import glob
 import json
 import os
-import pydoc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any
 import yaml
 
 from pytorch_accel_lite.experiment.results import Row
-from pytorch_accel_lite.experiment.yaml_files import RESOLVED, flat
+from pytorch_accel_lite.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
 
 #: Callbacks that only observe a run: what they print, draw and write does not change it.
 _OBSERVERS = (
@@ -144,13 +143,12 @@ def _run_in(folder: Path) -> RecordedRun | None:
     if not rows:
         return None
     experiment = _parsed(folder / RESOLVED, yaml.safe_load, "YAML")
-    directions = [*_directions_in(experiment), *record.get("directions", {}).items()]
     return RecordedRun(
         folder,
         rows,
         settings=_settings_of(experiment, record),
         source=RESOLVED if experiment else "run.json" if record else "",
-        directions={name: direction for name, direction in directions if direction is not None},
+        directions=_parsed(folder / DIRECTIONS, json.loads, "JSON") | record.get("directions", {}),
         outcome=str(record.get("attempts", [{"outcome": ""}])[-1]["outcome"]).partition(":")[0],
     )
 
@@ -218,20 +216,3 @@ def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> di
     versions = record.get("versions", {}).items()
     settings |= {f"version of {name}": str(number).partition("+")[0] for name, number in versions}
     return {key: value for key, value in settings.items() if not _BESIDE_THE_POINT.fullmatch(key)}
-
-
-def _directions_in(content: Any) -> Iterator[tuple[str, bool | None]]:
-    """Yield whether greater values are better of the metrics that an experiment names, as far as it tells."""
-    if isinstance(content, list):
-        content = dict(enumerate(content))
-    if not isinstance(content, Mapping):
-        return
-    for inner in content.values():
-        yield from _directions_in(inner)
-    metrics = content.get("metrics")
-    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
-        if isinstance(metric, Mapping) and "class_path" in metric:
-            with suppress(pydoc.ErrorDuringImport):  # where the class cannot be imported here
-                yield name, getattr(pydoc.locate(metric["class_path"]), "higher_is_better", None)
-    if "watch_metric" in content:
-        yield content["watch_metric"], content.get("greater_is_better")

@@ -51,22 +51,16 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
         if isinstance(callback, SaveTrainingStateCallback) and kind == "last":
             if isinstance(callback.save_dir, str):
                 raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
-            manifests = sorted(callback.save_dir.glob("update-*/manifest.json"), key=_time_of, reverse=True)
+            manifests = sorted(callback.save_dir.glob("update-*/manifest.json"), reverse=True)
+            manifests.sort(key=os.path.getmtime, reverse=True)  # those of one moment stay in the order of their names
             of_each.append([path.parent for path in manifests[:count]])
     if enough := [paths for paths in of_each if len(paths) == count]:
-        return enough[0] if kind == "best" else max(enough, key=lambda paths: _time_of(paths[0]))
-    most = max(map(len, of_each), default=0)
-    saver = "SaveBestModelCallback" if kind == "best" else "SaveTrainingStateCallback"
-    keeping = f" with {'keep' if kind == 'best' else 'max_checkpoints'}={count} or more" if count > 1 else ""
-    there_are = f"{most} of the {count} {kind} weights" if count > 1 else f"no {kind} weights yet"
+        return enough[0] if kind == "best" else max(enough, key=lambda paths: os.path.getmtime(paths[0]))
+    saver = "SaveBestModelCallback(keep" if kind == "best" else "SaveTrainingStateCallback(max_checkpoints"
     raise FileNotFoundError(
-        f"There are {there_are}: they are saved by a {saver}{keeping} while the experiment trains. Train it first, or "
-        "pass the path of a checkpoint or a training state."
+        f"There are {max(map(len, of_each), default=0)} of the {count} {kind} weights: they are saved by a {saver}="
+        f"{count}) while the experiment trains. Train it first, or pass the path of a checkpoint or a training state."
     )
-
-
-def _time_of(path: Path) -> tuple[float, str]:
-    return path.stat().st_mtime, os.fspath(path)
 
 
 def load_weights(trainer: Trainer, paths: Sequence[Path], average: Path) -> None:

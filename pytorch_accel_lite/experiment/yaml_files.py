@@ -26,8 +26,9 @@ PARTS = (
     "trainer",
     "accelerator",
 )
-#: Name of the resolved file that a run leaves in its folder.
+#: Files that a run leaves in its folder: the resolved one, and whether greater values are better, by metric.
 RESOLVED = "experiment.yaml"
+DIRECTIONS = "directions.json"
 
 
 class ExperimentError(ValueError):
