@@ -44,6 +44,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
+from pytorch_accel_lite.data.loader_choice import is_loader, options_of
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, shutdown
 from pytorch_accel_lite.engine import (
     arguments,
@@ -256,14 +257,17 @@ class Trainer:
     ) -> None:
         """Train the model.
 
-        :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts. A dict of map
-            datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`; for shares of several
-            datasets, see :class:`~pytorch_accel_lite.data.Mixture`.
+        :param train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, whose options then hold; batches
+            are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see
+            :class:`~pytorch_accel_lite.data.NamedDatasets`; for shares of several datasets, see
+            :class:`~pytorch_accel_lite.data.Mixture`.
         :param num_epochs: number of passes over the training data
-        :param eval_dataset: dataset to evaluate on, see ``eval_every_n_epochs``; ``None`` for no evaluation. The
-            datasets of a dict are evaluated one by one, and their names (strings) prefix the names of the metrics.
+        :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
+            evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
+            metrics.
         :param per_device_batch_size: number of samples in a batch of one process, or of all processes together if the
-            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``
+            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``. Like ``collate_fn`` and the dataloader
+            kwargs, it is for datasets: a ``DataLoader`` has its own.
         :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
         :param gradient_accumulation_steps: number of batches per process in one update
         :param gradient_clip_value: maximum absolute value of each element of the gradients
@@ -306,12 +310,13 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
                 "first by raising StopTrainingError, or close the iterator."
             )
-        self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
+        size = per_device_batch_size
+        self._check_data("train_dataset", train_dataset, size, train_dataloader_kwargs, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
         arguments.check_optimizers(self, create_scheduler_fn)
         if eval_dataset is not None:
-            self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
-        batch_size = int(per_device_batch_size)  # may be a numpy integer
+            self._check_data("eval_dataset", eval_dataset, size, eval_dataloader_kwargs, collate_fn, train_dataset)
+        batch_size = int(size)  # may be a numpy integer
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
@@ -382,13 +387,20 @@ class Trainer:
         :mod:`pytorch_accel_lite.data`.
 
         :param train_dl_kwargs: the user's arguments, which override those of :meth:`get_default_train_dl_kwargs`
+        :return: by default, a ``DataLoader`` of ``self.train_dataset``; if that is a loader already, that
         """
+        if is_loader(self.train_dataset):
+            self._train_dl_kwargs = options_of(self.train_dataset)
+            return self.train_dataset  # type: ignore[no-any-return]
         kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
         self._train_dl_kwargs = kwargs
         return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
+        if is_loader(self.eval_dataset):
+            self._eval_dl_kwargs = options_of(self.eval_dataset)
+            return self.eval_dataset  # type: ignore[no-any-return]
         kwargs = merge_loader_kwargs(self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
         self._eval_dl_kwargs = kwargs
         return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
@@ -413,9 +425,11 @@ class Trainer:
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
             check_scheduler(self.scheduler, request, create, steps_itself)
 
-    def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
+    def _check_data(
+        self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any, other: Any = None
+    ) -> None:
         method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
-        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, is_overridden(self, method))
+        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, is_overridden(self, method), other)
 
     def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.

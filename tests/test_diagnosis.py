@@ -82,7 +82,7 @@ def test_slow_data_are_found(capsys, spend):
     assert (found.data, found.forward, found.step) == pytest.approx((0.032, 0.008, 0.04))
     assert found.waiting == pytest.approx(0.8)
     assert "The model waits for data during 80 % of a step" in found.advice[0]
-    assert f"'num_workers': {min(len(os.sched_getaffinity(0)), 8)}" in found.advice[0]
+    assert f"num_workers={min(len(os.sched_getaffinity(0)), 8)}" in found.advice[0]
     assert "waiting for data" in capsys.readouterr().out
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
@@ -211,6 +212,9 @@ DATA: dict[str, tuple[Any, str]] = {
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
     "a file's name": ("train.csv", "='train.csv' is not a dataset: it needs __getitem__"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
+    "inputs and targets": ((INPUTS, TARGETS), "is a tuple, of which [0] is not the first sample"),
+    "arrays": ((INPUTS.numpy(), TARGETS.numpy()), "Pass a dataset of its tensors: TensorDataset(inputs, targets)."),
+    "a table": (pd.DataFrame(INPUTS.numpy()), "is a DataFrame, of which [0] is not the first sample"),
 }
 
 
@@ -286,3 +290,25 @@ def test_of_targets_that_are_missing_only_that_is_said():
     text = message(ValueError, lambda: make_trainer(callbacks=[]).train(only_inputs, 1))
     assert "holds no targets for loss_func" in text
     assert "What to do" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    {
+        "training_step": "Override calculate_train_batch_loss or train_step instead",
+        "compute_loss": "Override calculate_train_batch_loss or train_step instead",
+        "validation_step": "Override calculate_eval_batch_loss instead",
+        "prediction_step": "Override calculate_eval_batch_loss or calculate_predict_batch_output instead",
+        "get_train_dataloader": "Override create_train_dataloader instead",
+        "configure_optimizers": "Pass the optimizer, or a function that creates it",
+    }.items(),
+)
+def test_a_method_that_another_library_calls_is_said_not_to_be_called_here(name, advice):
+    with pytest.warns(UserWarning, match=rf"Theirs\.{name} is never called.*{advice}"):
+        type("Theirs", (Trainer,), {name: lambda self, *args: None})
+
+
+def test_a_method_that_ones_own_step_may_call_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("compute_loss", "train_step")})

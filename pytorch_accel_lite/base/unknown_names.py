@@ -108,8 +108,20 @@ _ADVICE = {
     "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
 }
 
-#: Methods of pytorch-accelerated that are not called here, with those to override instead.
+#: Methods of other libraries' trainers that are not called here, with those to override instead.
 _REPLACED = {
+    "training_step": "calculate_train_batch_loss train_step",
+    "compute_loss": "calculate_train_batch_loss train_step",
+    "validation_step": "calculate_eval_batch_loss",
+    "test_step": "calculate_eval_batch_loss",
+    "prediction_step": "calculate_eval_batch_loss calculate_predict_batch_output",
+    "predict_step": "calculate_predict_batch_output",
+    "get_train_dataloader": "create_train_dataloader",
+    "get_eval_dataloader": "create_eval_dataloader",
+    "val_dataloader": "create_eval_dataloader",
+    "configure_optimizers": "",
+    "create_optimizer": "",
+    "create_optimizer_and_scheduler": "",
     "_clip_gradients": "clip_gradients",
     "_prepare_model_optimizer_and_dataloaders": "_create_accelerator training_run_start",
     "_perform_forward_and_backward_passes": "calculate_train_batch_loss backward_step",
@@ -118,6 +130,10 @@ _REPLACED = {
     "_add_epoch_loss_to_run_history": "train_epoch_end eval_epoch_end",
     "_check_eval_batch_size": "",
 }
+_OF_OPTIMIZERS = (
+    "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
+    "train()."
+)
 
 
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
@@ -215,7 +231,9 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     for name in defined.keys() & _REPLACED.keys():
         methods = _REPLACED[name].split()
         if not defined.keys() & set(methods):
-            advice = f"Override {' or '.join(methods)} instead." if methods else "Remove it: nothing needs it."
+            advice = _OF_OPTIMIZERS if "optimizer" in name else "Remove it: nothing needs it."
+            if methods:
+                advice = f"Override {' or '.join(methods)} instead."
             warnings.warn(
                 f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}", stacklevel=3
             )

@@ -9,13 +9,42 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.data.consistency import check_is_divided, check_same_data
 from pytorch_accel_lite.data.iterable_datasets import ReadByAll
-from pytorch_accel_lite.data.iterables import PreShardedLoader
+from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, like
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.stream_shards import find_self_sharding, part_of_this_process
 from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
 from pytorch_accel_lite.distributed import Ranks
+
+#: Options of a ``DataLoader`` that a run config reports.
+_REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
+
+
+def is_loader(data: Any) -> bool:
+    """Whether the user has passed a loader, which gives batches, in place of a dataset."""
+    return isinstance(data, (DataLoader, OwnShard))
+
+
+def dataset_of(data: Any) -> Any:
+    """Return the dataset that a loader reads; other batches, and anything but a loader, as they are."""
+    batches = data.batches if isinstance(data, OwnShard) else data
+    return batches.dataset if isinstance(batches, DataLoader) else batches
+
+
+def options_of(loader: Any) -> dict[str, Any]:
+    """Return the options of a loader by which it reads its dataset, as far as it has any."""
+    batches = loader.batches if isinstance(loader, OwnShard) else loader
+    return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
+
+
+def with_batch_size(data: Any, size: int) -> Any:
+    """Return a loader like one that has a ``batch_size``, with another size; data that are no loader as they are."""
+    if not isinstance(data, DataLoader):
+        return data
+    kind: Any = type(data.batch_sampler)
+    batches = kind(data.sampler, size, data.drop_last)
+    return like(data, batch_size=size, batch_sampler=batches)
 
 
 def shard(
@@ -103,8 +132,8 @@ def _with_split_batches(source: DataLoader[Any], processes: int) -> DataLoader[A
             f"cannot be divided evenly among {processes} processes. Choose a multiple of {processes}, or leave "
             "split_batches out and pass the batch size of one process."
         )
-    batches: Any = type(source.batch_sampler)(source.sampler, size, source.drop_last)  # type: ignore[call-arg]
-    return like(source, batch_size=size, batch_sampler=batches)
+    resized: DataLoader[Any] = with_batch_size(source, size)
+    return resized
 
 
 def _is_of_torch(method: Any) -> bool:

@@ -228,11 +228,11 @@ class MapLoader(ShardedLoader):
             while True:
                 try:
                     batch = next(batches)
-                except StopIteration:
-                    return
                 except Exception as error:
+                    if isinstance(error, StopIteration) and not error.args:
+                        return  # the end, unlike a StopIteration of the dataset, which torch raises again with its text
                     if isinstance(error, WrongLengthError) or not self.options.yields_failures:
-                        raise
+                        raise  # in a generator, Python makes an error of a StopIteration
                     batch = FailedRead(error)
                 yield batch
         finally:

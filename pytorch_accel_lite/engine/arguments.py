@@ -21,6 +21,8 @@ from pytorch_accel_lite.base.inspection import accepts, find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
+from pytorch_accel_lite.data.consistency import is_prepared
+from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, parts_of
@@ -53,10 +55,11 @@ _INSTEAD_OF_CONFIGURATION = {
     "use_seedable_sampler": _SEEDED,
     "data_seed": _SEEDED,
     "use_stateful_dataloader": "Leave it out: training states hold the position within an epoch. For a stream that "
-    "workers read, return torchdata's StatefulDataLoader from create_train_dataloader.",
+    "workers read, pass torchdata's StatefulDataLoader.",
 }
 #: Settings of a run that may differ between ranks.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
+_DEFAULT_BATCH_SIZE = 8
 _SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
 
 
@@ -234,14 +237,22 @@ def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
 
 
 def check_data(
-    name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any, builds_loader: bool
+    name: str,
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
+    builds_loader: bool = False,
+    other: Any = None,
 ) -> None:
-    """Check a dataset and the arguments for reading it.
+    """Check a dataset, or a loader, and the arguments for reading it.
 
     :param builds_loader: whether an overridden method creates the dataloader, so that the dataset may be anything
+    :param other: the other data of the run, which ``batch_size`` and ``collate_fn`` are for, too
     """
+    name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
     if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
-        raise TypeError(f"{name.replace('dataset', 'dataloader_kwargs')}={loader_kwargs!r} must be a dict.")
+        raise TypeError(f"{name_of_kwargs}={loader_kwargs!r} must be a dict.")
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch from a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
@@ -252,6 +263,25 @@ def check_data(
     else:
         for key, part in dataset.items():
             _check_dataset(f"{name}[{key!r}]", part, builds_loader)
+    loaders = _parts_of(dataset)
+    if builds_loader or not all(map(is_loader, loaders)):
+        return
+    passed: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
+    if all(map(is_loader, _parts_of(other))):
+        sizes = [options_of(loader).get("batch_size") for loader in [*loaders, *_parts_of(other)]]
+        is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
+        passed |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
+    for argument, value in passed.items():
+        if value is not None:
+            raise ValueError(
+                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loaders[0]).__name__}), "
+                "which has its own. Set it in the loader instead, or pass the dataset itself."
+            )
+
+
+def _parts_of(data: Any) -> list[Any]:
+    """Return the datasets and loaders that data consist of, by themselves or in a dict."""
+    return [] if data is None else [*data.values()] if type(data) is dict else [data]
 
 
 def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
@@ -259,19 +289,35 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
         _refuse_class(name, dataset)
         if dataset is None:
             raise ValueError(f"{name}=None: pass a dataset.")
-        if isinstance(dataset, DataLoader):
+        if isinstance(dataset, DataLoader) and is_prepared(dataset):
             raise TypeError(
-                f"{name}={dataset!r} is a DataLoader. Pass its dataset, with its arguments as dataloader kwargs, or "
-                "return it from create_train_dataloader / create_eval_dataloader."
+                f"{name} is a {type(dataset).__name__}, which Accelerate has prepared: it gives each process a part "
+                "already, and some samples twice. Pass the DataLoader without accelerator.prepare(...)."
+            )
+        if _are_columns(dataset):
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
+                "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
             )
         is_text = isinstance(dataset, (str, bytes))
-        if is_text or not (hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)):
+        is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
+        if is_text or not (is_dataset or is_loader(dataset)):
             raise TypeError(
                 f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "
-                "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples."
+                "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples. "
+                "Pass batches as a DataLoader, or as OwnShard(batches)."
             )
+    dataset = dataset_of(dataset)
     if find_length(dataset) == 0:
         raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Check how it was created.")
+
+
+def _are_columns(dataset: Any) -> bool:
+    """Whether data are a table by columns: pandas' or a pair of inputs and targets."""
+    if not isinstance(dataset, tuple) or len(dataset) not in (2, 3):
+        return hasattr(dataset, "iloc")
+    sizes = {tuple(getattr(column, "shape", ()))[:1] for column in dataset}
+    return len(sizes) == 1 and sizes.isdisjoint({(), (1,)})
 
 
 # ------------------------------------------------------------------------------------------- on all ranks

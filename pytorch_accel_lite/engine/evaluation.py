@@ -124,8 +124,8 @@ def evaluate(
     Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
     are those of :meth:`train`.
 
-    :param dataset: defaults to the ``eval_dataset`` of the last training run, and is not needed if
-        ``create_eval_dataloader`` is overridden. The datasets of a dict are evaluated one by one, and their names
+    :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is not
+        needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their names
         (strings) prefix the names of the metrics.
     :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
         out the samples of a smaller last batch

@@ -21,6 +21,7 @@ from pytorch_accel_lite.base.randomness import capture_generators, restore_gener
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state, warn_of_project_configuration
 from pytorch_accel_lite.data import ShardedLoader, shard
+from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.engine.arguments import (
@@ -101,6 +102,7 @@ def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.data.train_loader = create_loader(trainer, run, source, training=True)
+    run.data.train_dataset = dataset_of(run.data.train_dataset)
 
 
 def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
@@ -121,7 +123,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
             )
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
-    run.data.eval_dataset = dataset
+    run.data.eval_dataset = {k: dataset_of(v) for k, v in dataset.items()} if is_dict else dataset_of(dataset)
 
 
 def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
@@ -151,7 +153,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
             trainer.print(
                 f"Each process reads all {data} batches of its own {loader.undivided}: they are not divided among the "
                 "processes. If all have the same batches, keep a part on each, such as "
-                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, return "
+                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, pass "
                 "OwnShard(batches), which says so."
             )
     return loader
@@ -195,8 +197,8 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
     steps = find_length(data.train_loader)
     if steps == 0:
         raise ValueError(
-            "train_dataset gives no batch: with drop_last=True it must hold at least per_device_batch_size samples for "
-            "every process. Lower per_device_batch_size, or omit drop_last."
+            "train_dataset gives no batch: with drop_last=True it must hold at least one batch for every process. "
+            "Lower the batch size, or omit drop_last."
         )
     updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
     request = _limit(request, updates_per_epoch)

@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain, islice, zip_longest
 from typing import Any
 
+from torch.utils.data import DataLoader, RandomSampler
+
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import evaluation_mode
@@ -15,6 +17,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
+from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
@@ -46,13 +49,13 @@ def predict(
     Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has a
     ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
 
-    :param dataset: a dataset with or without targets, which are ignored
+    :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
     :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
         memory for them. All processes must make the call.
     :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
         tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
     """
-    outputs = Concatenation(find_length(dataset))
+    outputs = Concatenation(find_length(dataset_of(dataset)))
     is_empty = True
     for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True):
         is_empty = False
@@ -106,11 +109,15 @@ def _predicted(
     self._check_data("dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+    options = loader_kwargs or {}
+    if isinstance(dataset, DataLoader):
+        options = {"shuffle": type(dataset.sampler) is RandomSampler, "drop_last": dataset.drop_last}
     for key in ("shuffle", "drop_last"):
-        if (loader_kwargs or {}).get(key):
+        if options.get(key):
+            where = "dataset" if isinstance(dataset, DataLoader) else "dataloader_kwargs"
             raise ValueError(
-                f"dataloader_kwargs[{key!r}]={loader_kwargs[key]!r}: predict returns the outputs for every sample, in "
-                f"the order of the dataset. Omit {key}."
+                f"{where} has {key}={options[key]!r}, but predict returns the outputs for every sample, in the order "
+                f"of the dataset. Omit {key}."
             )
     request = RunRequest("prediction", num_epochs=1)
     with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:

@@ -16,6 +16,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedDatasets
+from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
@@ -234,15 +235,20 @@ def find_batch_size(
     :param start: first size to try
     :param max_batch_size: largest size to try; defaults to a process's share of the dataset
     :param num_steps: number of updates with each size
+    :param train_dataset: a dataset with a length, or a ``DataLoader`` of one, which is tried with other batch sizes
     :raises RuntimeError: if not even one sample fits
     """
     check_positive_int("start", start)
     check_positive_int("num_steps", num_steps)
+    if isinstance(train_dataset, dict):
+        train_dataset = NamedDatasets(train_dataset)
     most = _most_samples(train_dataset, self.ranks.world_size, train_dataloader_kwargs, max_batch_size)
     request = RunRequest(num_epochs=1)
-    with trial(self, "find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn) as run:
+    smallest = with_batch_size(train_dataset, 1)
+    with trial(self, "find_batch_size", smallest, 1, request, train_dataloader_kwargs, collate_fn) as run:
 
         def fits(size: int) -> bool:
+            run.data.train_dataset = with_batch_size(train_dataset, size)
             create_train_loader(self, run, size, train_dataloader_kwargs)
             try:
                 batch = next(iter(run.data.train_loader.steps(1)))
@@ -263,7 +269,10 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
     if fixed:
         raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}, but find_batch_size() chooses them itself.")
-    data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+    if is_loader(train_dataset) and getattr(train_dataset, "batch_size", None) is None:
+        kind = type(train_dataset).__name__
+        raise ValueError(f"train_dataset: find_batch_size() cannot change the batches of {kind}. Pass its dataset.")
+    data = dataset_of(train_dataset)
     if not hasattr(data, "__len__"):
         raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
     most = len(data) // world_size
