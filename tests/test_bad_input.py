@@ -179,7 +179,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "eval_dataloader_kwargs beside loaders": (
         {"eval_dataset": {"a": DataLoader(make_data())}, "eval_dataloader_kwargs": {"num_workers": 0}},
         ValueError,
-        r"eval_dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but eval_dataset is a loader",
+        r"eval_dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but eval_dataset\['a'\] is a loader",
     ),
     **{
         f"eval_dataset has the key {key!r}": (
@@ -711,7 +711,7 @@ def test_a_training_loss_without_one_for_evaluations_is_told_of_before_training(
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
     with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
         train(trainer, eval_dataset=True)
-    assert error.value.__notes__[0].startswith("In evaluation:")
+    assert error.value.__notes__[0].startswith("In evaluation, step 0:")
     assert trainer.progress.update == 0
     train(trainer)
 

@@ -36,9 +36,10 @@ callbacks:
       metrics:
         r2: {class_path: torchmetrics.R2Score}
 """
+OBSERVERS = ["PrintProgressCallback", "LearningRateMonitorCallback", "LogMetricsCallback"]  # which change nothing
 OF_FILES = {
     "adam-2": {},
-    "adam-10": {"model.width": 7, "optimizer.lr": 0.1},
+    "adam-10": {"model.width": 7, "optimizer.lr": 0.1, "callbacks+": OBSERVERS},
     "sgd": {"optimizer": "SGD", "optimizer.momentum": 0.5, "scheduler": None},
 }
 

@@ -167,6 +167,6 @@ def test_restarts_alone_start_a_process_again_after_a_failure(tmp_path, monkeypa
     monkeypatch.setattr(subprocess_handler, "Popen", WarmPython, raising=False)  # older torch starts Python again
     crash = [*STATES, "--callbacks+=tests.experiment_parts.CrashAtFirst", "--callbacks.update=4", "--output_dir=again"]
     assert main(["train", "small.yaml", "--restarts", "1", *crash, "--resume", "latest"]) == 0
-    last = Experiment.from_file("small.yaml", [*STATES, "--output_dir=again"]).trainer
+    last = Experiment.from_file("again").trainer
     load_weights(last, find_weights(last, "last"), Path("mean.pt"))
     assert_equal(weights(last), weights(whole))

@@ -30,7 +30,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TimingCallback,
 )
-from tests.tasks import Stream, listener, make_data, make_model, make_trainer, train
+from tests.tasks import Stream, listener, make_data, make_model, make_trainer, told, train
 from tests.terminals import Terminal
 
 
@@ -265,15 +265,17 @@ def test_the_part_of_an_epoch_that_was_trained_is_a_row(capsys):
     assert part.split()[2] == f"{trainer.run_history.get_latest_metric('train_loss_epoch'):.4f}"
 
 
-def test_an_early_stop_comes_after_the_row_and_before_the_summary(capsys):
+def test_the_reason_of_a_stop_comes_last(capsys):
     trainer = make_trainer(table(EarlyStoppingCallback(early_stopping_patience=1)), optimizer=None)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
     train(trainer, epochs=5, eval_dataset=True)
     lines = printed(capsys)
     assert [row[0] for row in rows(lines)] == ["1/5", "2/5"]
-    reason = next(number for number, line in enumerate(lines) if line.startswith("Stopping: eval_loss_epoch"))
-    assert reason > lines.index(next(line for line in lines if line.startswith("2/5")))
-    assert any(line.startswith("Stopped in epoch 2, after update 6") for line in lines[reason:])
+    assert lines[-2].startswith("Stopped in epoch 2, after update 6")
+    assert lines[-1].startswith(
+        "Stopped: eval_loss_epoch has not improved by more than 0.01 (early_stopping_threshold) for 1 epoch "
+        "(early_stopping_patience); best "
+    )
 
 
 def test_a_resumed_run_goes_on_with_its_numbers_and_its_best_epoch(tmp_path, capsys):
@@ -298,17 +300,18 @@ def test_a_resumed_run_goes_on_with_its_numbers_and_its_best_epoch(tmp_path, cap
     assert not [line for line in lines if "Trained" in line or "Best:" in line]
 
 
-def test_an_interrupted_run_says_so_after_where_it_is_saved(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_says_where_it_is_saved_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     interrupt = listener(
         on_train_step_end=lambda t, **_: os.kill(os.getpid(), signal.SIGINT) if t.progress.update == 2 else None
     )
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         train(make_trainer(table(interrupt, SaveTrainingStateCallback("states"))))
     lines = printed(capsys)
     assert lines[0] == "Stopping because of SIGINT."
-    saved = next(number for number, line in enumerate(lines) if line.startswith("The run is saved in"))
-    assert lines[saved + 2].startswith("Interrupted in epoch 1, after update 2, in")
+    said = told(caught.value, " ".join(lines))
+    assert said.index("Interrupted in epoch 1, after update 2, in") < said.index("The run is saved in")
+    assert said.endswith('resume_from="latest".')
 
 
 # ------------------------------------------------------------------------------------- where it is shown

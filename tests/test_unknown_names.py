@@ -37,10 +37,12 @@ def message(error: type[Exception], action: Any) -> str:
 
 
 TRAINER: list[tuple[dict[str, Any], str]] = [
-    ({"mixed_precision": "bf16"}, "Trainer() has no argument 'mixed_precision': pass accelerator=Accelerator(mixed_"),
+    ({"precision": "bf16"}, "Trainer() has no argument 'precision': it is called mixed_precision."),
+    ({"bf16": True}, "pass mixed_precision='bf16', or 'fp16', to Trainer()."),
+    ({"logger": "wandb"}, "add TrackerCallback('wandb') to the callbacks."),
+    ({"report_to": ["mlflow"]}, "add TrackerCallback('wandb') to the callbacks."),
     ({"device": "cuda"}, "'device': Accelerate finds the devices."),
-    ({"metrics": ["accuracy"]}, "'metrics': add MetricsCallback({'accuracy': ...})"),
-    ({"compute_metrics": len}, "add MetricsCallback("),
+    ({"compute_metrics": len}, "it is called metrics."),
     ({"batch_size": 8}, "'batch_size': pass per_device_batch_size to train()."),
     ({"epochs": 8}, "pass num_epochs to train()."),
     ({"num_epochs": 8}, "pass num_epochs to train()."),
@@ -68,7 +70,10 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"resume_from_checkpoint": True}, "it is called resume_from."),
     ({"seed": 3}, "pass seed to Trainer()."),
     ({"callbacks": []}, "pass callbacks to Trainer()."),
-    ({"mixed_precision": "fp16"}, "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer()."),
+    ({"mixed_precision": "fp16"}, "pass mixed_precision to Trainer()."),
+    ({"metrics": {}}, "pass metrics to Trainer()."),
+    ({"lr_scheduler_type": "cosine"}, "it is called create_scheduler_fn."),
+    ({"warmup_ratio": 0.1}, "it is called warmup_steps."),
     ({"num_workers": 3}, "'num_workers': pass it in train_dataloader_kwargs,"),
     ({"patience": 3}, "add EarlyStoppingCallback("),
     ({"monitor": "loss"}, "pass watch_metric to"),
@@ -115,7 +120,7 @@ def test_an_argument_that_a_tool_does_not_have(tool):
         TypeError, lambda: call(dataloader_kwargs={})
     )
     assert "pass resume_from to train()." in message(TypeError, lambda: call(resume_from="latest"))
-    assert "pass accelerator=" in message(TypeError, lambda: call(mixed_precision="bf16"))
+    assert "pass mixed_precision to Trainer()." in message(TypeError, lambda: call(mixed_precision="bf16"))
     assert trainer.progress.update == 0
 
 
@@ -150,7 +155,7 @@ def test_a_subclass_has_the_arguments_that_it_has():
     trainer = Own(make_model(), batch_size=3, callbacks=[])
     trainer.train(make_data(), epochs=2)
     assert trainer.progress.update == 4
-    assert "pass accelerator=" in message(TypeError, lambda: Own(make_model(), batch_size=3, mixed_precision="bf16"))
+    assert "pass mixed_precision=" in message(TypeError, lambda: Own(make_model(), batch_size=3, bf16=True))
     assert "it is called eval_dataset." in message(TypeError, lambda: trainer.train(make_data(), epochs=1, val_data=()))
 
 

@@ -13,6 +13,10 @@ from tqdm import tqdm
 
 from pytorch_accel_lite.base.environment import is_terminal
 
+_NOTE_WIDTH = 80
+#: Whether Python shows the notes of an error below its traceback.
+SHOWS_NOTES = sys.version_info >= (3, 11)
+
 
 def format_metric(value: Any) -> str:
     """Format a value for display: floats, including numpy's and those in scalar tensors, with six digits."""
@@ -50,6 +54,24 @@ def wrapped(text: str, indent: str = "") -> str:
         return text
     columns = shutil.get_terminal_size().columns
     return textwrap.fill(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def add_note(error: BaseException, *lines: str) -> None:
+    """Add a note to an error, each line of it wrapped at 80 columns.
+
+    Before Python 3.11, tracebacks do not show notes, but ``__notes__`` holds them all the same.
+    """
+    shown = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2) if len(lines) > 1 else ""
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        shown.append(textwrap.fill(line, _NOTE_WIDTH, subsequent_indent=indent, **options))
+    vars(error)["__notes__"] = [*notes_of(error), "\n".join(shown)]
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an error."""
+    return list(getattr(error, "__notes__", []))
 
 
 def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:

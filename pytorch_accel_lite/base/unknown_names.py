@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
+from pytorch_accel_lite.base.environment import leave_out_libraries
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -23,7 +24,9 @@ _NAMES = {
     "loss_func": "loss loss_fn loss_function criterion",
     "optimizer": "optim optimizers",
     "callbacks": "callback hooks",
-    "run_history": "history logger loggers",
+    "run_history": "history",
+    "mixed_precision": "precision",
+    "metrics": "compute_metrics eval_metrics metric",
     "seed": "random_seed random_state",
     "deterministic": "full_determinism use_deterministic_algorithms",
     "cudnn_benchmark": "benchmark",
@@ -41,6 +44,7 @@ _NAMES = {
     "gradient_clip_norm": "gradient_clip_val max_grad_norm clip_grad_norm grad_clip clip_norm",
     "gradient_clip_value": "clip_grad_value clip_value clipvalue",
     "create_scheduler_fn": "lr_scheduler scheduler schedulers lr_schedule create_scheduler lr_scheduler_type",
+    "warmup_steps": "warmup warmup_ratio num_warmup_steps",
     "train_dataloader_kwargs": "dataloader_kwargs loader_kwargs dl_kwargs train_dl_kwargs",
     "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
     "collate_fn": "data_collator collate",
@@ -81,12 +85,12 @@ _NAMES = {
 
 #: Advice for words without a corresponding argument.
 _ADVICE = {
-    "mixed_precision precision fp16 bf16 amp": "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer().",
+    "fp16 bf16 fp8 amp": "pass mixed_precision='bf16', or 'fp16', to Trainer().",
     "device devices gpus use_cpu num_gpus strategy num_nodes": (
         "Accelerate finds the devices. Start several processes with accelerate launch, or pass "
         "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
     ),
-    "metrics compute_metrics metric eval_metrics": "add MetricsCallback({'accuracy': ...}) to the callbacks.",
+    "logger loggers report_to log_with tracker": "add TrackerCallback(<value>) to the callbacks.",
     "patience early_stopping early_stopping_patience": (
         "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks."
     ),
@@ -167,18 +171,24 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
             unknown = sorted(kwargs.keys() - known)
             where = _called(cls, method.__name__)
             raise TypeError(
-                " ".join(f"{where} has no argument {word!r}: {_answer(cls, method, word)}" for word in unknown)
+                " ".join(
+                    f"{where} has no argument {word!r}: {_answer(cls, method, word, kwargs[word])}" for word in unknown
+                )
             )
         if method.__name__ != "__init__" and "current_run" not in vars(self):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__ does not call super().__init__(model, loss_func, optimizer)."
             )
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            leave_out_libraries(interrupt)
+            raise
 
     return call
 
 
-def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
+def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
     candidates = [word, *_our_names(word)]
     known = list(inspect.signature(method).parameters)[1:]
     renamed = next((ours for ours in candidates if ours in known), None)
@@ -189,7 +199,8 @@ def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
         moved = next((ours for ours in candidates if ours in parameters), None)
         if moved:
             return f"pass {moved} to {_called(cls, other)}."
-    advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), None)
+    advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), "")
+    advice = advice.replace("<value>", repr(value if isinstance(value, str) else "wandb"))
     return advice or did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
 
 

@@ -53,7 +53,7 @@ class RunLogCallback(TrainerCallback):
 
     :param directory: where the files are written
     :param config: your own hyper-parameters, shown with the run's configuration
-    :param name: heading of the page; defaults to the name of the directory
+    :param name: heading of the page; defaults to the name of the directory, or of the one above ``run_log`` or ``log``
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class RunLogCallback(TrainerCallback):
     ) -> None:
         self.directory = Path(directory)
         self.config = dict(config or {})
-        self.name = self.directory.resolve().name if name is None else name
+        folder = self.directory.resolve()
+        self.name = name or (folder.parent if folder.name in ("log", "run_log") else folder).name
         self._record: dict[str, Any] = {}
         self._start = time.monotonic()
         self._budget = TimeBudget(1 / 50, expected=0.5)

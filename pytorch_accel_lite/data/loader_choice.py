@@ -61,10 +61,10 @@ def shard(
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
     chosen = LoaderOptions(seed, training, **options)
-    is_loader = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
-    if is_loader and chosen.split_batches:
+    is_of_torch = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
+    if is_of_torch and chosen.split_batches:
         source = _with_split_batches(source, chosen.shares.total if chosen.shares else ranks.world_size)
-    if not is_loader or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
+    if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
         if chosen.shares is not None:
             dataset = getattr(source, "dataset", source)
             raise ValueError(
@@ -72,7 +72,7 @@ def shard(
                 f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
                 "__len__ and __getitem__."
             )
-        return _read_in_turn(source, ranks, device, chosen, is_loader)
+        return _read_in_turn(source, ranks, device, chosen, is_of_torch)
     if ranks.world_size > 1:
         if chosen.dispatch_batches:
             raise ValueError(
@@ -85,13 +85,13 @@ def shard(
 
 
 def _read_in_turn(
-    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_loader: bool
+    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_of_torch: bool
 ) -> ShardedLoader:
     """Return the loader for a source that cannot be indexed.
 
-    :param is_loader: whether the source is a ``DataLoader`` of torch
+    :param is_of_torch: whether the source is a ``DataLoader`` of torch
     """
-    if not is_loader:
+    if not is_of_torch:
         check_is_divided(source, ranks)
         return PreShardedLoader(source, ranks, device, options)
     if ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):

@@ -12,10 +12,12 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.utils import DistributedType, check_cuda_fp8_capability, is_bf16_available, is_fp8_available
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -92,6 +94,43 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
         check_number("seed", seed, numbers.Integral, "an integer, or None")
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
+
+
+def check_precision(wanted: str | None, accelerator: Accelerator | None) -> None:
+    """Check that an accelerator has the mixed precision wanted; or, before there is one, that it can be created.
+
+    Accelerate would keep that of an accelerator whose creation has failed, and compute fp16 on CPUs without it.
+    """
+    if wanted is None:
+        return
+    check_choice("mixed_precision", wanted, ("no", "fp16", "bf16", "fp8"))
+    if accelerator is None:
+        _check_new_precision(wanted)
+    elif accelerator.mixed_precision != wanted:
+        raise ValueError(
+            f"mixed_precision={wanted!r}, but that of the accelerator is {accelerator.mixed_precision!r}. Pass only "
+            f"one of them to the trainer: mixed_precision, or Accelerator(mixed_precision={wanted!r})."
+        )
+
+
+def _check_new_precision(wanted: str) -> None:
+    existing = AcceleratorState().mixed_precision if is_initialized() else wanted
+    if existing != wanted:
+        raise ValueError(
+            f"mixed_precision={wanted!r}: this process already has {existing!r}, of an earlier Trainer or Accelerator, "
+            "and cannot change it. Restart the program or the notebook's kernel, and pass it to the first one."
+        )
+    device = PartialState(cpu=launched_on_cpus()).device
+    on_cpu = device.type == "cpu"
+    needs = ""
+    if wanted == "fp8" and (on_cpu or not is_fp8_available() or not check_cuda_fp8_capability()):
+        needs = "needs a GPU with compute capability 8.9, and transformer_engine, torchao or MS-AMP. Pass 'bf16'"
+    elif wanted == "fp16" and on_cpu:
+        needs = "needs a GPU or a similar device. Pass 'bf16', which CPUs can"
+    elif wanted == "bf16" and not on_cpu and not is_bf16_available(True):
+        needs = "needs a newer device. Pass 'fp16'"
+    if needs:
+        raise ValueError(f"mixed_precision={wanted!r} on the device {str(device)!r}: it {needs}, or 'no'.")
 
 
 def _check_modes(model: nn.Module) -> None:
@@ -256,32 +295,30 @@ def check_data(
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch from a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
-    if type(dataset) is not dict:
-        _check_dataset(name, dataset, builds_loader)
-    elif not dataset:
+    parts = _by_name(name, dataset)
+    if not parts:
         raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")
-    else:
-        for key, part in dataset.items():
-            _check_dataset(f"{name}[{key!r}]", part, builds_loader)
-    loaders = _parts_of(dataset)
-    if builds_loader or not all(map(is_loader, loaders)):
+    for name_of_part, part in parts.items():
+        _check_dataset(name_of_part, part, builds_loader)
+    if builds_loader or not all(map(is_loader, parts.values())):
         return
-    passed: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
-    if all(map(is_loader, _parts_of(other))):
-        sizes = [options_of(loader).get("batch_size") for loader in [*loaders, *_parts_of(other)]]
+    unused: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
+    others = {} if other is None else _by_name("", other)
+    if all(map(is_loader, others.values())):
+        sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
         is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
-        passed |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
-    for argument, value in passed.items():
+        unused |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
+    for argument, value in unused.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loaders[0]).__name__}), "
+                f"{argument}={short(value)} is for a dataset, but {name_of_part} is a loader ({type(part).__name__}), "
                 "which has its own. Set it in the loader instead, or pass the dataset itself."
             )
 
 
-def _parts_of(data: Any) -> list[Any]:
-    """Return the datasets and loaders that data consist of, by themselves or in a dict."""
-    return [] if data is None else [*data.values()] if type(data) is dict else [data]
+def _by_name(name: str, data: Any) -> dict[str, Any]:
+    """Return what is to be read by its name in messages: a dataset or a loader, or those in a dict."""
+    return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
 
 
 def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:

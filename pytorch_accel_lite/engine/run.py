@@ -167,6 +167,7 @@ class Run:
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
     :ivar batch: the batch being processed; ``None`` outside a step
+    :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
     :ivar loss_trackers: the running losses of the epoch or evaluation
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar recorded_losses: the mean losses of the last epoch or evaluation
@@ -188,6 +189,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     epoch_phase: int = 0
     batch: Batch | None = None
+    batch_number: int | None = None
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
     unrecorded: LossTrackers | None = None
     recorded_losses: dict[str, float] = field(default_factory=dict)
@@ -216,6 +218,7 @@ class Run:
             schedule=replace(self.schedule, initial_options=[]),
             end=replace(self.end, messages=[]),
             batch=None,
+            batch_number=None,
             loss_trackers=LossTrackers(),
             unrecorded=None,
             recorded_losses={},

@@ -17,6 +17,7 @@ from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.engine.arguments import check_data, check_training
+from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import begin_training, create_train_loader, entering
 from pytorch_accel_lite.engine.prepared_model import prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run
@@ -71,7 +72,9 @@ def trial(
                     f"{name}() makes updates without the closure that the optimizer needs. Try another one."
                 )
             attributes.set_optimizer_modes(trainer, training=True)
-            yield run
+            run.batch_number = 0
+            with explaining(trainer, run, "training"):
+                yield run
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
-from pytorch_accel_lite.experiment.parsing import TOOLS
 from pytorch_accel_lite.experiment.results import as_json, write_json, write_predictions
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
-from pytorch_accel_lite.experiment.run_folders import natural_order
+from pytorch_accel_lite.experiment.run_folders import describe_states, natural_order
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
@@ -65,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     :param arguments: by default those of this process
-    :return: the exit code: 0, or 2 for what is wrong in the file or in the arguments, without a traceback
+    :return: the exit code: 0; 2 for what is wrong in the file or in the arguments, and 130 after Ctrl-C, both without a
+        traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
@@ -82,16 +82,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
             record_error(error)
         else:
-            print(f"error: {error}", file=sys.stderr)
+            _print_error(f"error: {error}", *_notes_of(error))
         return 2
+    except KeyboardInterrupt as interrupt:
+        if notes := _notes_of(interrupt):
+            _print_error(*notes, "On the command line, add --resume latest.")
+        return 130
     return 0
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _print_error(*lines: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), file=sys.stderr)
 
 
 def _is_for_users(error: Exception) -> bool:
     """Whether the message of an error says all: it is ours, and not from within a step."""
     if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
         return True
-    return is_ours(error) and not hasattr(error, "__notes__")
+    return is_ours(error) and not any(note.startswith("In ") for note in _notes_of(error))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,8 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, which in (("maximize", "greater"), ("minimize", "smaller")):
         text = f"a metric of which {which} values are better, if the runs do not tell"
         compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
-    state = add("inspect", lambda options: print_contents(options.state), "show a training state", file=False)
-    state.add_argument("state", help="the directory or the URL of the state")
+    state = add("inspect", _inspect, "show a training state, or list what is in a folder", file=False)
+    state.add_argument("path", help="the directory or the URL of a state; or a folder of states, of a run, or of runs")
     return parser
 
 
@@ -154,7 +167,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             f"{options.command} needs the file of an experiment: {options.command} experiment.yaml. To begin, write "
             "one with: train --print_config > experiment.yaml"
         )
-    experiment = Experiment.from_file(options.file, rest, tool=options.command if options.command in TOOLS else None)
+    experiment = Experiment.from_file(options.file, rest, tool=None if options.command == "train" else options.command)
     if prints:
         print(("" if options.file else _STARTING_FILE) + experiment.text, end="")
     elif options.processes is not None or options.devices is not None or options.restarts:
@@ -244,6 +257,19 @@ def _test(experiment: Experiment, options: argparse.Namespace) -> None:
     for row in run_tests(experiment.trainer, datasets, save_dir=folder, **arguments):
         experiment.trainer.print(", ".join(f"{key} {format_metric(value)}" for key, value in row.items()))
     experiment.trainer.print(f"All results are in {folder}")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    folder = Path(options.path)
+    tables = []
+    if folder.is_dir() and not (folder / "manifest.json").exists():
+        with suppress(ValueError):  # if there are none
+            tables.append(str(compare_runs(folder)))
+        tables += filter(None, [describe_states(folder)])
+    if tables:
+        print("\n\n".join(tables))
+    else:
+        print_contents(options.path)
 
 
 def _compare(options: argparse.Namespace) -> None:

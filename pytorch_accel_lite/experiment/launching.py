@@ -74,6 +74,7 @@ def launch_command(
 def _run(
     entry: Any, args: tuple[Any, ...], processes: int | None, devices: str | Sequence[int] | None, restarts: int
 ) -> dict[int, Any]:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -102,6 +103,9 @@ def _run(
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise _launch_error(rank, failure) from None
+        except SignalException as stop:  # which the processes have received, too
+            is_from_keyboard = stop.sigval == signal.SIGINT
+            raise (KeyboardInterrupt() if is_from_keyboard else SystemExit(128 + stop.sigval)) from None
 
 
 def _launch_error(rank: int, failure: Any) -> LaunchError:

@@ -121,7 +121,8 @@ class RunComparison(Results):
         return columns
 
     def __repr__(self) -> str:
-        lines = [f"{len(self.runs)} runs; the best of each column is marked with *", ""]
+        count = len(self.runs)
+        lines = [f"{count} runs; the best of each column is marked with *", ""] if count > 1 else []
         lines += _as_text(self._of_metrics())
         if self.differences:
             lines += ["", "Settings that differ", "", *_as_text(self._of_settings())]

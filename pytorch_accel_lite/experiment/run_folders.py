@@ -11,21 +11,50 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pytorch_accel_lite.experiment.results import Row
+from pytorch_accel_lite.experiment.results import Row, text_table
 from pytorch_accel_lite.experiment.yaml_files import RESOLVED, flat
 
 _SUFFIXES = (".jsonl", ".csv")
+#: Callbacks that only observe a run: what they print, draw and write does not change it.
+_OBSERVERS = (
+    "Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|LossScale|MetricsFile|ModelSummary"
+    "|NaNReport|PlotMetrics|PredictionWriter|PrintProgress|Profiler|ProgressBar|ProgressTable|RunLog|SaveTrainingState"
+    "|Snapshot|Throughput|Timing|Tracker|WorstSamples"
+)
 #: Settings that say where a run wrote or what it resumed from, or that follow from others.
 _BESIDE_THE_POINT = re.compile(
     r"output_dir|train\.resume_from|is_(distributed|local_process_zero|world_process_zero)|num_processes"
     r"|(num_local|num)_update_steps_per_epoch|(train|eval)_total_batch_size|eval_per_device_batch_size"
-    r"|(train|eval)_dl_kwargs(\..*)?"
+    rf"|(train|eval)_dl_kwargs(\..*)?|callbacks\.({_OBSERVERS})Callback(#\d+)?(\..*)?"
 )
+
+
+def folders_of(base: Path) -> dict[int, Path]:
+    """Return the folders of the runs with the same ``output_dir`` by number: ``wave``, ``wave-run2``, and so on."""
+    pattern = re.compile(rf"{re.escape(base.name)}(?:-run(\d+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in base.parent.glob("*")]
+    return dict(sorted((int(m[1] or 1), path) for m, path in matches if m and (path / RESOLVED).is_file()))
+
+
+def new_folder(base: Path, text: str) -> Path:
+    """Return the folder of the next run with an ``output_dir``, which no other run can have any more.
+
+    :param text: the resolved experiment, which is written there
+    """
+    for number in count(max(folders_of(base), default=0) + 1):
+        folder = base if number == 1 else base.with_name(f"{base.name}-run{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), open(folder / RESOLVED, "x") as file:
+            file.write(text)
+            return folder
+    raise AssertionError  # numbers do not end
 
 
 @dataclass
@@ -60,6 +89,19 @@ class RecordedRun:
                     epochs.append(int(row["epoch"]))
                     values.append(value)
         return metrics
+
+
+def describe_states(folder: Path) -> str:
+    """Return a table of the training states in a folder, or in the runs in it, in the order of time."""
+    rows = []
+    for depth in ("*", "*/*", "*/*/*"):
+        for path in folder.glob(f"{depth}/manifest.json"):
+            manifest = _parsed(path, json.loads, "JSON")
+            progress, saved = manifest["progress"], datetime.fromtimestamp(manifest["saved_at"])
+            rows.append((saved, [os.fspath(path.parent), str(progress["epoch"]), f"{progress['update']:,}"]))
+    cells = [[*row, saved.isoformat(" ", "minutes")] for saved, row in sorted(rows)]
+    columns = zip(["training state", "epoch", "update", "saved"], *cells, strict=True)
+    return "\n".join(text_table([*columns])) if rows else ""
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun], list[str]]:

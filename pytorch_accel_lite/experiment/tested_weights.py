@@ -73,7 +73,7 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
 
 def _states(folder: Path) -> Iterator[Path]:
     """Yield the training states in a folder, the newest first, without damaged ones."""
-    for path in sorted(folder.glob("update-*"), reverse=True):
+    for path in sorted(folder.glob("update-*"), key=lambda path: (path.stat().st_mtime, path.name), reverse=True):
         try:
             verify_state(path)
         except DamagedStateError as error:

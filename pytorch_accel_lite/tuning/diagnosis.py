@@ -227,7 +227,7 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
             f"{name}(..., fused=True)."
         )
     if on_gpu and trainer.accelerator.mixed_precision == "no":
-        yield "Train in bf16: accelerator=Accelerator(mixed_precision='bf16')."
+        yield "Train in bf16: Trainer(..., mixed_precision='bf16')."
         if torch.get_float32_matmul_precision() == "highest":
             yield "Or multiply matrices in TF32: torch.set_float32_matmul_precision('high')."
     if on_gpu and compute < 0.005 and trainer.compiled_forward is None:
