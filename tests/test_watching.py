@@ -300,7 +300,7 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     best = SaveBestModelCallback("best.pt", "score")
     metrics = scores([2 / 3, 1 / 3, 1 / 3])
     train(make_trainer([*DEFAULT_CALLBACKS, metrics, best, stopping]), epochs=9, eval_dataset=True)
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  time: ")]
     assert lines[3].endswith("score: 0.666667")
     assert lines[6].endswith("score: 0.333333")
     assert lines[7] == (
@@ -310,11 +310,14 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     assert lines[10].endswith("score: 0.333333")
     assert "2 of 2 epochs of patience" in lines[11]
     assert lines[12:] == [
-        "Finishing training run",
         "Loading the best model: epoch 1, score: 0.666667 (greater is better)",
+        lines[13],
+        "Best: epoch 1, score 0.6667.",
+        "  best model: best.pt",
         "Stopped: score has not improved by more than 0.01 (early_stopping_threshold) for 2 epochs "
         "(early_stopping_patience); best 0.666667, greater is better.",
     ]
+    assert lines[13].startswith("Stopped in epoch 3, after update 9, in ")
 
 
 def warnings_of_watched_metrics() -> list[str]:

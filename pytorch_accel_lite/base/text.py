@@ -18,23 +18,29 @@ _NOTE_WIDTH = 80
 SHOWS_NOTES = sys.version_info >= (3, 11)
 
 
+def to_number(value: Any) -> Any:
+    """Return the number in a scalar of numpy or torch; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
 def format_metric(value: Any) -> str:
     """Format a value for display: floats, including numpy's and those in scalar tensors, with six digits."""
-    if not isinstance(value, str) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
+    value = to_number(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def format_value(value: Any) -> str:
-    """Return a number with four decimals, or three significant digits if small or large; empty if not a number."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not isinstance(value, float):
+def format_value(value: Any, scientific: bool = False) -> str:
+    """Return a number with four decimals, or three significant digits if small or large; empty if not a number.
+
+    :param scientific: write it as a small or large number in any case
+    """
+    value = to_number(value)
+    if not isinstance(value, (int, float)):
         return ""
+    if isinstance(value, int) and not scientific:
+        return f"{value:,}"
     is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
-    return f"{value:.2e}" if is_extreme else f"{value:.4f}"
+    return f"{value:.2e}" if is_extreme or scientific else f"{value:.4f}"
 
 
 def format_duration(seconds: float) -> str:

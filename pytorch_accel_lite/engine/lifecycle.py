@@ -384,6 +384,7 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     if run.outer is not None:
         return
     explain(error, trainer, run, run.request.kind)
+    run.end.has_failed = True
     run.control.forget()
     together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)

@@ -145,13 +145,20 @@ class RunEnd:
     :ivar reason: why it was stopped early
     :ivar stopped_by: the callback that stopped it, as the call that created it
     :ivar pause: the request to pause that stopped it
+    :ivar has_failed: whether an error has ended it
     :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
     """
 
     reason: str | None = None
     stopped_by: str | None = None
     pause: RunPausedError | None = None
+    has_failed: bool = False
     messages: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it ended, also if it was stopped early, rather than failed or was paused."""
+        return self.pause is None and not self.has_failed
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -111,9 +110,3 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     before.keep_buffers(roots)
     before.keep_tensors(parameters)
     before.keep_generators()
-
-
-def report(trainer: TrainerLike, result: object) -> None:
-    """Print what a tool has found, unless a console or a notebook shows the return value anyway."""
-    if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
-        trainer.print(result)
