@@ -50,10 +50,57 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_selector = "div:not(.highlight-text) > div.highlight pre"
 
-# What people type into the search, and the page that it finds first.
+# What people type into the search, and the page that it finds first, or a heading of a
+# page ("page#Heading").
 SEARCHED = {
     "installation": ["install", "installation", "requirements"],
-    "quickstart": ["getting started", "train", "predict", "save and load"],
+    "quickstart": ["getting started", "train", "save and load"],
+    "recipes": ["how do i", "recipes", "how to"],
+    "hugging_face": [
+        "hugging face",
+        "huggingface",
+        "transformers model",
+        "tokenizer",
+        "collator",
+        "bert",
+        "gpt2",
+        "language model",
+        "perplexity",
+    ],
+    "inputs_and_losses": [
+        "two inputs",
+        "several inputs",
+        "multiple inputs",
+        "custom loss",
+        "own loss",
+    ],
+    "exporting": [
+        "export",
+        "onnx",
+        "torch.export",
+        "deploy",
+        "inference",
+        "predict",
+        "prediction",
+        "load the best model",
+        "load a checkpoint",
+        "load weights",
+    ],
+    "without_a_dataset": [
+        "reinforcement learning",
+        "no dataset",
+        "full batch",
+        "graphs",
+        "graph neural network",
+        "ready batches",
+    ],
+    "comparing_with_a_loop": [
+        "bit by bit",
+        "compare with a loop",
+        "reproducibility",
+        "reproducible",
+    ],
+    "data": ["dataloader", "data loading", "dataset", "workers", "collate_fn"],
     "switching": ["lightning", "transformers", "pytorch-accelerated"],
     "training_states": ["checkpoint", "checkpointing", "resume", "training state"],
     "distributed": ["multi-gpu", "multi gpu", "two gpus", "gpu", "ddp", "torchrun"],
@@ -72,13 +119,29 @@ SEARCHED = {
     "ema": ["ema", "averaged weights"],
     "callbacks": ["callbacks", "callback", "write a callback", "events"],
     "builtin_callbacks": ["built-in callbacks"],
+    "clusters": ["slurm", "sbatch", "cluster", "ray", "multi-node", "preemption"],
+    "sharding": ["fsdp", "sharded", "sharding", "tensor parallelism", "deepspeed"],
+    "metrics#Log your own numbers": [
+        "own numbers",
+        "log numbers",
+        "log a value",
+        "trainer.log",
+        "log",
+    ],
     "logging": [
         "tensorboard",
         "log to tensorboard",
         "logging",
-        "mlflow",
-        "wandb",
+        "tracker",
         "csv",
+    ],
+    "logging#TensorBoard, MLflow, Weights & Biases": [
+        "wandb",
+        "w&b",
+        "weights & biases",
+        "weights and biases",
+        "trackio",
+        "mlflow",
     ],
     "monitoring": ["profiler", "profiling", "slow", "what is slow", "gradient norm"],
     "performance": ["performance", "overhead", "speed"],
@@ -92,7 +155,7 @@ SEARCHED = {
         "experiments",
     ],
     "looking": ["plot", "confusion matrix", "worst samples"],
-    "schemes": ["recipes", "training schemes"],
+    "schemes": ["training schemes"],
     "schemes/vae": ["vae", "variational autoencoder"],
     "schemes/detection": ["detection", "object detection", "faster r-cnn", "map"],
     "schemes/simclr": ["simclr", "self-supervised", "contrastive"],
@@ -100,19 +163,31 @@ SEARCHED = {
     "schemes/distillation": ["distillation", "teacher", "student"],
     "schemes/multi_task": ["multi-task", "several losses"],
     "failures": ["out of memory", "oom", "nan", "fault tolerance"],
-    "loop": ["mixed precision", "gradient accumulation", "bf16", "fp16"],
+    "loop": ["training loop", "training step", "override a step"],
+    "loop#Mixed precision": [
+        "mixed precision",
+        "amp",
+        "autocast",
+        "bf16",
+        "bfloat16",
+        "fp16",
+    ],
+    "loop#Gradient accumulation": ["gradient accumulation", "accumulate gradients"],
 }
 
 
 def add_index_entries(app, name, source):
-    """Let a page be found by the words that people use for it."""
-    if entries := SEARCHED.get(name):
+    """Let a page, or a heading of it, be found by the words that people use for it."""
+    for place, entries in SEARCHED.items():
+        page, _, heading = place.partition("#")
+        if page != name:
+            continue
         lines = "".join(f"   ! {entry}\n" for entry in entries)
         index = f"```{{eval-rst}}\n.. index::\n{lines}```\n\n"
-        front, page = re.fullmatch(r"(---\n.*?\n---\n)?(.*)", source[0], re.S).groups(
-            ""
-        )
-        source[0] = front + index + page
+        text = "\n" + source[0]
+        before, line, after = text.partition(f"\n## {heading}\n" if heading else "\n# ")
+        assert line, f"{place}: there is no such heading"
+        source[0] = f"{before}\n{index}{line}{after}".lstrip("\n")
 
 
 def link_names(app, doctree, page):

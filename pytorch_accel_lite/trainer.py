@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.backends import BackendSettings
 from pytorch_accel_lite.base.batches import BatchOutput, total_loss
@@ -30,11 +29,12 @@ from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.signals import ending_in_order, exit_for
-from pytorch_accel_lite.base.suggestions import METHODS, check_subclass, suggest_arguments
+from pytorch_accel_lite.base.unknown_names import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
+    MetricsCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
@@ -43,7 +43,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
+from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, shutdown
 from pytorch_accel_lite.engine import (
     arguments,
@@ -69,6 +69,7 @@ from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_property, s
 from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import gradients
 from pytorch_accel_lite.optimizers import operations as optimizers
+from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.steps import closures, compiled, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.logical import LogicalProcesses
@@ -76,6 +77,7 @@ from pytorch_accel_lite.steps.model_methods import create_adapters
 from pytorch_accel_lite.tuning import diagnosis, finders, memory, program_check
 
 if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
     from typing_extensions import Self
 
 __all__ = [
@@ -110,6 +112,10 @@ class Trainer:
     :param callbacks: callbacks, as instances or classes, called in this order
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
+    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``, the same in all of a process; by default that
+        of the launcher, or of an earlier accelerator in this process
+    :param metrics: metrics to compute in each evaluation: a :class:`~pytorch_accel_lite.callbacks.MetricsCallback` with
+        these is added before the other callbacks
     :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
         determines the order of the data; by default no generator is ever seeded
     :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
@@ -185,6 +191,8 @@ class Trainer:
         run_history: RunHistory | None = None,
         *,
         accelerator: Accelerator | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None,
+        metrics: str | Metric | MetricCollection | Mapping[str, Metric | str] | None = None,
         seed: int | None = None,
         compile_model: bool | dict[str, Any] = False,
         compile_step: bool | dict[str, Any] = False,
@@ -205,11 +213,11 @@ class Trainer:
         self.optimizer: Any = combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
+        if metrics is not None:
+            self.callback_handler.add_callback(MetricsCallback(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
-        self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
+        self.accelerator = self._find_accelerator(accelerator, mixed_precision)
         self._accelerator = self.accelerator  # the name in pytorch-accelerated
-        launch.check_launch(self.accelerator)
-        check_parallelism(self.accelerator)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
@@ -240,7 +248,7 @@ class Trainer:
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int = 1,
         gradient_clip_value: float | None = None,
-        create_scheduler_fn: optimizers.SchedulerFactory | None = None,
+        create_scheduler_fn: ScheduleArgument | None = None,
         train_dataloader_kwargs: dict[str, Any] | None = None,
         eval_dataloader_kwargs: dict[str, Any] | None = None,
         reset_run_history: bool = True,
@@ -251,26 +259,31 @@ class Trainer:
         eval_every_n_epochs: int | None = 1,
         scheduler_interval: Literal["update", "epoch"] = "update",
         scheduler_metric: str | None = None,
+        warmup_steps: int | float = 0,
         auto_microbatch: bool = False,
         sanity_eval_batches: int = 0,
     ) -> None:
         """Train the model.
 
-        :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts. A dict of map
-            datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`; for shares of several
-            datasets, see :class:`~pytorch_accel_lite.data.Mixture`.
+        :param train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, whose options then hold; batches
+            are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see
+            :class:`~pytorch_accel_lite.data.NamedDatasets`; for shares of several datasets, see
+            :class:`~pytorch_accel_lite.data.Mixture`.
         :param num_epochs: number of passes over the training data
-        :param eval_dataset: dataset to evaluate on, see ``eval_every_n_epochs``; ``None`` for no evaluation. The
-            datasets of a dict are evaluated one by one, and their names (strings) prefix the names of the metrics.
+        :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
+            evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
+            metrics.
         :param per_device_batch_size: number of samples in a batch of one process, or of all processes together if the
-            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``
+            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``. Like ``collate_fn`` and the dataloader
+            kwargs, it is for datasets: a ``DataLoader`` has its own.
         :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
         :param gradient_accumulation_steps: number of batches per process in one update
         :param gradient_clip_value: maximum absolute value of each element of the gradients
         :param gradient_clip_norm: maximum total norm of the gradients
-        :param create_scheduler_fn: called with the optimizer, returns a scheduler, see ``scheduler_interval``;
-            a ``functools.partial`` may contain :class:`TrainerPlaceholderValues`. For several optimizers, it may be a
-            dict of functions by optimizer name; optimizers that are not in the dict keep their rates.
+        :param create_scheduler_fn: ``"constant"``, ``"linear"``, ``"cosine"`` or ``"wsd"``, as long as the run, see
+            ``warmup_steps``; or a function that is called with the optimizer and returns a scheduler, such as a
+            ``functools.partial``, which may contain :class:`TrainerPlaceholderValues`. For several optimizers, it may
+            be a dict of these by optimizer name; optimizers that are not in the dict keep their rates.
         :param train_dataloader_kwargs: arguments for the training ``DataLoader``, which override the defaults
         :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader``, which override the defaults
         :param reset_run_history: whether to delete the metrics of earlier runs
@@ -283,6 +296,8 @@ class Trainer:
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``,
             as ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is
             then not stepped after epochs without an evaluation.
+        :param warmup_steps: with a schedule by name, the number of updates (or epochs, see ``scheduler_interval``) over
+            which the rate rises linearly; a number below 1 is a fraction of the run
         :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
             micro-batches as needed, and accumulate their gradients, which are those of the whole batch
         :param sanity_eval_batches: number of batches to evaluate on each process before training, to catch errors early
@@ -306,17 +321,20 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
                 "first by raising StopTrainingError, or close the iterator."
             )
-        self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
+        size = per_device_batch_size
+        of_train, of_eval = train_dataloader_kwargs, eval_dataloader_kwargs
+        arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
+        create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
         arguments.check_optimizers(self, create_scheduler_fn)
         if eval_dataset is not None:
-            self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
-        batch_size = int(per_device_batch_size)  # may be a numpy integer
+            arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
+        batch_size = int(size)  # may be a numpy integer
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
         with lifecycle.entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
-            lifecycle.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            lifecycle.find_data(self, run, batch_size, of_train, of_eval, resume_from)
             lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
             lifecycle.start_or_resume(self, run, reset_run_history)
@@ -360,6 +378,16 @@ class Trainer:
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
 
+    def _find_accelerator(self, accelerator: Accelerator | None, mixed_precision: str | None) -> Accelerator:
+        """Return the accelerator passed, or a new one, after all checks."""
+        arguments.check_precision(mixed_precision, accelerator)
+        self._requested_precision = mixed_precision
+        accelerator = self._create_accelerator() if accelerator is None else accelerator
+        arguments.check_precision(mixed_precision, accelerator)  # an overridden method may have created it
+        launch.check_launch(accelerator)
+        check_parallelism(accelerator)
+        return accelerator
+
     # ----------------------------------------------------------------------- parts of a run, to override
 
     def _create_callback_handler(self) -> CallbackHandler:
@@ -371,7 +399,8 @@ class Trainer:
     def _create_accelerator(self) -> Accelerator:
         """Create the ``Accelerator`` if none was passed. Gradients are reduced in place, without copies."""
         in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        return Accelerator(cpu=launched_on_cpus(), kwargs_handlers=[in_place])
+        precision = self._requested_precision
+        return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         return lifecycle.resolve_run_config(self, replace(self.current_run.request, **asked), per_device_batch_size)
@@ -383,16 +412,17 @@ class Trainer:
         :mod:`pytorch_accel_lite.data`.
 
         :param train_dl_kwargs: the user's arguments, which override those of :meth:`get_default_train_dl_kwargs`
+        :return: by default, a ``DataLoader`` of ``self.train_dataset``; if that is a loader already, that
         """
-        kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
-        self._train_dl_kwargs = kwargs
-        return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
+        defaults = self.get_default_train_dl_kwargs(batch_size)
+        source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
-        kwargs = merge_loader_kwargs(self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
-        self._eval_dl_kwargs = kwargs
-        return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
+        defaults = self.get_default_eval_dl_kwargs(batch_size)
+        source, self._eval_dl_kwargs = loader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the training dataloader: shuffled, with workers if they are worthwhile."""
@@ -413,10 +443,6 @@ class Trainer:
         create = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
             check_scheduler(self.scheduler, request, create, steps_itself)
-
-    def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
-        method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
-        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, is_overridden(self, method))
 
     def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.suggestions import MethodElsewhere
+from pytorch_accel_lite.base.unknown_names import MethodElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
 MODULES = ("", ".callbacks", ".data", ".schedulers", ".finetuning", ".experiment", ".integrations")

@@ -72,7 +72,7 @@ def num_readers(how: str) -> int:
     return {"tp": 1, "tp_ddp": world_size() // 2, "tp_fsdp": world_size() // 2}.get(how, world_size())
 
 
-def make_trainer(
+def sharded_trainer(
     how: str, callbacks: Any = (), dropout: float = 0.0, trainer_class: type[Trainer] = Trainer, **kwargs: Any
 ) -> Trainer:
     model = shard(create_model(dropout), how)
@@ -99,7 +99,7 @@ def train_and_resume(how: str, folder: Path, **options: Any) -> list[Any]:
     """The result of a run, and of runs that resume each of its states, with dropout."""
     saving = SaveTrainingStateCallback(folder / how, 1, 2, **options)
     average = ModelEmaCallback(0.8, save_path=None) if options else None
-    found = [result_of(fit(make_trainer(how, [saving, *filter(None, [average])], 0.3), how))]
+    found = [result_of(fit(sharded_trainer(how, [saving, *filter(None, [average])], 0.3), how))]
     dist.barrier()
     for state in sorted((folder / how).glob("update-*"))[:2]:  # in the middle of an epoch, and at its end
         found.append(resume(how, state, 0.3, bool(options), update=8))
@@ -119,7 +119,7 @@ def resume(how: str, state: Path, dropout: float = 0.0, averages: bool = True, u
     saving = SaveTrainingStateCallback(state.parent / f"unused-{how}", save_at_end=False)
     looking = listener(on_train_step_start=lambda trainer, **_: None if restored else look(trainer))
     callbacks = [saving, *([average] if averages else []), looking]
-    trainer = fit(make_trainer(how, callbacks, dropout), how, update=update, resume_from=state)
+    trainer = fit(sharded_trainer(how, callbacks, dropout), how, update=update, resume_from=state)
     return result_of(trainer) | {"restored": restored}
 
 

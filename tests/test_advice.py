@@ -49,7 +49,7 @@ def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
     (said,) = advice("\n".join(lines))
     assert said.startswith("The model waited for data for 0.")
     cores = len(os.sched_getaffinity(0))
-    assert f"Use workers: train_dataloader_kwargs={{'num_workers': {min(cores, 8)}}}" in said
+    assert f"Use workers, num_workers={min(cores, 8)} in train_dataloader_kwargs or in your DataLoader" in said
 
 
 @pytest.mark.usefixtures("naps")

@@ -48,7 +48,7 @@ class NeedsArgument(TrainerCallback):
         self.folder = folder
 
 
-WHOLE = "must be a whole number"
+WHOLE = "must be an integer"
 
 # What the trainer is made with, the error, and what its message must match.
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -103,6 +103,7 @@ def test_a_trainer_is_not_made_with(arguments, error, match):
 
 
 # What train() is given, the error, and what its message must match. A Trainer class under "trainer" is used.
+OF_LOADERS = {"per_device_batch_size": 8, "train_dataloader_kwargs": None}
 TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     # counts and limits
     "neither epochs nor updates": (
@@ -143,10 +144,42 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "train_dataset is a number": ({"train_dataset": 5}, TypeError, "train_dataset=5"),
     "eval_dataset is a number": ({"eval_dataset": 5}, TypeError, "eval_dataset=5"),
     "train_dataset is a generator": ({"train_dataset": (i for i in range(3))}, TypeError, "train_dataset=<generator"),
-    "train_dataset is a DataLoader": (
-        {"train_dataset": DataLoader(make_data())},
+    "train_dataset is a loader of nothing": (
+        OF_LOADERS | {"train_dataset": DataLoader([], 2)},
+        ValueError,
+        "train_dataset is empty: list has length 0",
+    ),
+    "train_dataset is a loader that leaves nothing": (
+        OF_LOADERS | {"train_dataset": DataLoader(make_data(), 7, drop_last=True)},
+        ValueError,
+        r"train_dataset gives no batch.*drop_last=True.*Lower the batch size",
+    ),
+    "train_dataset is prepared": (
+        OF_LOADERS | {"train_dataset": Accelerator(cpu=True).prepare(DataLoader(make_data()))},
         TypeError,
-        r"train_dataset=.*DataLoader",
+        r"train_dataset is a DataLoaderShard, which Accelerate has prepared.*without accelerator\.prepare",
+    ),
+    "train_dataset is a dict of loaders": (
+        OF_LOADERS | {"train_dataset": {"a": DataLoader(make_data(), 8)}},
+        ValueError,
+        r"dataset 'a' \(DataLoader\) cannot be indexed.*Pass its dataset",
+    ),
+    **{
+        f"{name} beside a loader": (
+            OF_LOADERS | {"train_dataset": DataLoader(make_data(), 4), name: value},
+            ValueError,
+            rf"{name}=.* is for a dataset, but train_dataset is a loader \(DataLoader\), which has its own",
+        )
+        for name, value in {
+            "per_device_batch_size": 16,
+            "collate_fn": list,
+            "train_dataloader_kwargs": {"shuffle": False},
+        }.items()
+    },
+    "eval_dataloader_kwargs beside loaders": (
+        {"eval_dataset": {"a": DataLoader(make_data())}, "eval_dataloader_kwargs": {"num_workers": 0}},
+        ValueError,
+        r"eval_dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but eval_dataset\['a'\] is a loader",
     ),
     **{
         f"eval_dataset has the key {key!r}": (
@@ -156,11 +189,6 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         )
         for key in (0, "", None)
     },
-    "eval_dataset is a DataLoader": (
-        {"eval_dataset": DataLoader(make_data())},
-        TypeError,
-        r"eval_dataset=.*DataLoader",
-    ),
     "a stream without samples": (
         {"train_dataset": Stream(0), "train_dataloader_kwargs": {}},
         ValueError,
@@ -169,7 +197,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "drop_last leaves nothing": (
         {"per_device_batch_size": 7, "train_dataloader_kwargs": {"drop_last": True}},
         ValueError,
-        r"train_dataset gives no batch.*drop_last=True.*Lower per_device_batch_size",
+        r"train_dataset gives no batch.*drop_last=True.*Lower the batch size",
     ),
     "drop_last leaves nothing to evaluate": (
         {"per_device_batch_size": 3, "eval_dataset": make_data(2), "eval_dataloader_kwargs": {"drop_last": True}},
@@ -200,7 +228,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "the evaluation dataset in place of the number of epochs": (
         {"num_epochs": make_data()},
         TypeError,
-        "num_epochs=<torch.utils.data.dataset.TensorDataset object.*must be a whole number, not TensorDataset",
+        "num_epochs=<torch.utils.data.dataset.TensorDataset object.*must be an integer, not TensorDataset",
     ),
     "a batch without targets": (
         {"train_dataset": TensorDataset(make_data().tensors[0])},
@@ -224,9 +252,9 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"create_scheduler_fn=<.*StepLR.*must be a function.*For example: functools\.partial",
     ),
     "create_scheduler_fn is a name": (
-        {"create_scheduler_fn": "cosine"},
-        TypeError,
-        r"create_scheduler_fn='cosine' must be",
+        {"create_scheduler_fn": "cosinus"},
+        ValueError,
+        r"create_scheduler_fn='cosinus' is not the name of a schedule\. Did you mean 'cosine'",
     ),
     "create_scheduler_fn lacks an argument": ({"create_scheduler_fn": StepLR}, TypeError, "StepLR.*step_size"),
     "create_scheduler_fn makes no scheduler": (
@@ -386,7 +414,11 @@ EVALUATE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an empty dataset": ({"dataset": make_data(0)}, ValueError, "dataset is empty: TensorDataset has length 0"),
     "a stream without samples": ({"dataset": Stream(0)}, ValueError, r"dataset.*(no batch|empty)"),
     "a number": ({"dataset": 5}, TypeError, "dataset=5"),
-    "a DataLoader": ({"dataset": DataLoader(make_data())}, TypeError, r"dataset=.*DataLoader"),
+    "arguments beside a DataLoader": (
+        {"dataset": DataLoader(make_data())},
+        ValueError,
+        r"dataloader_kwargs=\{'num_workers': 0\} is for a dataset, but dataset is a loader",
+    ),
     "batches of 0": ({"per_device_batch_size": 0}, ValueError, "per_device_batch_size=0 must be at least 1"),
     "batches of 1.5": ({"per_device_batch_size": 1.5}, TypeError, rf"per_device_batch_size=1\.5 {WHOLE}"),
     "dataloader_kwargs that are no dict": (
@@ -434,11 +466,13 @@ def test_predict_refuses_outputs_that_cannot_be_concatenated(output, error, matc
 def test_predict_refuses_to_leave_out_samples_or_change_their_order(key):
     trainer = make_trainer()
     arguments = {"dataset": make_data(5), "per_device_batch_size": 2}
-    match = rf"dataloader_kwargs\['{key}'\]=True: predict returns .* for every sample, in the order.*Omit {key}"
+    match = rf"dataloader_kwargs has {key}=True, but predict returns .* for every sample, in the order.*Omit {key}"
     with pytest.raises(ValueError, match=match):
         trainer.predict(**arguments, dataloader_kwargs={key: True})
     with pytest.raises(ValueError, match=match):
         next(trainer.predict_iter(**arguments, dataloader_kwargs={key: True}))
+    with pytest.raises(ValueError, match=match.replace("loader_kwargs", "set")):
+        trainer.predict(DataLoader(make_data(5), 2, **{key: True}))
     assert torch.equal(trainer.predict(**arguments, dataloader_kwargs={key: False}), trainer.predict(**arguments))
 
 
@@ -677,7 +711,7 @@ def test_a_training_loss_without_one_for_evaluations_is_told_of_before_training(
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
     with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
         train(trainer, eval_dataset=True)
-    assert error.value.__notes__[0].startswith("In evaluation:")
+    assert error.value.__notes__[0].startswith("In evaluation, step 0:")
     assert trainer.progress.update == 0
     train(trainer)
 

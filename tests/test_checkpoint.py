@@ -330,10 +330,21 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
     refuse(tmp_path / "model.pt", ValueError, r"model\.pt'")
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"weights": 1}, {}, make_model().state_dict()])
-def test_a_torch_file_without_weights_under_their_name_is_named(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "holds"), [([1, 2], "list"), ({"state_dict": {}, "epoch": 1}, "'state_dict', 'epoch'"), ({}, "dict")]
+)
+def test_a_torch_file_without_weights_under_their_name_is_named(tmp_path, content, holds):
     torch.save(content, tmp_path / "model.pt")
-    refuse(tmp_path / "model.pt", ValueError, r"model\.pt' is not a checkpoint.*model_state_dict")
+    message = rf"model\.pt' is not a checkpoint: it has no 'model_state_dict'\. It holds {holds}\. Load what"
+    refuse(tmp_path / "model.pt", ValueError, message)
+
+
+def test_weights_that_torch_has_saved_are_loaded(tmp_path):
+    model = make_model(seed=5)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    trainer = make_trainer(model=make_model())
+    trainer.load_checkpoint(tmp_path / "model.pt")
+    assert equal(weights(trainer.model), weights(model))
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])

@@ -35,7 +35,7 @@ DATA = TensorDataset(torch.arange(4.0 * SIZE).view(SIZE, 4).sin(), torch.arange(
 ARGUMENTS: dict[str, Any] = {"num_epochs": 2, "per_device_batch_size": 2, "seed": 0}
 
 
-def make_trainer(folder: Path, *callbacks: Any) -> Trainer:
+def fold_trainer(folder: Path, *callbacks: Any) -> Trainer:
     model = parts.Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     metrics = MetricsCallback({"error": MeanAbsoluteError()})
@@ -43,7 +43,7 @@ def make_trainer(folder: Path, *callbacks: Any) -> Trainer:
 
 
 def saving(folder: Path, *callbacks: Any) -> Trainer:
-    return make_trainer(folder, SaveTrainingStateCallback(folder / "states", save_every_n_steps=1), *callbacks)
+    return fold_trainer(folder, SaveTrainingStateCallback(folder / "states", save_every_n_steps=1), *callbacks)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_each_fold_is_trained_on_the_others_and_tested_on_its_samples(result):
     assert [fold.test_indices for fold in result.folds] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     fold = result.folds[1]
     torch.manual_seed(0)
-    trainer = make_trainer(fold.folder)
+    trainer = fold_trainer(fold.folder)
     train, test = (TensorDataset(*DATA[indices]) for indices in (fold.train_indices, fold.test_indices))
     torch.manual_seed(0)
     trainer.model.load_state_dict(parts.Net().state_dict())  # as created after seeding
@@ -72,7 +72,7 @@ def test_predictions_are_in_the_order_of_the_dataset(result, tmp_path):
     for fold in result.folds:
         assert errors[fold.test_indices].mean().item() == pytest.approx(fold.metrics["error"], rel=1e-5)
     shuffled = splitters.KFold(3, shuffle=True, random_state=1)
-    other = cross_validate(make_trainer, DATA, shuffled, save_dir=tmp_path, **ARGUMENTS)
+    other = cross_validate(fold_trainer, DATA, shuffled, save_dir=tmp_path, **ARGUMENTS)
     fold = other.folds[2]
     assert fold.test_indices != [8, 9, 10, 11]
     assert torch.equal(other.predictions[fold.test_indices], fold.predictions)
@@ -115,7 +115,7 @@ def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
 )
 def test_splitters_that_test_every_sample_once(splitter, further, tmp_path):
     arguments = ARGUMENTS | {"max_num_train_steps": 1} | further
-    found = cross_validate(make_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
+    found = cross_validate(fold_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
     assert found.predictions.shape == (SIZE, 1)
     for fold in found.folds:
         if "y" in further:
@@ -130,7 +130,7 @@ def test_splitters_that_test_every_sample_once(splitter, further, tmp_path):
 )
 def test_splitters_that_do_not_have_their_predictions_by_fold(splitter, tmp_path):
     arguments = ARGUMENTS | {"max_num_train_steps": 1}
-    found = cross_validate(make_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
+    found = cross_validate(fold_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
     with pytest.raises(ValueError, match="does not test each of the 12 samples exactly once"):
         _ = found.predictions
     assert [len(fold.predictions) for fold in found.folds] == [4, 4]
@@ -179,27 +179,27 @@ def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
 def test_a_split_that_was_drawn_is_kept_when_it_is_resumed_and_replaced_when_not(tmp_path, capsys):
     splitter = splitters.KFold(2, shuffle=True)
     arguments = ARGUMENTS | {"max_num_train_steps": 1, "save_dir": tmp_path, "seed": None}
-    first = cross_validate(make_trainer, DATA, splitter, **arguments)
-    resumed = cross_validate(make_trainer, DATA, splitter, resume=True, **arguments)
+    first = cross_validate(fold_trainer, DATA, splitter, **arguments)
+    resumed = cross_validate(fold_trainer, DATA, splitter, resume=True, **arguments)
     assert resumed.rows() == first.rows()
     assert [fold.test_indices for fold in resumed.folds] == [fold.test_indices for fold in first.folds]
     (tmp_path / "fold-2" / "from before").touch()
     (tmp_path / "fold-scores.png").touch()
     capsys.readouterr()
-    cross_validate(make_trainer, DATA, splitters.KFold(2), **arguments)
+    cross_validate(fold_trainer, DATA, splitters.KFold(2), **arguments)
     assert "skipped" not in capsys.readouterr().out
     assert not (tmp_path / "fold-2" / "from before").exists()
     assert (tmp_path / "fold-scores.png").exists()
     with pytest.raises(ValueError, match=r"has a cross-validation with splitter=KFold\(n_splits=2.* not KFold\(n_spl"):
-        cross_validate(make_trainer, DATA, splitters.KFold(3), resume=True, **arguments)
+        cross_validate(fold_trainer, DATA, splitters.KFold(3), resume=True, **arguments)
     with pytest.raises(ValueError, match="has a cross-validation with num_epochs=2, not 3"):
-        cross_validate(make_trainer, DATA, splitters.KFold(2), resume=True, **arguments | {"num_epochs": 3})
+        cross_validate(fold_trainer, DATA, splitters.KFold(2), resume=True, **arguments | {"num_epochs": 3})
 
 
 def once(folder: Path, made: list[Trainer] = []) -> Trainer:  # noqa: B006
     """A trainer that is made once only."""
     if not made:
-        made.append(make_trainer(folder))
+        made.append(fold_trainer(folder))
     return made[0]
 
 
@@ -212,24 +212,20 @@ class Stream(IterableDataset):
     ("changes", "error", "message"),
     [
         ({"make_trainer": once}, ValueError, "returned the Trainer of an earlier fold"),
-        ({"make_trainer": lambda folder: parts.Net()}, TypeError, "which is not a Trainer"),
-        ({"dataset": Stream()}, TypeError, "dataset: Stream cannot be divided into folds"),
-        ({"dataset": DATA.tensors[0]}, TypeError, r"such as TensorDataset\(inputs, targets\)"),
-        ({"splitter": []}, ValueError, "splitter gave no fold"),
-        ({"splitter": [([0, 1], torch.arange(0))]}, ValueError, "fold 1 has 2 samples to train on and 0 to test"),
+        ({"dataset": Stream()}, TypeError, r"'Stream' has no len\(\)"),
         ({"splitter": splitters.StratifiedKFold(2)}, TypeError, "at least 1 dimension"),
         ({"splitter": splitters.GroupKFold(2), "y": LABELS}, ValueError, "'groups'"),
         ({"splitter": splitters.KFold(13)}, ValueError, "n_splits=13"),
-        ({"splitter": [([0, 1], [1, 2])]}, ValueError, "fold 1 would be tested on 1 of the samples .* as sample 1"),
-        ({"splitter": [([0, 1], [12])]}, ValueError, "fold 1 has the index 12, but the dataset has 12 samples"),
-        ({"splitter": [([0, 1], [])]}, ValueError, "fold 1 has 2 samples to train on and 0 to test"),
+        ({"splitter": [([0, 1], [1, 2])]}, ValueError, "fold 1 has sample 1 to train on and to test"),
+        ({"splitter": [([0, 1], [12])]}, ValueError, "fold 1 has sample 12 .* a dataset of 12 samples"),
+        ({"splitter": [([0, 1], [-1])]}, ValueError, "fold 1 has sample -1 .* a dataset of 12 samples"),
         ({"splitter": [([0, 1], [0.5])]}, TypeError, "a split must consist of indices, not of float64"),
         ({"num_epoch": 3}, TypeError, "num_epoch"),
         ({"eval_dataset": DATA}, TypeError, "multiple values for keyword argument 'eval_dataset'"),
     ],
 )
 def test_what_cannot_be_validated_is_refused(changes, error, message, tmp_path):
-    arguments = {"make_trainer": make_trainer, "dataset": DATA, "splitter": splitters.KFold(2), "save_dir": tmp_path}
+    arguments = {"make_trainer": fold_trainer, "dataset": DATA, "splitter": splitters.KFold(2), "save_dir": tmp_path}
     with pytest.raises(error, match=message):
         cross_validate(**{**arguments, **ARGUMENTS, "max_num_train_steps": 1, **changes})
     if "splitter" in changes:
@@ -238,7 +234,7 @@ def test_what_cannot_be_validated_is_refused(changes, error, message, tmp_path):
 
 def test_the_deviation_of_one_fold_is_unknown(tmp_path):
     arguments = ARGUMENTS | {"max_num_train_steps": 1}
-    found = cross_validate(make_trainer, DATA, [(range(6), range(6, 12))], save_dir=tmp_path, **arguments)
+    found = cross_validate(fold_trainer, DATA, [(range(6), range(6, 12))], save_dir=tmp_path, **arguments)
     assert found.mean["error"] == found.folds[0].metrics["error"]
     assert math.isnan(found.deviation["error"])
     assert os.listdir(tmp_path / "fold-1") != []
@@ -249,15 +245,15 @@ def validated() -> tuple[list[dict[str, Any]], list[list[int]], torch.Tensor, to
     torch.manual_seed(0)
     data = load_data(11)
 
-    def make_trainer(folder):
+    def fold_trainer(folder):
         model = Net()
         return Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), (), seed=0)
 
     with shared_folder() as folder:
         # Without a random_state, each rank would draw another split.
         splitter = KFold(3, shuffle=True)
-        result = cross_validate(make_trainer, data, splitter, save_dir=folder / "cv", num_epochs=1)
-        again = cross_validate(make_trainer, data, splitter, save_dir=folder / "cv", num_epochs=1, resume=True)
+        result = cross_validate(fold_trainer, data, splitter, save_dir=folder / "cv", num_epochs=1)
+        again = cross_validate(fold_trainer, data, splitter, save_dir=folder / "cv", num_epochs=1, resume=True)
         assert [fold.metrics for fold in again.folds] == [fold.metrics for fold in result.folds]
         predictions = result.predictions
         losses = (predictions - data.tensors[1]).square().flatten()
@@ -283,11 +279,11 @@ def test_what_is_resumed_must_have_had_the_same_arguments(tmp_path):
     schedule = partial(StepLR, step_size=2)
     arguments = {**ARGUMENTS, "save_dir": tmp_path, "predictions": False, "num_epochs": 1, "y": LABELS}
     arguments |= {"create_scheduler_fn": schedule, "train_dataloader_kwargs": {"drop_last": False}}
-    first = cross_validate(make_trainer, DATA, pairs, **arguments)
+    first = cross_validate(fold_trainer, DATA, pairs, **arguments)
     alike = {"create_scheduler_fn": partial(StepLR, step_size=2), "y": torch.tensor(LABELS)}
-    assert cross_validate(make_trainer, DATA, iter(pairs), resume=True, **arguments | alike).rows() == first.rows()
+    assert cross_validate(fold_trainer, DATA, iter(pairs), resume=True, **arguments | alike).rows() == first.rows()
     with pytest.raises(ValueError, match="has a cross-validation with splitter=other indices, not the given indices"):
-        cross_validate(make_trainer, DATA, pairs[::-1], resume=True, **arguments)
+        cross_validate(fold_trainer, DATA, pairs[::-1], resume=True, **arguments)
     for name, other in (
         ("create_scheduler_fn", partial(StepLR, step_size=3)),
         ("train_dataloader_kwargs", {"drop_last": True}),
@@ -295,4 +291,4 @@ def test_what_is_resumed_must_have_had_the_same_arguments(tmp_path):
         ("groups", GROUPS),
     ):
         with pytest.raises(ValueError, match=f"has a cross-validation with {name}=.*, not .* Resume it with the same"):
-            cross_validate(make_trainer, DATA, pairs, resume=True, **arguments | {name: other})
+            cross_validate(fold_trainer, DATA, pairs, resume=True, **arguments | {name: other})

@@ -8,7 +8,8 @@ import os
 import random
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -34,6 +35,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
     random_split,
 )
 
@@ -1398,8 +1400,7 @@ class CollectsGarbageRows(Rows):
 
 
 WORKERS_THAT_DO_NOT_BEGIN = """
-import os, pathlib, sys, time
-from torch import nn
+import os, pathlib, sys, time, warnings
 from pytorch_accel_lite.data import workers
 from tests.launching import run_code
 from tests.tasks import Rows, Stream, make_data, make_trainer, train
@@ -1414,6 +1415,7 @@ def hang_at_first():
 
 os.register_at_fork(after_in_child=hang_at_first)
 workers.SECONDS_TO_BEGIN = 0.5
+warnings.filterwarnings("ignore", "Stream gives the same batch to two workers")
 trainer = train(make_trainer(), train_dataset=Stream() if sys.argv[2] == "stream" else Rows(make_data()),
                 train_dataloader_kwargs={"num_workers": 2, "batch_size": 2})
 print(trainer.progress.samples, len(list(tried.iterdir())))
@@ -1540,3 +1542,61 @@ def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
     assert {result["updates"] for result in results} == {2 * -(-5 // ranks.world_size)}
     if ranks.world_size == 2:
         assert [result["sizes"][:3] for result in results] == [[3, 2, 1], [1, 4]] or results[1]["sizes"][0] == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch_early(workers):
+    class Ending(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise StopIteration
+            return super().__getitem__(index)
+
+    trainer = make_trainer()
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        train(trainer, train_dataset=Ending(make_data(8)), train_dataloader_kwargs={"num_workers": workers})
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+class Read(IterableDataset[Any]):
+    """Reads samples in workers: all of them in each, or the part of each."""
+
+    def __init__(self, x: torch.Tensor, divides: bool) -> None:
+        self.samples = TensorDataset(x, x.sum(1, keepdim=True))
+        self.divides = divides
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        return iter([*self.samples][worker.id :: worker.num_workers] if self.divides else [*self.samples])
+
+
+@pytest.mark.parametrize(
+    ("stream", "warns"),
+    [
+        (Read(torch.randn(8, 4), divides=False), True),
+        (Read(torch.randn(8, 4), divides=True), False),
+        (Read(torch.ones(8, 4), divides=False), False),  # cannot be told
+    ],
+)
+def test_workers_that_each_read_a_whole_stream_are_warned_of(stream, warns):
+    with pytest.warns(UserWarning, match="Read gives the same batch to two workers") if warns else nullcontext():
+        train(make_trainer(), train_dataset=stream, train_dataloader_kwargs={"num_workers": 2})
+
+
+class Promises(Stream):
+    """A stream whose length is not that of what it yields."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(8)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(("length", "warns"), [(20, True), (8, False)])
+def test_a_stream_that_is_shorter_than_its_length_is_warned_of(length, warns):
+    message = "ended after 4 steps of this epoch, but their length is 10 steps"
+    with pytest.warns(UserWarning, match=message) if warns else nullcontext():
+        train(make_trainer(), train_dataset=Promises(length))
+    train(make_trainer(), train_dataset=Promises(20), epochs=None, max_num_train_steps=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import runpy
@@ -26,6 +27,8 @@ PAGES = [
 ]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: A block, and the packages that a comment above it names, without which it is not run.
+RUN = re.compile(r"^(?:<!-- needs ([\w ]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -50,14 +53,17 @@ CODE = [pytest.param(page, marks=CAN_SHARD if page.name == "sharding.md" else ()
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     write_files(page, tmp_path)
     run_the_code(page)
 
 
 def run_the_code(page: Path) -> None:
     namespace = {"__name__": "docs"}
-    for code in blocks(page, "python"):
-        exec(compile(code, str(page), "exec"), namespace)
+    for needed, code in RUN.findall(page.read_text()):
+        if all(map(importlib.util.find_spec, needed.split())):
+            exec(compile(code, str(page), "exec"), namespace)
 
 
 SCHEMES = [page for page in PAGES if page.parent.name == "schemes"]

@@ -25,7 +25,7 @@ from tests.tasks import equal, quiet_trainer, regression_data
 BIG, SEVERAL_PIECES = 150, 2100
 
 
-def make_trainer(width: int = BIG, callbacks: Any = (), **kwargs: Any) -> Trainer:
+def large_trainer(width: int = BIG, callbacks: Any = (), **kwargs: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, width), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -44,13 +44,13 @@ def test_momentum_and_averages_resume_to_the_same_bits(tmp_path, asynchronous):
         ema = ModelEmaCallback(decay=0.9, evaluate_during_training=False, save_path=tmp_path / "ema.pt")
         return [ema, saving]
 
-    whole = train(make_trainer(callbacks=callbacks(tmp_path / "states")))
+    whole = train(large_trainer(callbacks=callbacks(tmp_path / "states")))
     saved = sorted((tmp_path / "states").glob("update-*"))
     assert len(saved) == 4
     for state in saved:
         assert "trainer.safetensors" in verify_state(state)["files"]
         shutil.copytree(state, tmp_path / "again" / state.name)
-        resumed = train(make_trainer(callbacks=callbacks(tmp_path / "again")), resume_from="latest")
+        resumed = train(large_trainer(callbacks=callbacks(tmp_path / "again")), resume_from="latest")
         shutil.rmtree(tmp_path / "again")
         assert equal(resumed.model.state_dict(), whole.model.state_dict())
         momentum = [trainer.optimizer.state_dict()["state"] for trainer in (resumed, whole)]
@@ -71,7 +71,7 @@ def swap_pieces(content: bytearray) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_last, swap_pieces])
 def test_damage_anywhere_in_a_file_of_several_pieces_is_named(tmp_path, damage: Callable[[bytearray], None]):
-    trainer = train(make_trainer(SEVERAL_PIECES))
+    trainer = train(large_trainer(SEVERAL_PIECES))
     trainer.save_training_state(tmp_path / "state")
     for name in ("model.safetensors", "trainer.safetensors"):
         path = tmp_path / "state" / name
@@ -109,10 +109,10 @@ def test_tensors_of_every_kind_come_back_as_they_were(tmp_path):
         "ordered": OrderedDict(b=torch.randn(200, 200, dtype=torch.bfloat16), a=1),
         "whole numbers": (torch.arange(50_000), torch.randn(3)),
     }
-    trainer = make_trainer()
+    trainer = large_trainer()
     trainer.register_for_checkpointing("kept", Kept(kept))
     trainer.save_training_state(tmp_path / "state")
-    other, found = make_trainer(), Kept(None)
+    other, found = large_trainer(), Kept(None)
     other.register_for_checkpointing("kept", found)
     other.load_training_state(tmp_path / "state")
     assert_alike(found.state, kept)
@@ -151,7 +151,7 @@ def as_in_format_1(state: Path) -> None:
 
 def test_states_of_earlier_versions_are_verified_and_resumed(tmp_path, monkeypatch, capsys):
     def small_trainer() -> Trainer:
-        return make_trainer(5, [SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)])
+        return large_trainer(5, [SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)])
 
     whole = train(small_trainer())
     state = shutil.copytree(tmp_path / "states" / "update-000000001", tmp_path / "old")

@@ -19,7 +19,14 @@ from torchmetrics import (
     MultioutputWrapper,
     SumMetric,
 )
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+from torchmetrics.classification import (
+    BinaryAUROC,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MultilabelAUROC,
+)
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
@@ -352,8 +359,17 @@ def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
     ("metrics", "error", "message"),
     [
         (3, TypeError, "metrics=3 must be a torchmetrics Metric"),
-        ({"a": 3}, TypeError, "must be a torchmetrics Metric, a MetricCollection, or a dict"),
+        ({"a": 3}, TypeError, "must be a torchmetrics Metric, a MetricCollection, a dict of metrics, or the name of"),
         ({}, ValueError, "contains no metric"),
+        ("f1", ValueError, "metrics='f1': torchmetrics has no metric of this name. Did you mean 'F1Score'?"),
+        ("mse", ValueError, "Did you mean 'MeanSquaredError'?"),
+        ({"a": "acurracy"}, ValueError, "metrics='acurracy': .* Did you mean 'Accuracy'?"),
+        ("zzz", ValueError, "has no metric of this name.$"),
+        (
+            "accuracy",
+            ValueError,
+            r"Pass MetricsCallback\('accuracy', num_classes=...\) for several classes, num_labels=.*",
+        ),
     ],
 )
 def test_bad_metrics_are_named(metrics, error, message):
@@ -374,3 +390,68 @@ def test_a_metric_may_be_recorded_in_each_step():
     logs = listener(on_train_step_end=lambda trainer, step, **_: trainer.run_history.update_metric("step_loss", step))
     trainer = train(make_trainer([logs]))
     assert trainer.run_history["step_loss"] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------ short forms
+
+
+def test_metrics_may_be_an_argument_of_the_trainer():
+    data = classification()
+    whole = class_trainer(MetricsCallback({"accuracy": MulticlassAccuracy(3)}), seed=3)
+    whole.train(data, 2, data)
+    seen = []
+    look = listener(on_eval_epoch_end=lambda t, **_: seen.append(t.run_history.get_latest_metric("accuracy")))
+    short = class_trainer(look, metrics={"accuracy": MulticlassAccuracy(3)}, seed=3)
+    short.train(data, 2, data)
+    assert short.run_history["accuracy"] == whole.run_history["accuracy"] == seen
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "expected"),
+    [
+        ("accuracy", {"num_classes": 3}, {"accuracy": MulticlassAccuracy(3, average="micro")}),
+        ("Accuracy", {"num_classes": 3, "average": "macro"}, {"Accuracy": MulticlassAccuracy(3)}),
+        ({"a": "MULTICLASS-accuracy"}, {"num_classes": 3}, {"a": MulticlassAccuracy(3)}),
+        (
+            ["accuracy", "f1_score"],
+            {"num_classes": 3},
+            {"accuracy": MulticlassAccuracy(3, average="micro"), "f1_score": MulticlassF1Score(3, average="micro")},
+        ),
+    ],
+)
+def test_metrics_by_name_are_those_of_torchmetrics(given, arguments, expected):
+    data = classification()
+    found = class_trainer(MetricsCallback(given, **arguments)).evaluate(data)
+    assert found == class_trainer(metrics=expected).evaluate(data)
+    assert expected.keys() <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind"),
+    [
+        ("auroc", {"num_labels": 4}, MultilabelAUROC),
+        ("auroc", {"task": "binary"}, BinaryAUROC),
+        ("mean squared error", {}, MeanSquaredError),
+    ],
+)
+def test_the_task_follows_from_the_arguments(name, arguments, kind):
+    assert type(MetricsCallback(name, **arguments).metrics[name]) is kind
+
+
+def test_arguments_that_no_metric_takes_are_refused():
+    with pytest.raises(
+        ValueError, match=r"Accuracy\(topk=2, num_classes=3, task='multiclass'\) failed: .* `topk`. Pass"
+    ):
+        MetricsCallback("accuracy", num_classes=3, topk=2)
+    with pytest.raises(TypeError, match="no argument 'num_classes': pass it where you create the metric, or pass the"):
+        MetricsCallback(MulticlassAccuracy(3), num_classes=3)
+
+
+def test_metrics_of_the_trainer_come_beside_those_of_a_callback():
+    data = classification()
+    second = MetricsCallback({"auroc": MulticlassAUROC(3)})
+    trainer = class_trainer(second, metrics={"accuracy": MulticlassAccuracy(3)})
+    trainer.train(data, 1, data)
+    assert {"accuracy", "auroc"} <= set(trainer.run_history)
+    with pytest.raises(ValueError, match="Both MetricsCallback and MetricsCallback record the metric 'auroc'"):
+        class_trainer(second, metrics={"auroc": MulticlassAUROC(3)}).train(data, 1, data)

@@ -16,11 +16,17 @@ from tests.tasks import equal, hand_written_loop, listener, make_data, make_mode
 
 
 @pytest.fixture
-def bf16() -> Iterator[Accelerator]:
-    """An accelerator in bf16 on the CPU; mixed precision is fixed once in a process otherwise."""
+def fresh() -> Iterator[None]:
+    """A process without an accelerator; its mixed precision is fixed by the first one otherwise."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, mixed_precision="bf16")
+    yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def bf16(fresh) -> Accelerator:
+    """An accelerator in bf16 on the CPU."""
+    return Accelerator(cpu=True, mixed_precision="bf16")
 
 
 class Watched(nn.Linear):
@@ -149,3 +155,52 @@ def test_without_it_nothing_is_cast():
     trainer = make_trainer(trainer_class=WithCritic)
     train(trainer, eval_dataset=True)
     assert trainer.parts[0].seen == {torch.float32}
+
+
+# ----------------------------------------------------------------------------------- as an argument of the trainer
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_argument_gives_the_bits_of_an_accelerator_with_it():
+    ours = train(make_trainer(mixed_precision="bf16"), eval_dataset=True)
+    assert ours.run_config.mixed_precision == "bf16"
+    theirs = train(make_trainer(accelerator=Accelerator(mixed_precision="bf16")), eval_dataset=True)
+    assert equal(weights(ours.model), weights(theirs.model))
+    assert ours.run_history.to_dict() == theirs.run_history.to_dict()
+    assert make_trainer(mixed_precision="bf16", accelerator=theirs.accelerator).accelerator is theirs.accelerator
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("argument", "expected"), [(None, "bf16"), ("no", "no")])
+def test_without_the_argument_it_is_that_of_the_launcher(monkeypatch, argument, expected):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert make_trainer(mixed_precision=argument).accelerator.mixed_precision == expected
+
+
+class CreatesOwn(Trainer):
+    def _create_accelerator(self) -> Accelerator:
+        return Accelerator(cpu=True, mixed_precision="no")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixed_precision": "fp16"}, "'fp16' on the device 'cpu': it needs a GPU .* Pass 'bf16', which CPUs can"),
+        ({"mixed_precision": "fp8"}, "'fp8' on the device 'cpu': it needs a GPU with compute capability 8.9"),
+        ({"mixed_precision": "bf16-mixed"}, "='bf16-mixed' must be 'no' or 'fp16' or 'bf16' or 'fp8'"),
+        ({"mixed_precision": "bf16", "trainer_class": CreatesOwn}, "that of the accelerator is 'no'. Pass only one"),
+    ],
+)
+def test_what_cannot_be_is_an_error_after_which_another_can(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(**arguments)
+    if "trainer_class" not in arguments:
+        assert make_trainer(mixed_precision="bf16").accelerator.mixed_precision == "bf16"
+
+
+def test_it_cannot_contradict_an_accelerator_passed_or_an_earlier_one(bf16):
+    with pytest.raises(ValueError, match=r"that of the accelerator is 'bf16'. Pass only one of them to the trainer"):
+        make_trainer(mixed_precision="no", accelerator=bf16)
+    with pytest.raises(ValueError, match="this process already has 'bf16', of an earlier Trainer or Accelerator"):
+        make_trainer(mixed_precision="no")

@@ -72,7 +72,7 @@ class Named(Dataset[Any]):
         return {"y": self.y[index], "x": self.x[index]}
 
 
-def make_trainer(model: nn.Module | None = None, methods: Any = METHODS, **kwargs: Any) -> Trainer:
+def trainer_of_methods(model: nn.Module | None = None, methods: Any = METHODS, **kwargs: Any) -> Trainer:
     model = Net() if model is None else model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     return Trainer(model, None, optimizer, model_methods=methods, **{"callbacks": [], "seed": 0} | kwargs)
@@ -99,7 +99,7 @@ def by_loss_function(**kwargs: Any) -> Trainer:
 
 @pytest.mark.slow
 def test_the_names_of_the_batch_are_those_of_the_parameters():
-    trainer = train(make_trainer())
+    trainer = train(trainer_of_methods())
     expected = by_loss_function()
     assert equal(trainer.model.state_dict(), expected.model.state_dict())
     assert trainer.run_history["train_loss_epoch"] == expected.run_history["train_loss_epoch"]
@@ -114,7 +114,7 @@ def test_the_names_of_the_batch_are_those_of_the_parameters():
     ("method", "data"), [("train_step", pairs), ("whole", pairs), ("whole", Named), ("few", Named)]
 )
 def test_what_a_method_may_take(method, data):
-    trainer = make_trainer(methods={"train": method})
+    trainer = trainer_of_methods(methods={"train": method})
     trainer.train(data(), 2, data(), per_device_batch_size=6, train_dataloader_kwargs={"shuffle": False})
     assert equal(trainer.model.state_dict(), by_loss_function().model.state_dict())
     assert trainer.run_history["eval_loss_epoch"]
@@ -146,7 +146,7 @@ def trained_and_resumed() -> dict[str, Any]:
 
     def run(folder: Any, **kwargs: Any) -> Trainer:
         states = SaveTrainingStateCallback(folder, save_every_n_steps=2, max_checkpoints=None)
-        return train(make_trainer(callbacks=[states]), gradient_accumulation_steps=2, **kwargs)
+        return train(trainer_of_methods(callbacks=[states]), gradient_accumulation_steps=2, **kwargs)
 
     with shared_folder() as folder:
         trainer = run(folder / "whole")
@@ -176,14 +176,14 @@ def sharded() -> list[float]:
     PartialState(cpu=True)
     model = Net()
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
-    trainer = train(make_trainer(model))
+    trainer = train(trainer_of_methods(model))
     trainer.predict(Named())
     return trainer.run_history.get_metric_values("train_loss_epoch")
 
 
 @CAN_SHARD
 def test_sharded_weights_are_gathered_for_them(two_ranks):
-    expected = train(make_trainer()).run_history["train_loss_epoch"]
+    expected = train(trainer_of_methods()).run_history["train_loss_epoch"]
     for found in two_ranks(sharded):
         assert found == pytest.approx(expected)
 
@@ -201,12 +201,12 @@ def test_metrics_and_averages_use_them():
         def evaluate_step(self, x, labels):
             return super().evaluate_step(labels, x)
 
-    trainer = make_trainer(callbacks=[metrics, ModelEmaCallback(decay=0.5, save_path=None)])
+    trainer = trainer_of_methods(callbacks=[metrics, ModelEmaCallback(decay=0.5, save_path=None)])
     history = train(trainer).run_history
     mse = (trainer.model(Named().x) - Named().y).square().mean().item()
     assert history.get_latest_metric("mse") == pytest.approx(mse)
     assert history.get_latest_metric("ema_model_eval_loss_epoch") != history.get_latest_metric("eval_loss_epoch")
-    other = make_trainer(Labelled(), callbacks=[found])
+    other = trainer_of_methods(Labelled(), callbacks=[found])
     other.train(data, 1, data)
     assert {"found", "train_found"} <= set(other.run_history)
 
@@ -219,14 +219,14 @@ def test_they_go_with_splitting_compiling_and_mixed_precision():
         compiled.append(module)
         return module
 
-    train(make_trainer(compile_model={"backend": backend}), auto_microbatch=True)
+    train(trainer_of_methods(compile_model={"backend": backend}), auto_microbatch=True)
     assert compiled
     torch.compiler.reset()
     types = set()
     note = listener(on_eval_step_end=lambda t, batch_output, **_: types.add(batch_output["logits"].dtype))
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        trainer = make_trainer(
+        trainer = trainer_of_methods(
             Net().float(), callbacks=[note], accelerator=Accelerator(cpu=True, mixed_precision="bf16")
         )
         inner = trainer.model.body.register_forward_hook(lambda module, inputs, output: types.add(output.dtype))
@@ -251,7 +251,7 @@ def test_they_go_with_splitting_compiling_and_mixed_precision():
 )
 def test_wrong_names_are_refused_at_once(methods, error, message):
     with pytest.raises(error, match=message):
-        make_trainer(methods=methods)
+        trainer_of_methods(methods=methods)
 
 
 def test_a_loss_function_that_would_not_be_called_is_refused():
@@ -280,7 +280,7 @@ def test_a_wrapper_that_would_be_left_out_is_refused():
     ],
 )
 def test_a_batch_that_does_not_fit_is_told_before_the_first_update(batch, method, message):
-    trainer = make_trainer(methods={"train": method})
+    trainer = trainer_of_methods(methods={"train": method})
     with pytest.raises((ValueError, TypeError), match=message):
         trainer.train([batch] * 4, 1)
     assert trainer.progress.update == 0

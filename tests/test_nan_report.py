@@ -43,7 +43,7 @@ def make_model(bad: bool = True) -> nn.Module:
     return nn.Sequential(*layers[:3], square, *layers[3:]).double()
 
 
-def make_trainer(callbacks: Any, model: nn.Module | None = None, lr: float = 0.01, **kwargs: Any) -> Trainer:
+def reporting_trainer(callbacks: Any, model: nn.Module | None = None, lr: float = 0.01, **kwargs: Any) -> Trainer:
     model = make_model() if model is None else model
     return Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=lr), callbacks=callbacks, **kwargs)
 
@@ -64,7 +64,7 @@ def test_a_report_holds_what_is_needed_to_run_the_step_again(tmp_path, accumulat
     before: list[Any] = []
     remember = listener(on_train_step_start=lambda t: before.append(weights(t.model)))
     report = NaNReportCallback(tmp_path)
-    trainer = make_trainer([remember, report, TerminateOnNaNCallback])
+    trainer = reporting_trainer([remember, report, TerminateOnNaNCallback])
     torch.manual_seed(3)
     with pytest.raises(NonFiniteLossError, match=r"loss is not finite in epoch 1, step 2.*layer .*is 0 \(Linear\)"):
         fit(trainer, spoilt(), gradient_accumulation_steps=accumulation)
@@ -77,7 +77,7 @@ def test_a_report_holds_what_is_needed_to_run_the_step_again(tmp_path, accumulat
     content = torch.load(report.report, weights_only=True)
     assert equal(content["model_state_dict"], before[2])
 
-    fresh = make_trainer([])
+    fresh = reporting_trainer([])
     start, generators = weights(fresh.model), torch.get_rng_state()
     seen = replay(report.report, fresh)
     assert [math.isnan(loss) for loss in seen.losses] == [True]
@@ -94,8 +94,8 @@ def test_the_step_that_is_run_again_is_the_same_to_the_bit(tmp_path):
     watch = listener(on_backward_start=lambda t, batch_output, **_: losses.append(float(batch_output["loss"].detach())))
     report = NaNReportCallback(tmp_path)
     with pytest.raises(NonFiniteLossError):
-        fit(make_trainer([watch, report]), spoilt(18), gradient_accumulation_steps=2)
-    seen = replay(report.report, make_trainer([]))
+        fit(reporting_trainer([watch, report]), spoilt(18), gradient_accumulation_steps=2)
+    seen = replay(report.report, reporting_trainer([]))
     assert len(losses) == 4
     assert seen.losses[0] == losses[2]  # with dropout, batch norm and all
     assert math.isnan(seen.losses[1])
@@ -114,18 +114,18 @@ def test_a_gradient_that_is_not_finite_is_reported_before_it_spoils_the_weights(
     data = regression_data(30)
     data.tensors[0][12] = 0.0
     report = NaNReportCallback(tmp_path)
-    trainer = make_trainer([report], Gated())
+    trainer = reporting_trainer([report], Gated())
     with pytest.raises(NonFiniteLossError, match=r"gradient is not finite in epoch 1, step 2.*all layers are finite"):
         fit(trainer, data)
     assert torch.isfinite(trainer.model.scale.weight).all()
     summary = json.loads(report.report.with_suffix(".json").read_text())
     assert summary["parameters_with_such_gradients"] == ["scale.weight"]
-    seen = replay(report.report, make_trainer([], Gated()))
+    seen = replay(report.report, reporting_trainer([], Gated()))
     assert seen.gradients == ["scale.weight"]
     assert math.isfinite(seen.losses[0])
     quiet = NaNReportCallback(tmp_path / "quiet", check_gradients=False)
     with pytest.warns(UserWarning, match="with weights that are infinite or NaN"):
-        fit(make_trainer([quiet], Gated()), data, epochs=1, max_num_train_steps=3)
+        fit(reporting_trainer([quiet], Gated()), data, epochs=1, max_num_train_steps=3)
     assert quiet.report is None
 
 
@@ -135,20 +135,20 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         model[5].bias.fill_(math.inf)
     report = NaNReportCallback(tmp_path)
     with pytest.raises(NonFiniteLossError, match=r"is 5 \(Linear\); its weights are not finite either"):
-        fit(make_trainer([report], model), regression_data(30))
+        fit(reporting_trainer([report], model), regression_data(30))
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_looked_into(tmp_path):
     report = NaNReportCallback(tmp_path)
-    trainer = make_trainer([report], compile_model={"backend": "eager"})
+    trainer = reporting_trainer([report], compile_model={"backend": "eager"})
     with pytest.raises(NonFiniteLossError, match=r"is 0 \(Linear\)"):
         fit(trainer, spoilt())
 
 
 def test_a_run_in_which_all_is_finite_leaves_no_report(tmp_path):
     report = NaNReportCallback(tmp_path / "reports")
-    fit(make_trainer([report]), regression_data(30))
+    fit(reporting_trainer([report]), regression_data(30))
     assert report.report is None
     assert not (tmp_path / "reports").exists()
 
@@ -169,7 +169,7 @@ def test_of_a_batch_that_was_split_the_parts_are_run_again(tmp_path):
     trainer = TooLarge(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[watch, report])
     with pytest.raises(NonFiniteLossError):
         fit(trainer, spoilt(8), auto_microbatch=True)
-    seen = replay(report.report, make_trainer([]))
+    seen = replay(report.report, reporting_trainer([]))
     assert [len(step["batch"][0]) for step in torch.load(report.report, weights_only=True)["steps"]] == [2, 3]
     assert seen.losses[0] == losses[-2]
     assert math.isnan(seen.losses[1])
@@ -195,7 +195,7 @@ def test_a_batch_that_was_skipped_is_not_in_the_report(tmp_path):
 
 
 def test_only_reports_can_be_run_again(tmp_path):
-    trainer = make_trainer([])
+    trainer = reporting_trainer([])
     trainer.save_checkpoint(tmp_path / "model.pt")
     with pytest.raises(ValueError, match="not a NaNReportCallback report"):
         replay(tmp_path / "model.pt", trainer)
@@ -203,10 +203,10 @@ def test_only_reports_can_be_run_again(tmp_path):
         replay(tmp_path / "none.pt", trainer)
     report = NaNReportCallback(tmp_path)
     with pytest.raises(NonFiniteLossError):
-        fit(make_trainer([report]), spoilt())
+        fit(reporting_trainer([report]), spoilt())
     within = listener(on_train_step_end=lambda t, **_: replay(report.report, t))
     with pytest.raises(RuntimeError, match=r"replay\(\) cannot be called within a run"):
-        fit(make_trainer([within]), regression_data(30))
+        fit(reporting_trainer([within]), regression_data(30))
 
 
 # ---------------------------------------------------------------------------------------------- spikes
@@ -225,7 +225,7 @@ def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
     kept: list[Any] = []
     keep = listener(on_train_step_end=lambda t, **_: kept.append(weights(t.model)))
     guard = GradientSpikeCallback(warm_up_updates=3)
-    trainer = make_trainer([guard, keep], nn.Linear(5, 1).double())
+    trainer = reporting_trainer([guard, keep], nn.Linear(5, 1).double())
     fit(trainer, spiky(value=value), epochs=1, gradient_clip_norm=clip)
     assert guard.skipped == [5]
     assert equal(kept[4], kept[3])
@@ -236,7 +236,7 @@ def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
 
 def test_the_schedule_waits_for_an_update_that_is_skipped():
     guard = GradientSpikeCallback(warm_up_updates=3)
-    trainer = make_trainer([guard], nn.Linear(5, 1).double())
+    trainer = reporting_trainer([guard], nn.Linear(5, 1).double())
     create = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
     fit(trainer, spiky(), epochs=1, create_scheduler_fn=create)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**9
@@ -250,7 +250,7 @@ def test_a_spike_is_clipped_to_what_is_usual():
         )
     )
     guard = GradientSpikeCallback(factor=3, action="clip", warm_up_updates=3, decay=0.5)
-    trainer = make_trainer([look, guard, look], nn.Linear(5, 1).double(), lr=1e-4)
+    trainer = reporting_trainer([look, guard, look], nn.Linear(5, 1).double(), lr=1e-4)
     fit(trainer, spiky(), epochs=1)
     before, after = norms[::2], norms[1::2]
     weights_of = [0.5**i for i in range(4)][::-1]
@@ -265,7 +265,7 @@ def test_spike_after_spike_is_no_spike_but_ends_the_run():
     data = regression_data(50)
     data.tensors[1][15:] = 1e3
     guard = GradientSpikeCallback(warm_up_updates=3, max_skips_in_a_row=4)
-    trainer = fit(make_trainer([guard], nn.Linear(5, 1).double()), data)
+    trainer = fit(reporting_trainer([guard], nn.Linear(5, 1).double()), data)
     assert "gradients of 4 updates in a row" in trainer.stop_reason
     assert guard.skipped == [4, 5, 6, 7]
 
@@ -275,7 +275,7 @@ def test_the_guard_goes_on_in_a_resumed_run(tmp_path):
         torch.manual_seed(0)
         guard = GradientSpikeCallback(action=action, factor=3, warm_up_updates=3)
         saving = SaveTrainingStateCallback(tmp_path / action, save_every_n_steps=1)
-        trainer = fit(make_trainer([guard, saving], nn.Linear(5, 1).double(), seed=2), spiky(), epochs=1, **kwargs)
+        trainer = fit(reporting_trainer([guard, saving], nn.Linear(5, 1).double(), seed=2), spiky(), epochs=1, **kwargs)
         return weights(trainer.model), guard.state_dict()
 
     for action in ("skip", "clip"):
@@ -295,7 +295,7 @@ def test_a_resumed_run_clips_a_spike_to_the_same_bits(tmp_path):
         torch.manual_seed(0)
         guard = GradientSpikeCallback(action="clip", factor=1.7, warm_up_updates=3)
         saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
-        trainer = make_trainer([guard, saving, listener(on_backward_end=grow)], nn.Linear(5, 1), seed=2)
+        trainer = reporting_trainer([guard, saving, listener(on_backward_end=grow)], nn.Linear(5, 1), seed=2)
         return weights(fit(trainer, regression_data(50, dtype=torch.float32), epochs=1, **kwargs).model)
 
     whole = run("whole")

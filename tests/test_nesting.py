@@ -46,12 +46,12 @@ class UsesIt(TrainerCallback):
         assert trainer.batch_indices == indices
 
 
-def _used_again(make_trainer: Callable[[list[Any]], Trainer]) -> dict[str, torch.Tensor]:
+def _used_again(create_trainer: Callable[[list[Any]], Trainer]) -> dict[str, torch.Tensor]:
     """The final weights, the same with and without use within the run and between two runs."""
     found = []
     for uses in (False, True):
         callback = UsesIt()
-        trainer = make_trainer([callback] if uses else [])
+        trainer = create_trainer([callback] if uses else [])
         assert not trainer.is_running
         trainer.train(
             regression_data(22), 1, regression_data(9), 3, gradient_accumulation_steps=2, gradient_clip_norm=1
@@ -214,23 +214,23 @@ def test_the_run_config_holds_all_that_was_asked_for(name, value):
 def by_accelerate_is_used_again(folder: Path) -> Any:
     accelerator = sharding_accelerator()
 
-    def make_trainer(callbacks: list[Any]) -> Trainer:
+    def large_trainer(callbacks: list[Any]) -> Trainer:
         model = large_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         return Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=3)
 
-    return _used_again(make_trainer)
+    return _used_again(large_trainer)
 
 
 def by_the_user_is_used_again(folder: Path) -> Any:
-    def make_trainer(callbacks: list[Any]) -> Trainer:
+    def large_trainer(callbacks: list[Any]) -> Trainer:
         model = large_model()
         for layer in (model[0], model[3], model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         return Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=Accelerator(cpu=True), seed=3)
 
-    return _used_again(make_trainer)
+    return _used_again(large_trainer)
 
 
 @CAN_SHARD

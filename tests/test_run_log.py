@@ -90,6 +90,12 @@ def test_the_command_of_several_processes_on_the_cpu_starts_as_many(two_ranks):
         assert program == [argument for argument in sys.orig_argv[1:] if argument != "-u"]
 
 
+@pytest.mark.parametrize(("folder", "name"), [("wave-run2/run_log", "wave-run2"), ("a/log", "a"), ("lr-0.1", "lr-0.1")])
+def test_a_page_is_titled_by_the_folder_of_the_run(tmp_path, folder, name):
+    train(make_trainer([RunLogCallback(tmp_path / folder)]), epochs=1)
+    assert f"<title>{name}: finished</title>" in (tmp_path / folder / "summary.html").read_text()
+
+
 def test_a_bar_in_the_name_of_a_metric_does_not_divide_its_column(tmp_path):
     named = listener(on_training_run_epoch_end=lambda trainer: trainer.run_history.update_metric("a|b", 1.0))
     train(make_trainer([named, RunLogCallback(tmp_path / "log")]), epochs=1)

@@ -7,7 +7,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback, WSDCheckpointCallback
-from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
+from pytorch_accel_lite.schedulers import (
+    CosineLrScheduler,
+    ScheduleName,
+    SchedulerBase,
+    StatefulSchedulerBase,
+    WSDLrScheduler,
+)
+from pytorch_accel_lite.schedulers.preview import schedule_values
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
 from tests import ancestor
 from tests.launching import run_code, some_of
@@ -87,8 +94,8 @@ def run(factory: Any, *callbacks: Any, epochs: int | None = 4, seed: int | None 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     trainer: Any = Trainer(model, nn.MSELoss(), optimizer, callbacks=[noting, *callbacks], seed=seed)
     trainer.noting = noting
-    kwargs = {"train_dataset": make_data(6), "train_dataloader_kwargs": {"shuffle": False}} | kwargs
-    trainer.train(num_epochs=epochs, per_device_batch_size=2, create_scheduler_fn=factory, **kwargs)
+    data = {"train_dataset": make_data(6), "train_dataloader_kwargs": {"shuffle": False}, "per_device_batch_size": 2}
+    trainer.train(num_epochs=epochs, create_scheduler_fn=factory, **(data | kwargs))
     return trainer
 
 
@@ -384,6 +391,90 @@ def test_a_second_run_with_the_same_optimizer_begins_from_the_same_rates():
     assert trainer.scheduler.base_lr_values == [0.1]
 
 
+# ------------------------------------------------------------------------------------------------ by name
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 0.25])
+def test_schedules_by_name_are_as_long_as_the_run_with_a_warm_up_of_updates_or_a_fraction(warmup):
+    found = {}
+    for name in get_args(ScheduleName):
+        trainer = run(name, epochs=None, max_num_train_steps=12, warmup_steps=warmup)
+        found[name] = trainer.noting.rates
+        assert found[name] == schedule_values(name, 12, 0.1, warmup_steps=warmup)[0]
+    ramp = [] if warmup == 0 else [1e-6 + (0.1 - 1e-6) * step / 3 for step in range(3)]
+    left = 12 - len(ramp)
+    done = [step / left for step in range(left)]
+    assert found["constant"] == pytest.approx([*ramp, *[0.1] * left])
+    assert found["linear"] == pytest.approx([*ramp, *(0.1 * (1 - t) for t in done)])
+    assert found["cosine"] == pytest.approx([*ramp, *(0.05 * (1 + math.cos(math.pi * t)) for t in done)])
+    assert found["wsd"] == pytest.approx([*ramp, *[0.1] * left])  # the only update of the decay begins at the top
+    assert trainer.scheduler.get_last_lr() == [0.0]
+
+
+def test_a_schedule_by_name_may_count_epochs():
+    trainer = run("linear", epochs=4, scheduler_interval="epoch", warmup_steps=1)
+    assert trainer.noting.rates == pytest.approx([1e-6] * 3 + [0.1] * 3 + [0.2 / 3] * 3 + [0.1 / 3] * 3)
+
+
+def test_several_optimizers_may_have_schedules_by_name():
+    model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
+
+    class Both(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": sum(part(batch[0]).mean() for part in self.model.values())}
+
+    trainer = Both(model, None, optimizers, callbacks=[])
+    trainer.train(make_data(6), 2, create_scheduler_fn={"a": "linear", "b": partial(StepLR, step_size=1)})
+    assert trainer.scheduler["a"].get_last_lr() == [0.0]
+    assert isinstance(trainer.scheduler["b"], StepLR)
+
+
+def test_a_schedule_by_name_resumes_with_another_batch_size_where_it_was(tmp_path):
+    kwargs = {"warmup_steps": 0.25, "train_dataset": make_data(12)}
+    whole = run("cosine", SaveTrainingStateCallback(tmp_path, save_every_n_epochs=2), **kwargs)
+    other = run(
+        "cosine",
+        SaveTrainingStateCallback(tmp_path),
+        resume_from=tmp_path / "update-000000012",
+        per_device_batch_size=4,
+        **kwargs,
+    )
+    assert other.noting.rates == pytest.approx(whole.noting.rates[12::2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"create_scheduler_fn": "cosin"},
+            ValueError,
+            "='cosin' is not the name of a schedule. Did you mean 'cosine'?",
+        ),
+        ({"create_scheduler_fn": "cosine_with_warmup"}, ValueError, "Did you mean 'cosine'?"),
+        (
+            {"create_scheduler_fn": "StepLR"},
+            ValueError,
+            r"pass a function such as functools.partial\(StepLR, step_size",
+        ),
+        ({"warmup_steps": 5}, ValueError, "warmup_steps=5 is for schedules by name, .* Pass 'constant', or"),
+        ({"create_scheduler_fn": StepLR, "warmup_steps": 5}, ValueError, "Give your own scheduler its warm-up"),
+        ({"create_scheduler_fn": "wsd", "warmup_steps": 1.5}, TypeError, "warmup_steps=1.5 must be a whole number"),
+        ({"create_scheduler_fn": "wsd", "warmup_steps": -0.5}, ValueError, "warmup_steps=-0.5 must be at least 0"),
+        (
+            {"create_scheduler_fn": "wsd", "scheduler_interval": "epoch", "scheduler_metric": "train_loss_epoch"},
+            ValueError,
+            "WSDLrScheduler.step takes no metric",
+        ),
+    ],
+)
+def test_names_and_warm_ups_that_cannot_be_are_named(arguments, error, message):
+    trainer = quiet_trainer(make_model())
+    with pytest.raises(error, match=message):
+        trainer.train(make_data(6), 1, **arguments)
+    assert trainer.progress.update == 0
+
+
 # ------------------------------------------------------------------------------------ the base classes
 
 
@@ -642,7 +733,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
             "num_epochs=0 must be greater",
         ),
         (WSD, {"total_steps": 0}, ValueError, "total_steps=0 must be at least 1"),
-        (WSD, {"total_steps": P.MAX_NUM_TRAIN_STEPS}, TypeError, r"total_steps=\S+MAX_NUM_TRAIN_STEPS must be a whole"),
+        (WSD, {"total_steps": P.MAX_NUM_TRAIN_STEPS}, TypeError, r"total_steps=\S+MAX_NUM_TRAIN_STEPS must be an int"),
         (WSD, {"num_checkpoints": 0}, ValueError, "num_checkpoints=0 must be at least 1"),
         (WSD, {"num_checkpoints": 5}, ValueError, "num_checkpoints=5 is too many for total_steps=20: .* least 32"),
         (WSD, {"decay_phase_ratio": -1}, ValueError, "decay_phase_ratio=-1 must be at least 0 and at most 1"),
@@ -653,7 +744,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
         (WSD, {"lr_min": 0, "decay": "inverse"}, ValueError, "lr_min=0: the inverse decay never reaches 0"),
         (WSD, {"warmup_starting_lr": -1}, ValueError, "warmup_starting_lr=-1 must be at least 0"),
         (WSD, {"num_warmup_steps": -1}, ValueError, "num_warmup_steps=-1 must be at least 1"),
-        (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be a whole number"),
+        (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be an integer"),
         (
             WSD,
             {"decay": "square"},
@@ -674,7 +765,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
             "total_num_epochs=0.05 with num_update_steps_per_epoch=5 is less",
         ),
         (COS, {"total_num_epochs": None}, TypeError, "total_num_epochs=None must be a number"),
-        (COS, {"num_update_steps_per_epoch": 1.5}, TypeError, r"num_update_steps_per_epoch=1\.5 must be a whole"),
+        (COS, {"num_update_steps_per_epoch": 1.5}, TypeError, r"num_update_steps_per_epoch=1\.5 must be an integer"),
         (COS, {"num_warmup_epochs": -1}, ValueError, "num_warmup_epochs=-1 must be at least 0"),
         (COS, {"num_cooldown_epochs": -1}, ValueError, "num_cooldown_epochs=-1 must be at least 0"),
         (COS, {"k_decay": 0}, ValueError, "k_decay=0 must be greater than 0"),

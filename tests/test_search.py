@@ -42,7 +42,7 @@ def _quiet() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def make_trainer(*callbacks) -> Trainer:
+def searching_trainer(*callbacks) -> Trainer:
     torch.manual_seed(0)
     model = Net()
     return Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks, seed=0)
@@ -71,7 +71,7 @@ def test_a_space_gives_values_of_the_right_kind():
 def test_a_pruned_trial_ends_in_order_and_counts_as_pruned(tmp_path):
     def objective(trial):
         pruning = OptunaPruningCallback(trial)
-        trainer = make_trainer(pruning, SaveTrainingStateCallback(tmp_path / str(trial.number)))
+        trainer = searching_trainer(pruning, SaveTrainingStateCallback(tmp_path / str(trial.number)))
         train(trainer)
         pruning.check_pruned()
         return trainer.run_history.get_latest_metric("eval_loss_epoch")
@@ -90,7 +90,7 @@ def test_the_callbacks_after_the_one_that_prunes_complete_the_epoch_and_the_run(
     trial = optuna.create_study(pruner=PruneAt(2)).ask()
     best = SaveBestModelCallback(tmp_path / "best.pt")
     pruning = OptunaPruningCallback(trial)
-    trainer = make_trainer(pruning, best, MetricsFileCallback(tmp_path / "metrics.jsonl"))
+    trainer = searching_trainer(pruning, best, MetricsFileCallback(tmp_path / "metrics.jsonl"))
     train(trainer)
     losses = trainer.run_history["eval_loss_epoch"]
     assert pruning.is_pruned
@@ -102,7 +102,7 @@ def test_the_callbacks_after_the_one_that_prunes_complete_the_epoch_and_the_run(
 def saving(folder: Path, trial: optuna.Trial, *callbacks) -> Trainer:
     """The trainer of a trial, which saves a training state after each epoch."""
     states = SaveTrainingStateCallback(folder, save_every_n_epochs=1)
-    return make_trainer(OptunaPruningCallback(trial), states, *callbacks)
+    return searching_trainer(OptunaPruningCallback(trial), states, *callbacks)
 
 
 def test_a_trial_that_was_killed_continues_as_if_it_had_not_been(tmp_path):
@@ -140,9 +140,9 @@ def test_a_pruned_trial_whose_program_was_killed_is_still_pruned(tmp_path):
 def test_two_trials_on_one_folder_are_refused_before_anything_is_written(tmp_path):
     study = optuna.create_study()
     for name in ("first.jsonl", "second.jsonl"):
-        train(make_trainer(OptunaPruningCallback(study.ask()), MetricsFileCallback(tmp_path / name)))
+        train(searching_trainer(OptunaPruningCallback(study.ask()), MetricsFileCallback(tmp_path / name)))
     before = (tmp_path / "first.jsonl").read_text()
-    trainer = make_trainer(MetricsFileCallback(tmp_path / "first.jsonl"), OptunaPruningCallback(study.ask()))
+    trainer = searching_trainer(MetricsFileCallback(tmp_path / "first.jsonl"), OptunaPruningCallback(study.ask()))
     with pytest.raises(ValueError, match=r"Trial 2 would write to '.*first.jsonl', but that belongs to trial 0"):
         train(trainer)
     assert (tmp_path / "first.jsonl").read_text() == before
@@ -152,7 +152,7 @@ def test_a_trial_ends_in_the_same_bits_whatever_trials_came_before_it():
     study = optuna.create_study(pruner=PruneAt(2))
     ended = []
     for clips in (False, True, False):
-        trainer = make_trainer(OptunaPruningCallback(study.ask()))
+        trainer = searching_trainer(OptunaPruningCallback(study.ask()))
         train(trainer, gradient_accumulation_steps=2 if clips else 1, gradient_clip_norm=0.1 if clips else None)
         ended.append(trainer.model.state_dict())
     assert equal(ended[0], ended[2])
@@ -210,9 +210,9 @@ def test_a_study_of_the_wrong_direction_and_an_unknown_metric_are_refused():
     with pytest.raises(
         ValueError, match="The study maximises, but metric='eval_loss_epoch' is better the smaller it is"
     ):
-        train(make_trainer(OptunaPruningCallback(trial)))
+        train(searching_trainer(OptunaPruningCallback(trial)))
     with pytest.raises(ValueError, match="accuracy"):
-        train(make_trainer(OptunaPruningCallback(trial, "accuracy")))
+        train(searching_trainer(OptunaPruningCallback(trial, "accuracy")))
 
 
 class Accuracy(TrainerCallback):
@@ -226,7 +226,7 @@ class Accuracy(TrainerCallback):
 def test_of_a_metric_that_does_not_tell_the_study_knows_the_direction(direction, recwarn):
     trial = optuna.create_study(direction=direction).ask()
     pruning = OptunaPruningCallback(trial, "my_accuracy")
-    train(make_trainer(Accuracy(), pruning))
+    train(searching_trainer(Accuracy(), pruning))
     assert trial.study.trials[0].intermediate_values == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     assert pruning.state_dict()["greater_is_better"] == (direction == "maximize")
     assert not [warning for warning in recwarn if "greater values are better" in str(warning.message)]
@@ -277,5 +277,5 @@ except ImportError as error:
 
 def test_the_best_trial_can_be_run_again():
     callback = OptunaPruningCallback(optuna.trial.FixedTrial({}))
-    train(make_trainer(callback))
+    train(searching_trainer(callback))
     assert not callback.is_pruned

@@ -28,10 +28,10 @@ from tests.sharded import (
     create_model,
     fit,
     gathered,
-    make_trainer,
     result_of,
     resume,
     shard,
+    sharded_trainer,
     train_and_resume,
 )
 from tests.tasks import equal, largest_difference, quiet_trainer, same
@@ -41,7 +41,7 @@ from tests.test_training_states import die_at_file_operation, in_forks
 def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
     """The result of a run that saves its states."""
     callbacks = [SaveTrainingStateCallback(folder / how, 1, 2, **options), ModelEmaCallback(0.8, save_path=None)]
-    return result_of(fit(make_trainer(how, callbacks), how, update=12))
+    return result_of(fit(sharded_trainer(how, callbacks), how, update=12))
 
 
 pytestmark = [pytest.mark.processes, CAN_SHARD]
@@ -68,7 +68,7 @@ def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes,
 
 @functools.cache
 def alone():
-    return result_of(fit(make_trainer("whole"), "whole", update=12))
+    return result_of(fit(sharded_trainer("whole"), "whole", update=12))
 
 
 def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_path, job):
@@ -95,7 +95,7 @@ def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_p
 def resume_latest(folder: Path) -> None:
     saving = SaveTrainingStateCallback(folder, sharded=True)
     callbacks = [saving, ModelEmaCallback(0.8, save_path=None)]
-    fit(make_trainer("fsdp", callbacks), "fsdp", update=12, resume_from="latest")
+    fit(sharded_trainer("fsdp", callbacks), "fsdp", update=12, resume_from="latest")
 
 
 def test_shards_are_inspected_compared_and_damage_is_named(tmp_path, job, capsys):
@@ -212,7 +212,7 @@ def test_sharded_states_without_shards_are_an_error(tmp_path):
 
 def exported(how: str, folder: Path) -> dict[str, Any]:
     """The weights that are saved in a directory, and those of another sharded model that loads them."""
-    trainer = make_trainer(how)
+    trainer = sharded_trainer(how)
     trainer.save_model(folder / how)
     model = create_model()
     nn.init.zeros_(model[0].weight)

@@ -39,9 +39,9 @@ from tests.sharded import (
     create_model,
     fit,
     gathered,
-    make_trainer,
     result_of,
     shard,
+    sharded_trainer,
     sharding_accelerator,
     train_and_resume,
 )
@@ -89,7 +89,7 @@ def trained(how: str, folder: Path | None = None) -> dict[str, Any]:
         on_optimizer_step_start=lambda trainer, **_: norms.append(float(trainer.gradient_norm)),
     )
     callbacks: list[Any] = [counting, worst, MetricsCallback(MeanSquaredError())]
-    trainer = fit(make_trainer(how, callbacks), how)
+    trainer = fit(sharded_trainer(how, callbacks), how)
     found = result_of(trainer) | {"seen": seen, "norms": norms, "worst": [(s.index, s.loss) for s in worst.samples]}
     found["config"] = trainer.run_config.train_total_batch_size, trainer.run_config.num_update_steps_per_epoch
     found["predictions"] = trainer.predict(regression_data(7), 2)
@@ -133,7 +133,7 @@ def clipped_by_value(how: str) -> dict[str, Any]:
     """Return the weights after gradients were clipped by value alone, and the norms of the gradients."""
     norms: list[float] = []
     noting = listener(on_optimizer_step_start=lambda trainer, **_: norms.append(float(trainer.gradient_norm)))
-    trainer = fit(make_trainer(how, [noting]), how, gradient_clip_norm=None, gradient_clip_value=0.05)
+    trainer = fit(sharded_trainer(how, [noting]), how, gradient_clip_norm=None, gradient_clip_value=0.05)
     return {"weights": gathered(trainer.get_model().state_dict()), "norms": norms}
 
 
@@ -146,7 +146,7 @@ def test_gradients_in_shards_are_clipped_by_value(two_ranks):
 
 def source_that_fails(how: str) -> tuple[str, int]:
     """What ends a run in which one process cannot read its data, and after how many updates."""
-    trainer = make_trainer(how, [], 0.0, Breaking)
+    trainer = sharded_trainer(how, [], 0.0, Breaking)
     try:
         trainer.train(DATA, 1, per_device_batch_size=2)
     except Exception as error:
@@ -216,7 +216,7 @@ def test_runs_of_sharded_models_resume_to_the_same_bits(tmp_path, job, how, proc
 def reductions(how: str) -> dict[str, int]:
     """How often gradients are reduced in an update of 4 batches."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # seen only by the mode that counts
-    trainer = make_trainer(how)
+    trainer = sharded_trainer(how)
     with CommDebugMode() as counting:
         trainer.train(regression_data(4 * world_size()), 1, per_device_batch_size=1, gradient_accumulation_steps=4)
     counts = {str(name): count for name, count in counting.get_comm_counts().items()}
@@ -236,7 +236,7 @@ def averaged(how: str, folder: Path) -> dict[str, Any]:
     for resume_from in (None, folder / how / "update-000000004"):
         saving = SaveTrainingStateCallback(folder / (how if resume_from is None else "again"), save_every_n_steps=4)
         average = ModelEmaCallback(0.8, save_path=folder / f"{how}.pt")
-        trainer = make_trainer(how, [average, saving])
+        trainer = sharded_trainer(how, [average, saving])
         fit(trainer, how, resume_from=resume_from)
         found.append(result_of(trainer) | {"average": read_checkpoint(folder / f"{how}.pt")["model_state_dict"]})
         trainer.barrier()
@@ -414,7 +414,7 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
         batches: list[torch.Tensor] = []
         dropped: list[torch.Tensor] = []
         torch.manual_seed(100 + own_rank())
-        trainer = make_trainer(how, [], 0.5, trainer_class, seed=None)
+        trainer = sharded_trainer(how, [], 0.5, trainer_class, seed=None)
 
         def keep(trainer: Trainer, batch: Any, batches: Any = batches, **_: Any) -> None:
             batches.append(batch[0])

@@ -148,6 +148,15 @@ def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler")
+def test_a_run_that_ends_before_the_first_trace_says_so(tmp_path, capsys):
+    train(make_trainer([ProfilerCallback(tmp_path)]))
+    assert "no trace: the run had 3 steps, and the first 7 are not recorded" in capsys.readouterr().out
+    train(make_trainer([ProfilerCallback(tmp_path, wait=1, warmup=1)]))
+    assert "no trace" not in capsys.readouterr().out
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler")
 def test_traces_within_one_update_have_names_of_their_own(tmp_path):
     profiler = ProfilerCallback(tmp_path, wait=0, warmup=0, active=1, repeat=4)
     train(make_trainer([profiler]), size=8, gradient_accumulation_steps=4)

@@ -19,7 +19,7 @@ def check_number(name: str, value: Any, kind: type = numbers.Real, called: str =
 
 def check_positive_int(name: str, value: object) -> int:
     """Return ``value`` if it is an integer of at least one, otherwise raise an error that names the argument."""
-    number = int(check_number(name, value, numbers.Integral, "a whole number"))
+    number = int(check_number(name, value, numbers.Integral, "an integer"))
     if number < 1:
         raise ValueError(f"{name}={value!r} must be at least 1.")
     return number

@@ -249,7 +249,7 @@ def faster_data(trainer: TrainerLike) -> str:
     if workers < cores:
         more = "more workers" if workers else "workers"
         count = min(cores, max(8, 2 * workers))
-        advice = f"Use {more}: train_dataloader_kwargs={{'num_workers': {count}}}, or precompute"
+        advice = f"Use {more}, num_workers={count} in train_dataloader_kwargs or in your DataLoader, or precompute"
     else:
         advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
     return (

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.suggestions import suggest_arguments
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback

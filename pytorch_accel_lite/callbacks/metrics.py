@@ -7,15 +7,17 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from pytorch_accel_lite.base.batches import KNOWN_OUTPUTS, TARGET_KEYS, is_number
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.text import add_note, did_you_mean
+from pytorch_accel_lite.callbacks.metric_names import create_metric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -34,31 +36,46 @@ class MetricsCallback(TrainerCallback):
     Callbacks that watch a metric learn from its ``higher_is_better`` which values are better. Metrics that validate
     their inputs may read from the device in every step; create them with ``validate_args=False``.
 
-    :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name
+    :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name; or the name of a metric of
+        torchmetrics, such as ``"accuracy"`` or ``"mean_squared_error"``, also a list of names, or names in the dict
     :param transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
         predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element (or
         its ``labels``).
     :param train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
     :param only: names of the values to record; by default all, which may be many for metrics that compute several, such
         as ``MeanAveragePrecision``
+    :param num_classes: number of classes of metrics by name, which are then multiclass metrics
+    :param num_labels: number of labels of metrics by name, which are then multilabel metrics
+    :param task: task of classification metrics by name; may be omitted with ``num_classes`` or ``num_labels``
+    :param arguments: further arguments of metrics by name, such as ``average="macro"``. Their defaults are those of
+        ``torchmetrics.Accuracy(task=...)`` and the like.
     """
 
     def __init__(
         self,
-        metrics: Metric | MetricCollection | Mapping[str, Metric],
+        metrics: str | Sequence[str] | Metric | MetricCollection | Mapping[str, Metric | str],
         transform: Callable[[Any, Any], tuple[Any, ...]] | None = None,
         *,
         train: bool = False,
         only: Iterable[str] | None = None,
+        num_classes: int | None = None,
+        num_labels: int | None = None,
+        task: Literal["binary", "multiclass", "multilabel"] | None = None,
+        **arguments: Any,
     ) -> None:
         from torchmetrics import Metric, MetricCollection
 
         if isinstance(metrics, Metric):
             metrics = {type(metrics).__name__: metrics}
+        of_task = {"num_classes": num_classes, "num_labels": num_labels, "task": task}
+        metrics = _create_named(
+            metrics, arguments | {name: value for name, value in of_task.items() if value is not None}
+        )
         named = isinstance(metrics, Mapping) and all(isinstance(value, Metric) for value in metrics.values())
         if not named and not isinstance(metrics, MetricCollection):
             raise TypeError(
-                f"metrics={metrics!r} must be a torchmetrics Metric, a MetricCollection, or a dict of metrics."
+                f"metrics={metrics!r} must be a torchmetrics Metric, a MetricCollection, a dict of metrics, or the "
+                "name of a metric, such as 'accuracy'."
             )
         if not len(metrics):
             raise ValueError(f"metrics={metrics!r} contains no metric.")
@@ -130,9 +147,14 @@ class MetricsCallback(TrainerCallback):
             return
         with torch.no_grad():
             arguments = self.transform(batch, batch_output)
-            parts: Iterable[Any] = torch.nn.ModuleDict.values(metrics)
-            for metric in parts:  # the collection's own update() also looks for the keywords that each takes
-                metric.update(*arguments)
+            parts: Iterable[tuple[str, Any]] = torch.nn.ModuleDict.items(metrics)
+            for name, metric in parts:  # the collection's own update() also looks for the keywords that each takes
+                try:
+                    metric.update(*arguments)
+                except Exception as error:
+                    values = " and ".join(map(short, arguments))
+                    add_note(error, f"In the metric {name!r}, a {type(metric).__name__}, updated with {values}.")
+                    raise
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
         with warnings.catch_warnings():
@@ -217,6 +239,25 @@ class LogOutputsCallback(TrainerCallback):
                 raise TypeError(f"LogOutputsCallback: {name!r} is of type {type(value).__name__}, not a number.")
             if value is not None:
                 trainer.log(name, value, weight=output["batch_size"])
+
+
+def _create_named(metrics: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return metrics with instances in place of names, which are created with these arguments."""
+    names = [metrics] if isinstance(metrics, str) else metrics
+    if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+        metrics = {name: name for name in names}
+    by_name = [*metrics.values()] if isinstance(metrics, Mapping) else []
+    if arguments and not any(isinstance(metric, str) for metric in by_name):
+        raise TypeError(
+            f"MetricsCallback has no argument {next(iter(arguments))!r}: pass it where you create the metric, or pass "
+            "the name of the metric instead."
+        )
+    if not isinstance(metrics, Mapping):
+        return metrics
+    return {
+        name: create_metric(metric, arguments) if isinstance(metric, str) else metric
+        for name, metric in metrics.items()
+    }
 
 
 def _state_of(metrics: MetricCollection) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.suggestions import suggest_arguments
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint

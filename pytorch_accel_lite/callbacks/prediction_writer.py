@@ -19,6 +19,7 @@ from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorde
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.checkpoint.files import load_plain, replacing, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
+from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.optimizers import attributes
 
 _ABOUT = "predictions.json"
@@ -65,7 +66,7 @@ class PredictionWriterCallback(TrainerCallback):
         if request.kind != "prediction":
             return
         self._clear()
-        length = find_length(trainer.eval_dataset)
+        length = find_length(dataset_of(trainer.eval_dataset))
         if length is None:
             raise TypeError("PredictionWriterCallback needs a dataset with a length.")
         weights = _fingerprint(trainer)

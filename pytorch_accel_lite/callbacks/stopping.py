@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pytorch_accel_lite.base.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.suggestions import suggest_arguments
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.engine.run import Run
@@ -118,7 +118,7 @@ class EarlyStoppingCallback(MetricWatcher):
             units = self.patience_in if patience > 1 else self.patience_in[:-1]
             of_best = " of the best value" if self.threshold_mode == "relative" else ""
             raise StopTrainingError(
-                f"Stopping: {self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g}"
+                f"{self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g}"
                 f"{of_best} (early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
                 f"{self._describe_best()}."
             )

@@ -234,6 +234,7 @@ class ProfilerCallback(TrainerCallback):
         check_positive_int("repeat", repeat)
         self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self.profile_kwargs = profile_kwargs
+        self._skipped = wait + warmup
         self._profiler: torch.profiler.profile | None = None
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -248,6 +249,11 @@ class ProfilerCallback(TrainerCallback):
             self._profiler.step()
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if self._profiler is not None and self._profiler.step_num <= self._skipped:
+            trainer.print(
+                f"ProfilerCallback has written no trace: the run had {self._profiler.step_num} steps, and the first "
+                f"{self._skipped} are not recorded. Pass a smaller wait or warmup."
+            )
         self._stop()
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:

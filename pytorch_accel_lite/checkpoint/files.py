@@ -240,7 +240,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
 
 
 def read_checkpoint(path: StrPath) -> dict[str, Any]:
-    """Read a checkpoint, or weights in a safetensors file, onto the CPU, without running code from it.
+    """Read a checkpoint, or weights alone, in a safetensors file or one of torch, onto the CPU, without running code.
 
     :raises FileNotFoundError: if the file does not exist
     :raises ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
@@ -251,10 +251,17 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
         _, metadata = open_tensors(path)
         weights = safetensors.torch.load_file(path)
         return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
-    checkpoint = load_plain(Path(path))
-    if not isinstance(checkpoint, dict) or "model_state_dict" not in checkpoint:
-        raise ValueError(f"The file {os.fspath(path)!r} is not a checkpoint: it has no 'model_state_dict'.")
-    return checkpoint
+    checkpoint: Any = load_plain(Path(path))
+    entries = checkpoint if isinstance(checkpoint, dict) else {}
+    if entries and all(isinstance(value, torch.Tensor) for value in entries.values()):
+        return {"model_state_dict": checkpoint}  # as saved by torch.save(model.state_dict(), path)
+    if "model_state_dict" not in entries:
+        raise ValueError(
+            f"The file {os.fspath(path)!r} is not a checkpoint: it has no 'model_state_dict'. It holds "
+            f"{', '.join(map(repr, entries)) or type(checkpoint).__name__}. Load what you need of it yourself, such as "
+            "model.load_state_dict(torch.load(path)['state_dict'])."
+        )
+    return entries
 
 
 #: Bytes of a file that are hashed at once. Part of the format: another size gives other checksums.

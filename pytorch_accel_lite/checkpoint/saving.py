@@ -119,7 +119,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, without running code from the file.
+    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file.
 
     Also loads those of the loss function and of the trainer's attributes, if both the file and the trainer have them.
     Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they are not those that the

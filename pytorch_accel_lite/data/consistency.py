@@ -21,10 +21,7 @@ _DRAW_FROM = (
     "epoch that set_epoch(epoch) is given."
 )
 #: What to do if processes read different data on purpose.
-IF_OWN_PART = (
-    "If each process should read its own part, return OwnShard(DataLoader(...)) from create_train_dataloader or "
-    "create_eval_dataloader."
-)
+IF_OWN_PART = "If each process should read its own part, pass OwnShard(DataLoader(...))."
 
 
 class OtherOrderError(WrongLengthError):
@@ -61,7 +58,7 @@ def check_is_divided(source: Any, ranks: Ranks) -> None:
     if ranks.world_size > 1 and identities[0] is not None and all(other == identities[0] for other in identities):
         raise ValueError(
             f"{type(source).__name__} has an __iter__ of its own, by which every process would read all samples of its "
-            f"DataLoader: each sample would be used {ranks.world_size} times. Return a plain DataLoader, which the "
+            f"DataLoader: each sample would be used {ranks.world_size} times. Use a plain DataLoader, which the "
             f"trainer shards. {IF_OWN_PART}"
         )
 
@@ -164,7 +161,12 @@ def _reads_all(source: Any) -> bool:
         return False
     sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
     is_torchs = type(getattr(sampler, "sampler", sampler)) in (RandomSampler, SequentialSampler)
-    return is_torchs and not any(base.__module__.startswith("accelerate.") for base in type(source).__mro__)
+    return is_torchs and not is_prepared(source)
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether Accelerate has prepared a loader, which then gives each process a part."""
+    return any(base.__module__.startswith("accelerate.") for base in type(loader).__mro__)
 
 
 def _identity(dataset: Any) -> tuple[int | None, list[tuple[str, int]]]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.environment import cores_per_process
+from pytorch_accel_lite.data.loader_choice import is_loader, options_of
 from pytorch_accel_lite.data.mixtures import Mixture, NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
 from pytorch_accel_lite.data.workers import start_method
@@ -54,7 +55,20 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
     return kwargs
 
 
-def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], arguments: dict[str, Any] | None) -> dict[str, Any]:
+def loader_for(
+    dataset: Any, collate_fn: Any, defaults: dict[str, Any], arguments: dict[str, Any] | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return a loader of a dataset, and its arguments; in place of a dataset, the user may have passed a loader.
+
+    :param arguments: the user's, which override the defaults
+    """
+    if is_loader(dataset):
+        return dataset, options_of(dataset)
+    merged = _merged(dataset, defaults, arguments)
+    return DataLoader(dataset, **({"collate_fn": collate_fn} | merged)), merged
+
+
+def _merged(dataset: Any, defaults: dict[str, Any], arguments: dict[str, Any] | None) -> dict[str, Any]:
     """Return the user's arguments merged with all defaults that are compatible with them."""
     arguments = dict(arguments or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:

@@ -29,9 +29,11 @@ _FIRST = "first_batch_of_the_epoch"
 class OwnShard:
     """Marks batches as this process's own: every process already reads different ones.
 
-    Return it from ``create_train_dataloader`` for a ``DataLoader`` over an ``IterableDataset`` that shards itself.
-    Iterables other than a ``torch.utils.data.DataLoader``, and subclasses with an ``__iter__`` of their own, are read
-    as if they were sharded already; without this mark, a message says so.
+    Pass it in place of a dataset, or return it from ``create_train_dataloader``, for example for a ``DataLoader`` over
+    an ``IterableDataset`` that shards itself, or for a list of ready batches.
+
+    What that method returns other than a ``torch.utils.data.DataLoader``, and subclasses with an ``__iter__`` of their
+    own, are read as if they were sharded already; without this mark, a message says so.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:

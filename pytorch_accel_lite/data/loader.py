@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.batches import Batch
+from pytorch_accel_lite.base.batches import Batch, tensors_in
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.data.placement import placed
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.workers import start_reading
@@ -116,6 +118,10 @@ class ShardedLoader(ABC):
         """Return the number of steps left in an epoch after ``start`` samples of all processes; ``None`` if unknown."""
         return None
 
+    def next_indices(self) -> list[Any] | None:
+        """Return the indices in the dataset of the samples being read for the next step; ``None`` if unknown."""
+        return None
+
     @abstractmethod
     def position(self) -> Any:
         """Return what a training state must keep to resume in the middle of an epoch, besides the samples counted."""
@@ -168,7 +174,27 @@ class ShardedLoader(ABC):
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)
-        return iterator
+        reads_stream = isinstance(getattr(batches, "dataset", None), IterableDataset)
+        if not reads_stream or getattr(batches, "num_workers", 0) < 2 or hasattr(batches, "state_dict"):
+            return iterator
+        return self._comparing_workers(iterator)
+
+    def _comparing_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Warn if the first batches of two workers are the same, as those of a stream that each reads in full."""
+        first = list(islice(batches, 1))
+        yield from first
+        second = list(islice(batches, 1))
+        tensors = list(tensors_in(second))
+        varies = any(len(tensor) > 1 and not tensor.eq(tensor[:1]).all() for tensor in tensors if tensor.ndim)
+        if varies and sums_of_bits(tensors_in(first)) == sums_of_bits(tensors):
+            warn_outside(
+                f"{type(self.source.dataset).__name__} gives the same batch to two workers, as if each of the "
+                f"num_workers={self.source.num_workers} read all samples, which would then be seen as often in an "
+                "epoch. Let its __iter__ read the part of its worker (torch.utils.data.get_worker_info()), or pass "
+                "num_workers=1."
+            )
+        yield from second
+        yield from batches
 
     def stop_workers(self) -> None:
         """Stop the worker processes, if any; the next iteration starts new ones.

@@ -9,13 +9,42 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.data.consistency import check_is_divided, check_same_data
 from pytorch_accel_lite.data.iterable_datasets import ReadByAll
-from pytorch_accel_lite.data.iterables import PreShardedLoader
+from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, like
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.stream_shards import find_self_sharding, part_of_this_process
 from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
 from pytorch_accel_lite.distributed import Ranks
+
+#: Options of a ``DataLoader`` that a run config reports.
+_REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
+
+
+def is_loader(data: Any) -> bool:
+    """Whether the user has passed a loader, which gives batches, in place of a dataset."""
+    return isinstance(data, (DataLoader, OwnShard))
+
+
+def dataset_of(data: Any) -> Any:
+    """Return the dataset that a loader reads; other batches, and anything but a loader, as they are."""
+    batches = data.batches if isinstance(data, OwnShard) else data
+    return batches.dataset if isinstance(batches, DataLoader) else batches
+
+
+def options_of(loader: Any) -> dict[str, Any]:
+    """Return the options of a loader by which it reads its dataset, as far as it has any."""
+    batches = loader.batches if isinstance(loader, OwnShard) else loader
+    return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
+
+
+def with_batch_size(data: Any, size: int) -> Any:
+    """Return a loader like one that has a ``batch_size``, with another size; data that are no loader as they are."""
+    if not isinstance(data, DataLoader):
+        return data
+    kind: Any = type(data.batch_sampler)
+    batches = kind(data.sampler, size, data.drop_last)
+    return like(data, batch_size=size, batch_sampler=batches)
 
 
 def shard(
@@ -32,10 +61,10 @@ def shard(
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
     chosen = LoaderOptions(seed, training, **options)
-    is_loader = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
-    if is_loader and chosen.split_batches:
+    is_of_torch = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
+    if is_of_torch and chosen.split_batches:
         source = _with_split_batches(source, chosen.shares.total if chosen.shares else ranks.world_size)
-    if not is_loader or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
+    if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
         if chosen.shares is not None:
             dataset = getattr(source, "dataset", source)
             raise ValueError(
@@ -43,7 +72,7 @@ def shard(
                 f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
                 "__len__ and __getitem__."
             )
-        return _read_in_turn(source, ranks, device, chosen, is_loader)
+        return _read_in_turn(source, ranks, device, chosen, is_of_torch)
     if ranks.world_size > 1:
         if chosen.dispatch_batches:
             raise ValueError(
@@ -56,13 +85,13 @@ def shard(
 
 
 def _read_in_turn(
-    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_loader: bool
+    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_of_torch: bool
 ) -> ShardedLoader:
     """Return the loader for a source that cannot be indexed.
 
-    :param is_loader: whether the source is a ``DataLoader`` of torch
+    :param is_of_torch: whether the source is a ``DataLoader`` of torch
     """
-    if not is_loader:
+    if not is_of_torch:
         check_is_divided(source, ranks)
         return PreShardedLoader(source, ranks, device, options)
     if ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
@@ -103,8 +132,8 @@ def _with_split_batches(source: DataLoader[Any], processes: int) -> DataLoader[A
             f"cannot be divided evenly among {processes} processes. Choose a multiple of {processes}, or leave "
             "split_batches out and pass the batch size of one process."
         )
-    batches: Any = type(source.batch_sampler)(source.sampler, size, source.drop_last)  # type: ignore[call-arg]
-    return like(source, batch_size=size, batch_sampler=batches)
+    resized: DataLoader[Any] = with_batch_size(source, size)
+    return resized
 
 
 def _is_of_torch(method: Any) -> bool:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import mix
@@ -230,8 +230,10 @@ def _sizes_of(datasets: Mapping[str, Any], otherwise: str) -> dict[str, int]:
     check_are_named(datasets)
     sizes: dict[str, int] = {}
     for name, dataset in datasets.items():
-        size = None if isinstance(dataset, IterableDataset) else find_length(dataset)
+        is_loader = isinstance(dataset, DataLoader)
+        size = None if is_loader or isinstance(dataset, IterableDataset) else find_length(dataset)
         if size is None:
+            otherwise = "Pass its dataset." if is_loader else otherwise
             raise ValueError(
                 f"The dataset {name!r} ({type(dataset).__name__}) cannot be indexed or has no length. {otherwise}"
             )

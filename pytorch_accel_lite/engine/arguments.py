@@ -12,15 +12,19 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.utils import DistributedType, check_cuda_fp8_capability, is_bf16_available, is_fp8_available
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import accepts, find_length
+from pytorch_accel_lite.base.inspection import accepts, find_length, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
+from pytorch_accel_lite.data.consistency import is_prepared
+from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, parts_of
@@ -53,10 +57,11 @@ _INSTEAD_OF_CONFIGURATION = {
     "use_seedable_sampler": _SEEDED,
     "data_seed": _SEEDED,
     "use_stateful_dataloader": "Leave it out: training states hold the position within an epoch. For a stream that "
-    "workers read, return torchdata's StatefulDataLoader from create_train_dataloader.",
+    "workers read, pass torchdata's StatefulDataLoader.",
 }
 #: Settings of a run that may differ between ranks.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
+_DEFAULT_BATCH_SIZE = 8
 _SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
 
 
@@ -86,9 +91,46 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
             "function that makes them from the model's parameters, such as functools.partial(AdamW, lr=1e-3), or None."
         )
     if seed is not None:
-        check_number("seed", seed, numbers.Integral, "a whole number, or None")
+        check_number("seed", seed, numbers.Integral, "an integer, or None")
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
+
+
+def check_precision(wanted: str | None, accelerator: Accelerator | None) -> None:
+    """Check that an accelerator has the mixed precision wanted; or, before there is one, that it can be created.
+
+    Accelerate would keep that of an accelerator whose creation has failed, and compute fp16 on CPUs without it.
+    """
+    if wanted is None:
+        return
+    check_choice("mixed_precision", wanted, ("no", "fp16", "bf16", "fp8"))
+    if accelerator is None:
+        _check_new_precision(wanted)
+    elif accelerator.mixed_precision != wanted:
+        raise ValueError(
+            f"mixed_precision={wanted!r}, but that of the accelerator is {accelerator.mixed_precision!r}. Pass only "
+            f"one of them to the trainer: mixed_precision, or Accelerator(mixed_precision={wanted!r})."
+        )
+
+
+def _check_new_precision(wanted: str) -> None:
+    existing = AcceleratorState().mixed_precision if is_initialized() else wanted
+    if existing != wanted:
+        raise ValueError(
+            f"mixed_precision={wanted!r}: this process already has {existing!r}, of an earlier Trainer or Accelerator, "
+            "and cannot change it. Restart the program or the notebook's kernel, and pass it to the first one."
+        )
+    device = PartialState(cpu=launched_on_cpus()).device
+    on_cpu = device.type == "cpu"
+    needs = ""
+    if wanted == "fp8" and (on_cpu or not is_fp8_available() or not check_cuda_fp8_capability()):
+        needs = "needs a GPU with compute capability 8.9, and transformer_engine, torchao or MS-AMP. Pass 'bf16'"
+    elif wanted == "fp16" and on_cpu:
+        needs = "needs a GPU or a similar device. Pass 'bf16', which CPUs can"
+    elif wanted == "bf16" and not on_cpu and not is_bf16_available(True):
+        needs = "needs a newer device. Pass 'fp16'"
+    if needs:
+        raise ValueError(f"mixed_precision={wanted!r} on the device {str(device)!r}: it {needs}, or 'no'.")
 
 
 def _check_modes(model: nn.Module) -> None:
@@ -234,24 +276,52 @@ def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
 
 
 def check_data(
-    name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any, builds_loader: bool
+    trainer: TrainerLike,
+    name: str,
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
+    other: Any = None,
 ) -> None:
-    """Check a dataset and the arguments for reading it.
+    """Check a dataset, or a loader, and the arguments for reading it.
 
-    :param builds_loader: whether an overridden method creates the dataloader, so that the dataset may be anything
+    If an overridden method creates the dataloader, the dataset may be anything.
+
+    :param other: the other data of the run, which ``batch_size`` and ``collate_fn`` are for, too
     """
+    name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
     if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
-        raise TypeError(f"{name.replace('dataset', 'dataloader_kwargs')}={loader_kwargs!r} must be a dict.")
+        raise TypeError(f"{name_of_kwargs}={loader_kwargs!r} must be a dict.")
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch from a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
-    if type(dataset) is not dict:
-        _check_dataset(name, dataset, builds_loader)
-    elif not dataset:
+    method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
+    builds_loader = is_overridden(trainer, method)
+    parts = _by_name(name, dataset)
+    if not parts:
         raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")
-    else:
-        for key, part in dataset.items():
-            _check_dataset(f"{name}[{key!r}]", part, builds_loader)
+    for name_of_part, part in parts.items():
+        _check_dataset(name_of_part, part, builds_loader)
+    if builds_loader or not all(map(is_loader, parts.values())):
+        return
+    unused: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
+    others = {} if other is None else _by_name("", other)
+    if all(map(is_loader, others.values())):
+        sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
+        is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
+        unused |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
+    for argument, value in unused.items():
+        if value is not None:
+            raise ValueError(
+                f"{argument}={short(value)} is for a dataset, but {name_of_part} is a loader ({type(part).__name__}), "
+                "which has its own. Set it in the loader instead, or pass the dataset itself."
+            )
+
+
+def _by_name(name: str, data: Any) -> dict[str, Any]:
+    """Return what is to be read by its name in messages: a dataset or a loader, or those in a dict."""
+    return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
 
 
 def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
@@ -259,19 +329,35 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
         _refuse_class(name, dataset)
         if dataset is None:
             raise ValueError(f"{name}=None: pass a dataset.")
-        if isinstance(dataset, DataLoader):
+        if isinstance(dataset, DataLoader) and is_prepared(dataset):
             raise TypeError(
-                f"{name}={dataset!r} is a DataLoader. Pass its dataset, with its arguments as dataloader kwargs, or "
-                "return it from create_train_dataloader / create_eval_dataloader."
+                f"{name} is a {type(dataset).__name__}, which Accelerate has prepared: it gives each process a part "
+                "already, and some samples twice. Pass the DataLoader without accelerator.prepare(...)."
+            )
+        if _are_columns(dataset):
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
+                "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
             )
         is_text = isinstance(dataset, (str, bytes))
-        if is_text or not (hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)):
+        is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
+        if is_text or not (is_dataset or is_loader(dataset)):
             raise TypeError(
                 f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "
-                "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples."
+                "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples. "
+                "Pass batches as a DataLoader, or as OwnShard(batches)."
             )
+    dataset = dataset_of(dataset)
     if find_length(dataset) == 0:
         raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Check how it was created.")
+
+
+def _are_columns(dataset: Any) -> bool:
+    """Whether data are a table by columns: pandas' or a pair of inputs and targets."""
+    if not isinstance(dataset, tuple) or len(dataset) not in (2, 3):
+        return hasattr(dataset, "iloc")
+    sizes = {tuple(getattr(column, "shape", ()))[:1] for column in dataset}
+    return len(sizes) == 1 and sizes.isdisjoint({(), (1,)})
 
 
 # ------------------------------------------------------------------------------------------- on all ranks

@@ -18,6 +18,8 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.arguments import check_data
+from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
@@ -54,7 +56,11 @@ def evaluate_all(
             prefix = f"{name}_" if name else ""
             data.eval_loader = loader
             data.eval_dataset_name = name or None
-            with prefixed(trainer.run_history, prefix), _loss_in_evaluation_mode(trainer):
+            with (
+                explaining(trainer, run, "evaluation"),
+                prefixed(trainer.run_history, prefix),
+                _loss_in_evaluation_mode(trainer),
+            ):
                 trainer._run_eval_epoch(loader, is_training, is_intermediate)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
     finally:
@@ -84,7 +90,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers and last is not None and not last.is_last:  # the others have one batch more
             _add_losses(trainer, run, [last._replace(num_samples=0)])
-    run.batch, run.data.has_fillers = None, True
+    run.data.has_fillers = True
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)
@@ -99,7 +105,7 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
     listeners = trainer.callback_handler.listeners
     trackers = run.loss_trackers
     batch = None
-    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss, "evaluation"):
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
         if output is not SKIPPED:
             trackers.measured = batch, output["batch_size"]
             if trackers.unweighed:
@@ -124,8 +130,8 @@ def evaluate(
     Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
     are those of :meth:`train`.
 
-    :param dataset: defaults to the ``eval_dataset`` of the last training run, and is not needed if
-        ``create_eval_dataloader`` is overridden. The datasets of a dict are evaluated one by one, and their names
+    :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is not
+        needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their names
         (strings) prefix the names of the metrics.
     :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
         out the samples of a smaller last batch
@@ -134,7 +140,7 @@ def evaluate(
         its curves and rows do not contain them.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
-    self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("evaluation", num_epochs=1)
     with (
         _collecting_values(self) as result,

@@ -19,8 +19,10 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state, warn_of_project_configuration
 from pytorch_accel_lite.data import ShardedLoader, shard
+from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.engine.arguments import (
@@ -29,6 +31,7 @@ from pytorch_accel_lite.engine.arguments import (
     check_same_on_all_ranks,
     check_training,
 )
+from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.prepared_model import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run
@@ -101,6 +104,7 @@ def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.data.train_loader = create_loader(trainer, run, source, training=True)
+    run.data.train_dataset = dataset_of(run.data.train_dataset)
 
 
 def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
@@ -121,7 +125,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
             )
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
-    run.data.eval_dataset = dataset
+    run.data.eval_dataset = {k: dataset_of(v) for k, v in dataset.items()} if is_dict else dataset_of(dataset)
 
 
 def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
@@ -151,7 +155,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
             trainer.print(
                 f"Each process reads all {data} batches of its own {loader.undivided}: they are not divided among the "
                 "processes. If all have the same batches, keep a part on each, such as "
-                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, return "
+                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, pass "
                 "OwnShard(batches), which says so."
             )
     return loader
@@ -195,8 +199,8 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
     steps = find_length(data.train_loader)
     if steps == 0:
         raise ValueError(
-            "train_dataset gives no batch: with drop_last=True it must hold at least per_device_batch_size samples for "
-            "every process. Lower per_device_batch_size, or omit drop_last."
+            "train_dataset gives no batch: with drop_last=True it must hold at least one batch for every process. "
+            "Lower the batch size, or omit drop_last."
         )
     updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
     request = _limit(request, updates_per_epoch)
@@ -324,8 +328,8 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
 def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
     """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
 
-    The reason is printed after the metrics of the epoch, which callbacks then show; that of a pause is printed at once,
-    as saving takes time. Stops and errors within an outer run are left to that run.
+    The reason is printed last; that of a pause is printed at once, as saving takes time. Stops and errors within an
+    outer run are left to that run.
     """
     stopped = None
     ended = kind == "evaluation"  # errors do not fire its ending events
@@ -335,14 +339,15 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         except StopTrainingError as stop:
             stopped = stop
             if run.outer is None:
-                run.end.reason = str(stop) or type(stop).__name__
+                run.end.reason = reason = str(stop) or type(stop).__name__
                 run.end.stopped_by = stop.raised_by
                 run.end.pause = stop if isinstance(stop, RunPausedError) else None
                 if run.end.pause is not None:
-                    trainer.print(run.end.reason)
+                    trainer.print(reason)
+                else:
+                    text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
+                    run.end.messages.append(lambda: trainer.print(text))
                 _call_ending_event(trainer, run, "on_stop_training_error")
-                if run.end.pause is None:
-                    trainer.print(run.end.reason)
                 run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
         ended = True
         if kind == "training":
@@ -378,6 +383,8 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     """
     if run.outer is not None:
         return
+    explain(error, trainer, run, run.request.kind)
+    run.end.has_failed = True
     run.control.forget()
     together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)

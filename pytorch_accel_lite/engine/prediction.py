@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain, islice, zip_longest
 from typing import Any
 
+from torch.utils.data import DataLoader, RandomSampler
+
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import evaluation_mode
@@ -15,7 +17,10 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
+from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.arguments import check_data
+from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
     compute_batches,
@@ -46,13 +51,13 @@ def predict(
     Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has a
     ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
 
-    :param dataset: a dataset with or without targets, which are ignored
+    :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
     :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
         memory for them. All processes must make the call.
     :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
         tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
     """
-    outputs = Concatenation(find_length(dataset))
+    outputs = Concatenation(find_length(dataset_of(dataset)))
     is_empty = True
     for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True):
         is_empty = False
@@ -103,21 +108,26 @@ def _predicted(
 
     :param is_whole: whether the caller does nothing but collect them
     """
-    self._check_data("dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    check_data(self, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+    options = loader_kwargs or {}
+    if isinstance(dataset, DataLoader):
+        options = {"shuffle": type(dataset.sampler) is RandomSampler, "drop_last": dataset.drop_last}
     for key in ("shuffle", "drop_last"):
-        if (loader_kwargs or {}).get(key):
+        if options.get(key):
+            where = "dataset" if isinstance(dataset, DataLoader) else "dataloader_kwargs"
             raise ValueError(
-                f"dataloader_kwargs[{key!r}]={loader_kwargs[key]!r}: predict returns the outputs for every sample, in "
-                f"the order of the dataset. Omit {key}."
+                f"{where} has {key}={options[key]!r}, but predict returns the outputs for every sample, in the order "
+                f"of the dataset. Omit {key}."
             )
     request = RunRequest("prediction", num_epochs=1)
     with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
         try:
             self.call_event("on_predict_run_start")
             sync_ddp_buffers(self.model, self.ranks)
-            with evaluation_mode(self.model) if run.outer is None else nullcontext():
+            mode = evaluation_mode(self.model) if run.outer is None else nullcontext()
+            with explaining(self, run, "prediction"), mode:
                 steps = _steps_of_all(self, run, only_first, is_whole)
                 steps = steps if _keeps(self, only_first) else ([] for _ in steps)
                 yield from steps if is_whole else _suspending(self, run, steps)
@@ -181,7 +191,7 @@ def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
     listeners = trainer.callback_handler.listeners
     shares: list[Any] = []
     batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
-    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, "prediction"):
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
         if output is not SKIPPED:
             if listeners["on_predict_step_end"]:
                 trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -177,10 +178,12 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
         "Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with scheduler_interval='epoch')."
     )
     if run.resumed is not None and not run.schedule.is_recreated:
+        state = os.fspath(run.resumed.directory)
         advice = (
             "It is the schedule of the run that is resumed, which is as long as that run. Train the longer run from "
-            "the beginning; or load the weights of the state with trainer.load_checkpoint('<state>/model.safetensors') "
-            "and start a new schedule: both without resume_from."
+            "the beginning; or start a new schedule with the weights of the state, which "
+            f"trainer.load_checkpoint({state!r}, load_optimizer=False, load_scheduler=False) loads: both without "
+            "resume_from."
         )
     for scheduler in schedulers_in(trainer.scheduler).values():
         if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.checkpoint import print_contents
+from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
 from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
-from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
-from pytorch_accel_lite.experiment.parsing import TOOLS
-from pytorch_accel_lite.experiment.results import as_json, write_json, write_predictions
+from pytorch_accel_lite.experiment.results import write_json, write_predictions
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
 from pytorch_accel_lite.experiment.run_folders import natural_order
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import format_metric, record_error
+from pytorch_accel_lite.utils import as_json, format_metric, record_error
 
 _EPILOG = """\
 Every value of the file can be overridden by an option, such as --optimizer.lr 3e-4
@@ -65,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     :param arguments: by default those of this process
-    :return: the exit code: 0, 1 if a check has failed, or 2 for what is wrong in the file or in the arguments, without
-        a traceback
+    :return: the exit code: 0; 1 if a check has failed; 2 for what is wrong in the file or in the arguments, and 130
+        after Ctrl-C, both without a traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
@@ -83,22 +81,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
             record_error(error)
         else:
-            print(f"error: {error}", file=sys.stderr)
+            _print_error(f"error: {error}", *_notes_of(error))
         return 2
+    except KeyboardInterrupt as interrupt:
+        if notes := _notes_of(interrupt):
+            _print_error(*notes, "On the command line, add --resume latest.")
+        return 130
     return 0
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _print_error(*lines: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), file=sys.stderr)
 
 
 def _is_for_users(error: Exception) -> bool:
     """Whether the message of an error says all: it is ours, and not from within a step."""
     if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
         return True
-    return is_ours(error) and not hasattr(error, "__notes__")
+    return is_ours(error) and not any(note.startswith("In ") for note in _notes_of(error))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite",
-        description="Train, evaluate and predict as a file describes it.",
+        description="Train, evaluate and predict as described in a file.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -109,16 +120,13 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, add_help=not file, allow_abbrev=False)
         command.set_defaults(run=run, command=name, describe=command.format_help)
         if file:
-            command.add_argument("file", nargs="?", metavar="FILE", help="the experiment, in YAML, before its options")
-            command.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine")
-            command.add_argument("--devices", metavar="idle|0,2", help="on these GPUs, one for each process")
             command.add_argument(
-                "--restarts", type=int, default=0, metavar="N", help="after failures; add --resume latest"
+                "file", nargs="?", metavar="FILE", help="an experiment in YAML, or the folder of a run"
             )
             command.add_argument("-h", "--help", action="store_true", help="with FILE, also lists what it can contain")
         return command
 
-    train = add("train", _train, "train as the file says")
+    train = add("train", _train, "train the experiment in FILE")
     train.add_argument("--print_config", action="store_true", help="write a complete file, and end")
     of_weights = "by default best, or last without a SaveBestModelCallback"
     for command in (
@@ -138,13 +146,13 @@ def _parser() -> argparse.ArgumentParser:
     for name, which in (("maximize", "greater"), ("minimize", "smaller")):
         text = f"a metric of which {which} values are better, if the runs do not tell"
         compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
-    state = add("inspect", lambda options: print_contents(options.state), "show a training state", file=False)
-    state.add_argument("state", help="the directory or the URL of the state")
+    state = add("inspect", _inspect, "show a training state, or list what is in a folder", file=False)
+    state.add_argument("path", help="the directory or the URL of a state; or a folder of states, of a run, or of runs")
     return parser
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run a command that has an experiment, in this process or in several."""
+    """Run a command that has an experiment."""
     prints = getattr(options, "print_config", False)
     if options.help:
         print(options.describe())
@@ -156,24 +164,11 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             f"{options.command} needs the file of an experiment: {options.command} experiment.yaml. To begin, write "
             "one with: train --print_config > experiment.yaml"
         )
-    experiment = Experiment.from_file(options.file, rest, tool=options.command if options.command in TOOLS else None)
+    experiment = Experiment.from_file(options.file, rest, tool=None if options.command == "train" else options.command)
     if prints:
         print(("" if options.file else _STARTING_FILE) + experiment.text, end="")
-    elif options.processes is not None or options.devices is not None or options.restarts:
-        return _launch(options, rest)
     else:
         return int(options.run(experiment, options) or 0)
-    return 0
-
-
-def _launch(options: argparse.Namespace, rest: list[str]) -> int:
-    own = [f"--{name}={vars(options)[name]}" for name in ("weights", "on") if vars(options).get(name) is not None]
-    command = ["-m", "pytorch_accel_lite", options.command, options.file, *own, *rest]
-    try:
-        launch_command(command, options.processes, options.devices, options.restarts)
-    except LaunchError as error:
-        print(f"error: {error.reason}" if error.exit_code == 2 and error.reason else error, file=sys.stderr)
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0
 
 
@@ -253,10 +248,19 @@ def _test(experiment: Experiment, options: argparse.Namespace) -> None:
     experiment.trainer.print(f"All results are in {folder}")
 
 
+def _inspect(options: argparse.Namespace) -> None:
+    try:
+        print(compare_runs(options.path), end="\n\n")
+    except (FileNotFoundError, ValueError):  # it has no runs
+        print_contents(options.path)
+    else:
+        with suppress(DamagedStateError):  # it has no states
+            print_contents(options.path)
+
+
 def _compare(options: argparse.Namespace) -> None:
-    paths = sorted(options.runs, key=natural_order)
     directions = {**dict.fromkeys(options.maximize, True), **dict.fromkeys(options.minimize, False)}
-    comparison = compare_runs(paths, directions=directions, sort_by=options.sort)
+    comparison = compare_runs(sorted(options.runs, key=natural_order), directions=directions, sort_by=options.sort)
     beside = Path(os.path.commonpath([run.folder.resolve().parent for run in comparison.runs]))
     path = comparison.save(options.page or beside / "comparison.html")
     print(comparison)

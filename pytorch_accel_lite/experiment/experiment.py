@@ -11,7 +11,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.checkpoint import try_lock
 from pytorch_accel_lite.experiment.importing import full_name, import_path
-from pytorch_accel_lite.experiment.parsing import Parser
-from pytorch_accel_lite.experiment.results import write_text
+from pytorch_accel_lite.experiment.parsing import TOOLS, Parser
+from pytorch_accel_lite.experiment.results import write_json, write_text
+from pytorch_accel_lite.experiment.run_folders import folders_of, new_folder
 from pytorch_accel_lite.experiment.yaml_files import (
+    DIRECTIONS,
     PARTS,
     RESOLVED,
     Document,
@@ -37,6 +38,7 @@ from pytorch_accel_lite.experiment.yaml_files import (
     read,
 )
 from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import result_of_first
 
 #: How arguments begin that name a file to read, such as ``initial_checkpoint``.
 _READ = ("initial_", "input_", "load_", "pretrained_", "resume_")
@@ -58,15 +60,19 @@ class Experiment:
 
     :ivar config: the resolved contents of the file: what was given, and the defaults of everything else
     :ivar text: the same as YAML, from which the same experiment can be read again
-    :ivar output_dir: where the run writes its files
     """
 
-    def __init__(self, parser: Parser) -> None:
+    def __init__(self, parser: Parser, tool: str | None = None, folder: Path | None = None) -> None:
         self._parser = parser
         self._parsed = parser.parse()
         self.config = parser.to_config(self._parsed)
+        self._resume_from = self.config["train"].get("resume_from")
+        self._is_new = tool is None and not self.config.pop("overwrite") and self._resume_from is None
+        if self._resume_from == "latest":  # which says nothing of the run itself
+            self.config["train"]["resume_from"] = None
         self.text = dump_yaml(self.config)
-        self.output_dir = Path(self.config["output_dir"])
+        self._folder = folder
+        self._claim: weakref.finalize[..., Any] | None = None
         self._datasets: dict[str, Any] = {}
 
     @classmethod
@@ -79,15 +85,40 @@ class Experiment:
     ) -> Experiment:
         """Read an experiment from a YAML file. Modules beside the file can be imported from then on.
 
-        :param path: the file; ``None`` if everything is in ``overrides``
+        :param path: the file; the folder of a run, which is used again and has its file; or ``None`` if everything is
+            in ``overrides``
         :param overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such
             as ``["--optimizer.lr", "3e-4"]``
-        :param tool: ``"check"``, ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"``, ``"estimate_memory"`` or
-            ``"test"`` if its arguments are needed too
+        :param tool: the command that it is for if it is not to train, such as ``"find_lr"`` or ``"evaluate"``: it then
+            has the arguments of that, too, and the folder of the newest run
         :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
         :raises ImportError: if jsonargparse is not installed (extra ``cli``)
         """
-        return cls(create_parser(path, overrides, tool))
+        parser = create_parser(path, overrides, tool)
+        is_run = path is not None and parser.place("output_dir").startswith(os.fspath(Path(path, RESOLVED)))
+        return cls(parser, tool, Path(path) if path is not None and is_run else None)
+
+    @cached_property
+    def output_dir(self) -> Path:
+        """Where the run writes its files. With several processes, ask for it on each.
+
+        The ``output_dir`` of the file, or if a run has that already, a new folder beside it: ``runs/wave-run2``. A run
+        that resumes or overwrites has the folder of the newest run, or that of the state it resumes from.
+        """
+        return Path(result_of_first(lambda: os.fspath(self._folder or self._find_folder())))
+
+    def _find_folder(self) -> Path:
+        base = Path(self.config["output_dir"])
+        runs, is_new = [*folders_of(base).values()], self._is_new
+        if self._resume_from not in (None, "latest") and "://" not in str(self._resume_from):
+            state = Path(self._resume_from).resolve()
+            runs = [folder for folder in runs if state.is_relative_to(folder.resolve())]
+            is_new = not runs
+        if not is_new:
+            return runs[-1] if runs else base
+        folder = new_folder(base, self.text)
+        self._claim = weakref.finalize(self, _give_back, folder)  # unless training begins
+        return folder
 
     # ------------------------------------------------------------------------------------------- parts
 
@@ -107,7 +138,7 @@ class Experiment:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if "accelerator" in self._parser.parts:
             made["accelerator"] = self._make_accelerator()
-        elif getattr(kind, "_create_accelerator", None) is Trainer._create_accelerator:  # noqa: SLF001
+        elif self._given("trainer.init_args").get("mixed_precision") is None:  # which the trainer checks
             _check_precision()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
         return trainer
@@ -124,11 +155,6 @@ class Experiment:
     def eval_dataset(self) -> Any:
         """The dataset of ``data.eval``, or ``None``."""
         return self.dataset("eval") if "data.eval" in self._parser.parts else None
-
-    @cached_property
-    def test_dataset(self) -> Any:
-        """The dataset of ``data.test``, or ``None``."""
-        return self.dataset("test") if "data.test" in self._parser.parts else None
 
     def dataset(self, name: str) -> Any:
         """Return the dataset of ``data.train``, ``data.eval`` or ``data.test``.
@@ -165,22 +191,25 @@ class Experiment:
         return {name: value for name, value in self._given("train").items() if name in taken} | self._given(tool)
 
     def train(self) -> Trainer:
-        """Train as described, and return the trainer."""
+        """Train as described, and return the trainer.
+
+        :raises ExperimentError: if the folder of a run was read, but the run is neither to resume nor to be overwritten
+        """
+        if self._folder is not None and self._is_new:
+            raise ExperimentError(
+                f"{self._folder} is the folder of a run. Add --resume latest to continue it, or --overwrite to replace "
+                f"it; or train {self._folder / RESOLVED}, in a new folder."
+            )
         self.trainer.train(self.train_dataset, **self.train_arguments)
         return self.trainer
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the resolved contents to a file, atomically."""
-        write_text(path, self.text)
 
     # ------------------------------------------------------------------------------------ making the parts
 
     @cached_property
     def _instances(self) -> Any:
-        """The contents with objects in place of nested classes and their arguments, and of callbacks."""
+        """The contents with objects in place of nested classes and their arguments, without callbacks."""
         contents = self._parsed.clone()
-        for item in contents["callbacks"]:
-            _place_files(import_path(Document(), "callbacks", item["class_path"]), item, self.output_dir)
+        del contents["callbacks"]  # which have the folder of the run
         self._seed()
         return self._parser.instantiate(contents, _instantiate)
 
@@ -249,37 +278,36 @@ class Experiment:
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks of the file after the default ones, except defaults of which the file has its own."""
-        own: list[TrainerCallback] = list(self._instances["callbacks"])
+        contents = self._parsed.clone()
+        for item in contents["callbacks"]:
+            _place_files(import_path(Document(), "callbacks", item["class_path"]), item, self.output_dir)
+        self._seed()
+        only = type(contents)(callbacks=contents["callbacks"])
+        own: list[TrainerCallback] = list(self._parser.instantiate(only, _instantiate)["callbacks"])
         default = [kind for kind in get_default_callbacks() if not any(isinstance(callback, kind) for callback in own)]
         if not any(isinstance(callback, MetricsFileCallback) for callback in own):
             own.append(MetricsFileCallback(self.output_dir / "metrics.jsonl"))
-        return [*default, *own, ExperimentRecord(self)]
+        return [*default, *own, ExperimentRecord(self, self._claim)]
 
 
 def create_parser(
     path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | Sequence[str] = (), tool: str | None = None
 ) -> Parser:
     """Read a file and what overrides it, and return a parser for what it names."""
-    for variable in os.environ:
-        if variable.startswith(_FORMER_PREFIX):
-            option = variable.removeprefix(_FORMER_PREFIX).lower().replace("__", ".")
-            raise ExperimentError(
-                f"environment variable {variable}: variables no longer override an experiment. Pass --{option} instead."
-            )
-    document = Document() if path is None else read(Path(path))
-    if path is not None:
-        folder = str(Path(path).resolve().parent)
+    file = None if path is None else Path(path, RESOLVED) if Path(path).is_dir() else Path(path)
+    document = Document() if file is None else read(file)
+    if file is not None:
+        folder = str(file.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)  # as Python does for a script
-        document.content.setdefault("output_dir", f"runs/{Path(path).stem}")
+        document.content.setdefault("output_dir", f"runs/{file.stem}")
     is_mapping = isinstance(overrides, Mapping)
     for key, value in overrides.items() if isinstance(overrides, Mapping) else _options(overrides):
         document.override("train.resume_from" if key == "resume" else key, value, "overrides" if is_mapping else _LINE)
-    return Parser(document, tool)
+    return Parser(document, tool if tool in TOOLS else None)
 
 
 _LINE = "command line"
-_FORMER_PREFIX = "PYTORCH_ACCEL_LITE_"  # of environment variables that overrode a file in version 0.2
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -293,13 +321,20 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key = option.removeprefix("--")
         if not option.startswith("--"):
             raise ExperimentError(f"{argument} is not an option. Options begin with --, as in --train.num_epochs 5.")
-        value = text if equals else next(rest, None)
+        value = text if equals else "true" if key == "overwrite" else next(rest, None)
         if value is None:
             raise ExperimentError(f"{option} needs a value, as in --train.num_epochs 5.")
         part = next((part for part in PARTS if f"{key}.".startswith(f"{part}.")), key.partition(".")[0])
         depth = key.count(".") - part.count(".")
         is_within = depth > 1 or key.endswith("+") or value.startswith(("[", "{")) or (key in PARTS and value == "null")
         yield key, load_yaml(value) if is_within else value
+
+
+def _give_back(folder: Path) -> None:
+    """Leave a folder to the next run, as none has begun in it."""
+    (folder / RESOLVED).unlink(missing_ok=True)
+    with suppress(OSError):  # which others have written to
+        folder.rmdir()
 
 
 def _check_precision() -> None:
@@ -356,35 +391,31 @@ def _naming(place: str) -> Iterator[None]:
 class ExperimentRecord(TrainerCallback):
     """Writes the resolved file of an experiment into its ``output_dir``, and into each training state.
 
-    A run that resumes prints what differs. While a run trains, no other may use its ``output_dir``.
+    A run that resumes prints what differs.
 
     :param experiment: the experiment
+    :param claim: leaves the folder of a new run to the next one; detached when the run begins
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, claim: weakref.finalize[..., Any] | None = None) -> None:
         self._experiment = experiment
-        self._lock: Any = None
-        self._print: Any = print
+        self._claim = claim
 
     def __repr__(self) -> str:
-        return f"ExperimentRecord({os.fspath(self._experiment.output_dir)!r})"
-
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Lock the folder."""
-        self._print = trainer.print
-        if trainer.train_dataloader is not None:
-            trainer.ranks.run_together(self._take_folder, only_first=True)
+        return f"ExperimentRecord({self._experiment.config['output_dir']!r})"
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Write the file."""
-        path = self._experiment.output_dir / RESOLVED
-        trainer.ranks.run_together(lambda: self._experiment.save(path), only_first=True)
-
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Leave the folder to others."""
-        self._leave_folder()
-
-    on_exception = on_training_run_end
+        """Write the file, and whether greater values are better of each metric of which it is known."""
+        experiment, folder = self._experiment, self._experiment.output_dir
+        metrics = trainer.current_run.request.metrics
+        directions = metrics.directions | {watched.name: watched.greater_is_better for watched in metrics.watched}
+        known = {name: direction for name, direction in directions.items() if direction is not None}
+        trainer.ranks.run_together(lambda: write_text(folder / RESOLVED, experiment.text), only_first=True)
+        trainer.ranks.run_together(lambda: write_json(folder / DIRECTIONS, known, indent=2), only_first=True)
+        if self._claim is not None:
+            self._claim.detach()
+        if folder.name != Path(experiment.config["output_dir"]).name and not trainer.progress.update:
+            trainer.print(f"This run is in {folder}, as {experiment.config['output_dir']} has one already.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the resolved file, for a training state."""
@@ -396,21 +427,4 @@ class ExperimentRecord(TrainerCallback):
         changed = [key for key in before | now if before.get(key) != now.get(key) and key != "train.resume_from"]
         lines = [f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed]
         if lines:
-            self._print("The experiment differs from the one that is resumed:", *lines, sep="\n  ")
-
-    def _take_folder(self) -> None:
-        folder = self._experiment.output_dir
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")  # noqa: SIM115
-        if not try_lock(file):
-            file.close()
-            raise RuntimeError(
-                f"Another run is training in output_dir={os.fspath(folder)!r}. Wait for it, end it, or give this run "
-                "another output_dir."
-            )
-        weakref.finalize(self, file.close)  # a run that fails before it begins never leaves the folder
-        self._lock = file
-
-    def _leave_folder(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
+            self._experiment.trainer.print("The experiment differs from the one that is resumed:", *lines, sep="\n  ")

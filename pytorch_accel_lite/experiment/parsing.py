@@ -7,13 +7,14 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.experiment.expressions import find_expressions, located, replaced
 from pytorch_accel_lite.experiment.importing import check_kinds, full_name, import_path
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import PARTS, Document, ExperimentError, dump_yaml, load_yaml, short
+from pytorch_accel_lite.schedulers import ScheduleName
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra, suggest
 
@@ -54,6 +55,7 @@ class Parser:
         for other in {*TOOLS} - {tool}:
             content.pop(other, None)
         content["trainer"] = content.get("trainer") or {}
+        self._take_schedule_name()
         self.parts = dict(self._import_parts())
         check_kinds(document, self.parts | self._import_callbacks())
         self._expressions = self._take_expressions()
@@ -74,6 +76,26 @@ class Parser:
         return (part or {}).get("init_args") or {}
 
     # ------------------------------------------------------------------------------- classes and functions
+
+    def _take_schedule_name(self) -> None:
+        """Let ``scheduler: cosine`` be the argument of ``train`` that it stands for."""
+        content = self._document.content
+        train = content.get("train") or {}
+        if content.get("scheduler") is not None and train.get("create_scheduler_fn") is not None:
+            raise ExperimentError(
+                f"{self.place('train.create_scheduler_fn')}: there is a scheduler, too. Leave one of them out."
+            )
+        name = (content.get("scheduler") or {}).get("class_path")
+        if name not in get_args(ScheduleName):
+            return
+        for argument in self._arguments("scheduler"):
+            if f"scheduler.init_args.{argument}" not in self._document.inherited:
+                raise ExperimentError(
+                    f"{self.place(f'scheduler.{argument}')}: {name} takes no arguments but its warm-up, which is "
+                    "train.warmup_steps."
+                )
+        del content["scheduler"]
+        content["train"] = train | {"create_scheduler_fn": name}
 
     def _import_parts(self) -> Iterator[tuple[str, Any]]:
         for key in PARTS:
@@ -140,12 +162,14 @@ class Parser:
         parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, beside the default ones")
         trainer = self._trainer_class()
         parser.add_method_arguments(trainer, "train", "train", skip={*_OF_TRAIN})
+        parser.add_argument("--train.create_scheduler_fn", type=ScheduleName | None, help="the name of a schedule")
         if self._tool is not None:
             function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
             shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS, *_OF_PROGRAMS}
             skip = shared & set(inspect.signature(function).parameters)
             parser.add_function_arguments(function, self._tool, skip=skip)
         parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
+        parser.add_argument("--overwrite", type=bool, default=False, help="replace the newest run")
         return parser
 
     def _trainer_class(self) -> Any:
@@ -237,8 +261,10 @@ class Parser:
         value = re.search(r"(?:Got|Given) value: (.*?)(?=\n +(?:- |Given value)|\Z)", message, re.DOTALL)
         message = message[: value.end()] if value else message  # of an item in a list, what follows is about the list
         kinds = [kind.rpartition(".")[2] for kind in re.findall(r"Expected an? <class '([^']+)'>", message)]
+        if choices := re.search(r"Expected a typing\.Literal\[(.*)\]", message):
+            kinds = [*choices[1].split(", "), *kinds]
         must_be = f" must be {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null") if kinds else " is wrong"
-        reasons = re.findall(r"^ *- (?!Expected an? <|Does not validate)(.*?)\.?$", message, re.MULTILINE)
+        reasons = re.findall(r"^ *- (?!Expected an? |Does not validate)(.*?)\.?$", message, re.MULTILINE)
         if kinds == ["str"]:  # what YAML has read as something else
             reasons.append("Put it in quotes")
         text = ". ".join([must_be, *reasons])

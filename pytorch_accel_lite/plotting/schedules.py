@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.plotting.figures import INK, choose_scale, finish, line_style, new_figure, save
+from pytorch_accel_lite.schedulers.named_schedules import ScheduleName
 from pytorch_accel_lite.schedulers.preview import schedule_values
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ def plot_range_test(
 
 
 def plot_schedule(
-    create_scheduler_fn: Callable[..., Any],
+    create_scheduler_fn: ScheduleName | Callable[..., Any],
     num_updates: int,
     lr: float | Sequence[float] = 1.0,
     num_epochs: int = 1,
     path: str | os.PathLike[str] | None = None,
+    *,
+    warmup_steps: float = 0,
 ) -> Figure:
     """Plot the learning rates of a schedule, without training.
 
@@ -54,8 +57,9 @@ def plot_schedule(
     :param num_epochs: number of epochs in the run, for placeholders that count them and for timm's schedulers in
         epochs; if there are several, their ends are marked
     :param path: where to save the picture; ``None`` does not save it
+    :param warmup_steps: as for ``train()``, for a schedule by name
     """
-    curves = schedule_values(create_scheduler_fn, num_updates, lr, num_epochs)
+    curves = schedule_values(create_scheduler_fn, num_updates, lr, num_epochs, warmup_steps)
     labels = [f"group {number}" for number in range(len(curves))] if len(curves) > 1 else []
     figure = new_figure((6.4, 3.6))
     axis = figure.add_subplot()

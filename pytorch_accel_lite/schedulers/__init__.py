@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.schedulers.cosine_scheduler import CosineLrScheduler
+from pytorch_accel_lite.schedulers.named_schedules import ScheduleName
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase, StatefulSchedulerBase
 from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
 
-__all__ = ["CosineLrScheduler", "SchedulerBase", "StatefulSchedulerBase", "WSDLrScheduler"]
+__all__ = ["CosineLrScheduler", "ScheduleName", "SchedulerBase", "StatefulSchedulerBase", "WSDLrScheduler"]

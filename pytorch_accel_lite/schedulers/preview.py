@@ -12,11 +12,16 @@ import torch
 
 from pytorch_accel_lite.base.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.schedulers.named_schedules import ScheduleName, resolve_names
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
 
 
 def schedule_values(
-    create_scheduler_fn: Callable[..., Any], num_updates: int, lr: float | Sequence[float] = 1.0, num_epochs: int = 1
+    create_scheduler_fn: ScheduleName | Callable[..., Any],
+    num_updates: int,
+    lr: float | Sequence[float] = 1.0,
+    num_epochs: int = 1,
+    warmup_steps: float = 0,
 ) -> list[list[float]]:
     """Return the learning rate at each update, for each parameter group.
 
@@ -24,9 +29,11 @@ def schedule_values(
     :param num_updates: number of optimizer updates in the run
     :param lr: learning rate of the optimizer, or one for each parameter group
     :param num_epochs: number of epochs in the run
+    :param warmup_steps: as for ``train()``, for a schedule by name
     """
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)
+    create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps)
     rates = [lr] if isinstance(lr, (int, float)) else list(lr)
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
     per_epoch = math.ceil(num_updates / num_epochs)

@@ -16,6 +16,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedDatasets
+from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
@@ -23,7 +24,7 @@ from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import smallest_share, train_step
-from pytorch_accel_lite.engine.trial import report, trial
+from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.plotting import plot_range_test
 from pytorch_accel_lite.steps.failed_batches import is_out_of_memory
@@ -94,8 +95,8 @@ def find_lr(
         has risen by this factor times its fall
     :param optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
         default all increase together, except in an overridden ``train_step``, where each has its own loss.
-    :return: the rates, the losses, a ``suggestion`` and ``plot()``; also printed, unless a console or a notebook shows
-        the return value
+    :return: the rates, the losses, a ``suggestion`` and ``plot()``; to be printed in a script, unlike in a console or
+        a notebook
     """
     check_range("min_lr", min_lr, above=0)
     check_range("max_lr", max_lr, above=0)
@@ -112,9 +113,7 @@ def find_lr(
     )
     size = per_device_batch_size
     with trial(self, "find_lr", train_dataset, size, request, train_dataloader_kwargs, collate_fn) as run:
-        result = _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
-    report(self, result)
-    return result
+        return _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
 
 
 def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[dict[str, Any]]:
@@ -234,15 +233,20 @@ def find_batch_size(
     :param start: first size to try
     :param max_batch_size: largest size to try; defaults to a process's share of the dataset
     :param num_steps: number of updates with each size
+    :param train_dataset: a dataset with a length, or a ``DataLoader`` of one, which is tried with other batch sizes
     :raises RuntimeError: if not even one sample fits
     """
     check_positive_int("start", start)
     check_positive_int("num_steps", num_steps)
+    if isinstance(train_dataset, dict):
+        train_dataset = NamedDatasets(train_dataset)
     most = _most_samples(train_dataset, self.ranks.world_size, train_dataloader_kwargs, max_batch_size)
     request = RunRequest(num_epochs=1)
-    with trial(self, "find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn) as run:
+    smallest = with_batch_size(train_dataset, 1)
+    with trial(self, "find_batch_size", smallest, 1, request, train_dataloader_kwargs, collate_fn) as run:
 
         def fits(size: int) -> bool:
+            run.data.train_dataset = with_batch_size(train_dataset, size)
             create_train_loader(self, run, size, train_dataloader_kwargs)
             try:
                 batch = next(iter(run.data.train_loader.steps(1)))
@@ -263,7 +267,10 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
     if fixed:
         raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}, but find_batch_size() chooses them itself.")
-    data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+    if is_loader(train_dataset) and getattr(train_dataset, "batch_size", None) is None:
+        kind = type(train_dataset).__name__
+        raise ValueError(f"train_dataset: find_batch_size() cannot change the batches of {kind}. Pass its dataset.")
+    data = dataset_of(train_dataset)
     if not hasattr(data, "__len__"):
         raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
     most = len(data) // world_size

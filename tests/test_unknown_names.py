@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
@@ -36,10 +37,12 @@ def message(error: type[Exception], action: Any) -> str:
 
 
 TRAINER: list[tuple[dict[str, Any], str]] = [
-    ({"mixed_precision": "bf16"}, "Trainer() has no argument 'mixed_precision': pass accelerator=Accelerator(mixed_"),
+    ({"precision": "bf16"}, "Trainer() has no argument 'precision': it is called mixed_precision."),
+    ({"bf16": True}, "pass mixed_precision='bf16', or 'fp16', to Trainer()."),
+    ({"logger": "wandb"}, "add TrackerCallback('wandb') to the callbacks."),
+    ({"report_to": ["mlflow"]}, "add TrackerCallback('wandb') to the callbacks."),
     ({"device": "cuda"}, "'device': Accelerate finds the devices."),
-    ({"metrics": ["accuracy"]}, "'metrics': add MetricsCallback({'accuracy': ...})"),
-    ({"compute_metrics": len}, "add MetricsCallback("),
+    ({"compute_metrics": len}, "it is called metrics."),
     ({"batch_size": 8}, "'batch_size': pass per_device_batch_size to train()."),
     ({"epochs": 8}, "pass num_epochs to train()."),
     ({"num_epochs": 8}, "pass num_epochs to train()."),
@@ -67,7 +70,10 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"resume_from_checkpoint": True}, "it is called resume_from."),
     ({"seed": 3}, "pass seed to Trainer()."),
     ({"callbacks": []}, "pass callbacks to Trainer()."),
-    ({"mixed_precision": "fp16"}, "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer()."),
+    ({"mixed_precision": "fp16"}, "pass mixed_precision to Trainer()."),
+    ({"metrics": {}}, "pass metrics to Trainer()."),
+    ({"lr_scheduler_type": "cosine"}, "it is called create_scheduler_fn."),
+    ({"warmup_ratio": 0.1}, "it is called warmup_steps."),
     ({"num_workers": 3}, "'num_workers': pass it in train_dataloader_kwargs,"),
     ({"patience": 3}, "add EarlyStoppingCallback("),
     ({"monitor": "loss"}, "pass watch_metric to"),
@@ -114,7 +120,7 @@ def test_an_argument_that_a_tool_does_not_have(tool):
         TypeError, lambda: call(dataloader_kwargs={})
     )
     assert "pass resume_from to train()." in message(TypeError, lambda: call(resume_from="latest"))
-    assert "pass accelerator=" in message(TypeError, lambda: call(mixed_precision="bf16"))
+    assert "pass mixed_precision to Trainer()." in message(TypeError, lambda: call(mixed_precision="bf16"))
     assert trainer.progress.update == 0
 
 
@@ -149,7 +155,7 @@ def test_a_subclass_has_the_arguments_that_it_has():
     trainer = Own(make_model(), batch_size=3, callbacks=[])
     trainer.train(make_data(), epochs=2)
     assert trainer.progress.update == 4
-    assert "pass accelerator=" in message(TypeError, lambda: Own(make_model(), batch_size=3, mixed_precision="bf16"))
+    assert "pass mixed_precision=" in message(TypeError, lambda: Own(make_model(), batch_size=3, bf16=True))
     assert "it is called eval_dataset." in message(TypeError, lambda: trainer.train(make_data(), epochs=1, val_data=()))
 
 
@@ -211,11 +217,14 @@ DATA: dict[str, tuple[Any, str]] = {
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
     "a file's name": ("train.csv", "='train.csv' is not a dataset: it needs __getitem__"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
+    "inputs and targets": ((INPUTS, TARGETS), "is a tuple, of which [0] is not the first sample"),
+    "arrays": ((INPUTS.numpy(), TARGETS.numpy()), "Pass a dataset of its tensors: TensorDataset(inputs, targets)."),
+    "a table": (pd.DataFrame(INPUTS.numpy()), "is a DataFrame, of which [0] is not the first sample"),
 }
 
 
 def test_inputs_and_targets_in_place_of_a_dataset():
-    with pytest.raises(TypeError, match=r"(?s)num_epochs=tensor\(.*must be a whole number, not Tensor"):
+    with pytest.raises(TypeError, match=r"(?s)num_epochs=tensor\(.*must be an integer, not Tensor"):
         make_trainer().train(INPUTS, TARGETS)
 
 
@@ -286,3 +295,25 @@ def test_of_targets_that_are_missing_only_that_is_said():
     text = message(ValueError, lambda: make_trainer(callbacks=[]).train(only_inputs, 1))
     assert "holds no targets for loss_func" in text
     assert "What to do" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    {
+        "training_step": "Override calculate_train_batch_loss or train_step instead",
+        "compute_loss": "Override calculate_train_batch_loss or train_step instead",
+        "validation_step": "Override calculate_eval_batch_loss instead",
+        "prediction_step": "Override calculate_eval_batch_loss or calculate_predict_batch_output instead",
+        "get_train_dataloader": "Override create_train_dataloader instead",
+        "configure_optimizers": "Pass the optimizer, or a function that creates it",
+    }.items(),
+)
+def test_a_method_that_another_library_calls_is_said_not_to_be_called_here(name, advice):
+    with pytest.warns(UserWarning, match=rf"Theirs\.{name} is never called.*{advice}"):
+        type("Theirs", (Trainer,), {name: lambda self, *args: None})
+
+
+def test_a_method_that_ones_own_step_may_call_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("compute_loss", "train_step")})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
+from pytorch_accel_lite.base.environment import leave_out_libraries
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -23,7 +24,9 @@ _NAMES = {
     "loss_func": "loss loss_fn loss_function criterion",
     "optimizer": "optim optimizers",
     "callbacks": "callback hooks",
-    "run_history": "history logger loggers",
+    "run_history": "history",
+    "mixed_precision": "precision",
+    "metrics": "compute_metrics eval_metrics metric",
     "seed": "random_seed random_state",
     "deterministic": "full_determinism use_deterministic_algorithms",
     "cudnn_benchmark": "benchmark",
@@ -41,6 +44,7 @@ _NAMES = {
     "gradient_clip_norm": "gradient_clip_val max_grad_norm clip_grad_norm grad_clip clip_norm",
     "gradient_clip_value": "clip_grad_value clip_value clipvalue",
     "create_scheduler_fn": "lr_scheduler scheduler schedulers lr_schedule create_scheduler lr_scheduler_type",
+    "warmup_steps": "warmup warmup_ratio num_warmup_steps",
     "train_dataloader_kwargs": "dataloader_kwargs loader_kwargs dl_kwargs train_dl_kwargs",
     "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
     "collate_fn": "data_collator collate",
@@ -81,12 +85,12 @@ _NAMES = {
 
 #: Advice for words without a corresponding argument.
 _ADVICE = {
-    "mixed_precision precision fp16 bf16 amp": "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer().",
+    "fp16 bf16 fp8 amp": "pass mixed_precision='bf16', or 'fp16', to Trainer().",
     "device devices gpus use_cpu num_gpus strategy num_nodes": (
         "Accelerate finds the devices. Start several processes with accelerate launch, or pass "
         "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
     ),
-    "metrics compute_metrics metric eval_metrics": "add MetricsCallback({'accuracy': ...}) to the callbacks.",
+    "logger loggers report_to log_with tracker": "add TrackerCallback(<value>) to the callbacks.",
     "patience early_stopping early_stopping_patience": (
         "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks."
     ),
@@ -108,8 +112,20 @@ _ADVICE = {
     "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
 }
 
-#: Methods of pytorch-accelerated that are not called here, with those to override instead.
+#: Methods of other libraries' trainers that are not called here, with those to override instead.
 _REPLACED = {
+    "training_step": "calculate_train_batch_loss train_step",
+    "compute_loss": "calculate_train_batch_loss train_step",
+    "validation_step": "calculate_eval_batch_loss",
+    "test_step": "calculate_eval_batch_loss",
+    "prediction_step": "calculate_eval_batch_loss calculate_predict_batch_output",
+    "predict_step": "calculate_predict_batch_output",
+    "get_train_dataloader": "create_train_dataloader",
+    "get_eval_dataloader": "create_eval_dataloader",
+    "val_dataloader": "create_eval_dataloader",
+    "configure_optimizers": "",
+    "create_optimizer": "",
+    "create_optimizer_and_scheduler": "",
     "_clip_gradients": "clip_gradients",
     "_prepare_model_optimizer_and_dataloaders": "_create_accelerator training_run_start",
     "_perform_forward_and_backward_passes": "calculate_train_batch_loss backward_step",
@@ -118,6 +134,10 @@ _REPLACED = {
     "_add_epoch_loss_to_run_history": "train_epoch_end eval_epoch_end",
     "_check_eval_batch_size": "",
 }
+_OF_OPTIMIZERS = (
+    "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
+    "train()."
+)
 
 
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
@@ -151,18 +171,24 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
             unknown = sorted(kwargs.keys() - known)
             where = _called(cls, method.__name__)
             raise TypeError(
-                " ".join(f"{where} has no argument {word!r}: {_answer(cls, method, word)}" for word in unknown)
+                " ".join(
+                    f"{where} has no argument {word!r}: {_answer(cls, method, word, kwargs[word])}" for word in unknown
+                )
             )
         if method.__name__ != "__init__" and "current_run" not in vars(self):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__ does not call super().__init__(model, loss_func, optimizer)."
             )
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            leave_out_libraries(interrupt)
+            raise
 
     return call
 
 
-def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
+def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
     candidates = [word, *_our_names(word)]
     known = list(inspect.signature(method).parameters)[1:]
     renamed = next((ours for ours in candidates if ours in known), None)
@@ -173,7 +199,8 @@ def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
         moved = next((ours for ours in candidates if ours in parameters), None)
         if moved:
             return f"pass {moved} to {_called(cls, other)}."
-    advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), None)
+    advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), "")
+    advice = advice.replace("<value>", repr(value if isinstance(value, str) else "wandb"))
     return advice or did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
 
 
@@ -215,12 +242,14 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     for name in defined.keys() & _REPLACED.keys():
         methods = _REPLACED[name].split()
         if not defined.keys() & set(methods):
-            advice = f"Override {' or '.join(methods)} instead." if methods else "Remove it: nothing needs it."
+            advice = _OF_OPTIMIZERS if "optimizer" in name else "Remove it: nothing needs it."
+            if methods:
+                advice = f"Override {' or '.join(methods)} instead."
             warnings.warn(
                 f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}", stacklevel=3
             )
     for name, value in defined.items() if not is_ours(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)
-        if is_read_only or name in ("_check_data", "_check_scheduler"):
+        if is_read_only or name == "_check_scheduler":
             raise TypeError(f"{cls.__name__}.{name} is reserved: the trainer itself has and uses it. Rename yours.")

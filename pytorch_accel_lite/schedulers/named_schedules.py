@@ -1,0 +1,69 @@
+"""Schedules by name: ``create_scheduler_fn="cosine"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, get_args
+
+from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
+from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.optimizers.operations import SchedulerFactory
+from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
+
+#: The names that ``train(create_scheduler_fn=...)`` takes: ``"constant"``, ``"linear"``, ``"cosine"``, ``"wsd"``.
+ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
+#: What ``train`` takes.
+ScheduleArgument = ScheduleName | SchedulerFactory | Mapping[str, ScheduleName | Callable[..., Any]]
+
+
+def resolve_names(
+    create_scheduler_fn: Any, warmup_steps: float = 0, interval: str = "update", argument: str = "create_scheduler_fn"
+) -> Any:
+    """Return the factory that a name stands for, also in a dict by optimizer; functions are returned unchanged.
+
+    :param warmup_steps: number of steps of linear warm-up, or their fraction of the run if less than 1
+    :param interval: ``"update"`` or ``"epoch"``: what a step of the schedule is
+    :raises ValueError: for an unknown name, or a warm-up without a name
+    """
+    if isinstance(create_scheduler_fn, Mapping):
+        return {
+            key: resolve_names(value, warmup_steps, interval, f"{argument}[{key!r}]")
+            for key, value in create_scheduler_fn.items()
+        }
+    if isinstance(create_scheduler_fn, str):
+        return _factory(argument, create_scheduler_fn, warmup_steps, interval)
+    if warmup_steps != 0:
+        instead = "Pass 'constant'" if create_scheduler_fn is None else "Give your own scheduler its warm-up"
+        raise ValueError(
+            f"warmup_steps={warmup_steps!r} is for schedules by name, but {argument}={create_scheduler_fn!r}. "
+            f"{instead}, or choose one of {_names()}."
+        )
+    return create_scheduler_fn
+
+
+def _factory(argument: str, name: str, warmup_steps: float, interval: str) -> partial[WSDLrScheduler]:
+    if name not in get_args(ScheduleName):
+        raise ValueError(
+            f"{argument}={name!r} is not the name of a schedule.{did_you_mean(name, get_args(ScheduleName), 0.5)} "
+            f"Choose from {_names()}, or pass a function such as functools.partial(StepLR, step_size=10)."
+        )
+    values = TrainerPlaceholderValues
+    total: Any = values.NUM_EPOCHS if interval == "epoch" else values.MAX_NUM_TRAIN_STEPS
+    is_fraction = isinstance(warmup_steps, float) and warmup_steps < 1
+    if is_fraction:
+        check_range("warmup_steps", warmup_steps)
+    elif warmup_steps:
+        check_positive_int("warmup_steps", warmup_steps)
+    warmup: Any = round(warmup_steps * total) if is_fraction and warmup_steps else warmup_steps
+    schedule = partial(WSDLrScheduler, total_steps=total, num_warmup_steps=warmup, lr_min=0.0)
+    if name == "wsd":
+        return partial(schedule, decay="sqrt", decay_phase_ratio=0.1)
+    if name == "constant":
+        return partial(schedule, decay_phase_ratio=0.0)
+    return partial(schedule, decay=name, decay_phase_ratio=1 - values.min(warmup, total) / total)
+
+
+def _names() -> str:
+    return ", ".join(map(repr, get_args(ScheduleName)))
