@@ -20,8 +20,10 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.tuning.probing import Finding
 from pytorch_accel_lite.tuning.program_check import ProgramError
+from tests.launching import ROOT
 from tests.tasks import Stream, quiet_trainer, same
 
 CLASSES = 5
@@ -1240,3 +1242,13 @@ def test_training_after_a_check_is_as_without_it():
         return program.trainer.model.state_dict()
 
     assert same(train(checks=True), train(checks=False))
+
+
+def test_the_command_line_exits_with_1_if_a_check_fails(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--check.only", '["schedule", "broadcast"]']
+    assert main(["check", str(ROOT / "examples/digits.yaml"), *options]) == 0
+    assert "Checks: 2 passed" in capsys.readouterr().out
+    assert main(["check", str(ROOT / "examples/digits.yaml"), *options, "--scheduler.init_args.total_steps", "10"]) == 1
+    assert "schedule failed: The schedule raised an error: Tried to step 11 times" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

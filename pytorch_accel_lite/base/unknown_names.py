@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.text import did_you_mean
 C = TypeVar("C", bound=type)
 
 _PUBLIC_METHODS = (
-    "__init__ train evaluate run_evaluation predict predict_iter find_lr find_batch_size diagnose estimate_memory"
+    "__init__ train evaluate run_evaluation predict predict_iter find_lr find_batch_size check diagnose estimate_memory"
 )
 
 #: Our names of arguments, whichever method takes them, and of events, with the names in other libraries.

@@ -232,8 +232,10 @@ def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _check(experiment: Experiment, options: argparse.Namespace) -> int:
-    arguments = experiment.train_arguments | experiment.tool_arguments("check")
-    return int(not experiment.trainer.check(experiment.train_dataset, **arguments).ok)
+    arguments = experiment.tool_arguments("check") | experiment.train_arguments
+    report = experiment.trainer.check(experiment.train_dataset, **arguments)
+    print(report)
+    return int(not report.ok)
 
 
 def _test(experiment: Experiment, options: argparse.Namespace) -> None:

@@ -24,7 +24,6 @@ _DEFAULT_CLASSES = {"trainer": "Trainer", "accelerator": "Accelerator"}
 # Arguments that parts, data and commands give.
 _OF_TRAINER = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
 _OF_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
-_OF_PROGRAMS = {"extra", "unused"}  # functions, and what makes no difference
 _OF_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
 _CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # with as many arguments before those of the file
 # How the parser begins the text that it writes in place of an object that has none.
@@ -165,7 +164,7 @@ class Parser:
         parser.add_argument("--train.create_scheduler_fn", type=ScheduleName | None, help="the name of a schedule")
         if self._tool is not None:
             function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
-            shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS, *_OF_PROGRAMS}
+            shared = {*inspect.signature(trainer.train).parameters, "self", "extra", *_OF_TESTS}
             skip = shared & set(inspect.signature(function).parameters)
             parser.add_function_arguments(function, self._tool, skip=skip)
         parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch, parts_in, tensors_in
 from pytorch_accel_lite.base.randomness import seed_generators
@@ -52,6 +52,15 @@ def _note_data(holder: Any, shared: dict[int, Any], seen: set[int]) -> None:
                 part, "iloc"
             ):
                 shared[id(part)] = part  # a data frame
+
+
+def _datasets(probe: Probe) -> tuple[Any, Any]:
+    """Return the training and the evaluation dataset, or those of the loaders passed in their place."""
+    data = probe.run.data
+    train, evaluation = (
+        one.dataset if isinstance(one, DataLoader) else one for one in (data.train_dataset, data.eval_dataset)
+    )
+    return train, evaluation
 
 
 def _read(dataset: Any, most: int, seconds: float) -> list[_Sample]:
@@ -123,8 +132,7 @@ def check_data(probe: Probe) -> Iterator[Finding]:
             yield Finding(f"Targets of {call.name} range from {low:g} to {high:g}.", "They must lie between 0 and 1.")
     if has_classes and calls[0].targets.ndim == calls[0].outputs.ndim - 1:
         yield from _look_at_targets(calls[0], classes or 0)
-    for name in ("train_dataset", "eval_dataset"):
-        dataset = getattr(probe.run.data, name)
+    for name, dataset in zip(("train_dataset", "eval_dataset"), _datasets(probe), strict=True):
         samples = _read(dataset, 5000, min(5.0, 0.2 * probe.seconds_left))
         yield from _look_for_nan(probe, name, samples)
         labels = [(index, label) for index, s in samples if (label := _label(_divide(s)[1])) is not None]
@@ -328,14 +336,13 @@ def check_leakage(probe: Probe) -> Iterator[Finding]:
 
     A model that has seen the evaluation data looks better than it is.
     """
-    data = probe.run.data
-    datasets = [one for one in (data.train_dataset, data.eval_dataset) if one is not None]
+    datasets = [one for one in _datasets(probe) if one is not None]
     if any(isinstance(one, (IterableDataset, Mapping)) or not hasattr(one, "__getitem__") for one in datasets):
         raise NotApplicableError("The samples of streams, and of several datasets, are not compared.")
     found = [_digests(dataset, min(8.0, 0.3 * probe.seconds_left)) for dataset in datasets]
     if not all(found):
         raise NotApplicableError("Samples have too few values, or no tensors, to tell whether they are the same.")
-    are_tokens = _are_tokens(data.train_dataset)
+    are_tokens = _are_tokens(datasets[0])
     train = {digest for _, digest in found[0]}
     repeated = len(found[0]) - len(train)
     if repeated > 0.3 * len(found[0]) and not are_tokens:
@@ -405,15 +412,14 @@ def check_augmentation(probe: Probe) -> Iterator[Finding]:
     Evaluation data must stay as they are. Augmentation that draws the same numbers in each worker, or in each epoch,
     augments less than it seems.
     """
-    data = probe.run.data
-    if data.eval_dataset is not None and not isinstance(data.eval_dataset, Mapping):
-        first, second = (_sample_of(data.eval_dataset, seed) for seed in (1, 2))
+    dataset, evaluation = _datasets(probe)
+    if evaluation is not None and not isinstance(evaluation, Mapping):
+        first, second = (_sample_of(evaluation, seed) for seed in (1, 2))
         if first != second:
             yield Finding(
                 "An evaluation sample that is read twice differs.",
                 "Create the evaluation dataset without random transforms.",
             )
-    dataset = data.train_dataset
     if (
         isinstance(dataset, (IterableDataset, Mapping))
         or type(dataset) is TensorDataset
@@ -426,7 +432,7 @@ def check_augmentation(probe: Probe) -> Iterator[Finding]:
     if any(copy is dataset for copy in copies):
         raise NotApplicableError("The dataset cannot be copied.")
     if one != again and one == other:
-        workers = getattr(data.train_loader, "num_workers", 0)
+        workers = getattr(probe.run.data.train_loader, "num_workers", 0)
         yield Finding(
             "The dataset draws random numbers from a generator of its own, of which each worker has a copy: all "
             "workers draw the same, and in each epoch again.",

@@ -39,7 +39,7 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
         raise NotApplicableError(f"The schedule cannot be computed without the run: {error}") from error
     except ValueError as error:
         yield Finding(
-            f"The schedule raised {error}",
+            f"The schedule raised an error: {error}.",
             "Give its length in updates: TrainerPlaceholderValues.NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH.",
         )
         return

@@ -13,8 +13,8 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_positive_number
 from pytorch_accel_lite.engine.lifecycle import create_eval_loaders
-from pytorch_accel_lite.engine.trial import report, trial
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory
+from pytorch_accel_lite.engine.trial import trial
+from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.tuning import (
     checks_of_data,
     checks_of_losses,
@@ -52,8 +52,6 @@ CHECKS: tuple[Check, ...] = (
     checks_of_data.check_leakage,
     checks_of_training.check_learns,
 )
-#: Arguments of ``train()`` that make no difference to a check.
-_UNUSED = {"reset_run_history", "resume_from", "eval_every_n_epochs", "auto_microbatch", "sanity_eval_batches"}
 
 Status = Literal["passed", "failed", "warned", "not applicable"]
 
@@ -180,7 +178,7 @@ def check(
     max_num_train_steps: int | None = None,
     gradient_accumulation_steps: int = 1,
     gradient_clip_value: float | None = None,
-    create_scheduler_fn: SchedulerFactory | None = None,
+    create_scheduler_fn: ScheduleArgument | None = None,
     train_dataloader_kwargs: dict[str, Any] | None = None,
     eval_dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
@@ -188,19 +186,24 @@ def check(
     gradient_clip_norm: float | None = None,
     scheduler_interval: Literal["update", "epoch"] = "update",
     scheduler_metric: str | None = None,
+    warmup_steps: int | float = 0,
     seconds: float = 60.0,
     strict: bool = False,
     only: Sequence[str] | None = None,
     skip: Sequence[str] = (),
     extra: Sequence[Check] = (),
-    **unused: Any,
+    reset_run_history: bool = True,
+    resume_from: Any = None,
+    eval_every_n_epochs: int | None = 1,
+    auto_microbatch: bool = False,
+    sanity_eval_batches: int = 0,
 ) -> CheckReport:
     """Try the program on a few batches, and report what looks like a mistake, before an expensive run.
 
     The model, the loss, the step and the data are tried in several ways whose results must agree: a batch twice, in
     parts, in another order, with more padding, and so on. See :doc:`/checking` for the checks. What does not apply, or
     cannot be told, is said. Model, optimizer, generators and history are restored afterwards; callbacks are not
-    involved. Takes the arguments of :meth:`train`, of which those that make no difference are ignored.
+    involved. Takes the arguments of :meth:`train`, of which some, such as ``resume_from``, make no difference.
 
     :param seconds: when to leave out the remaining checks
     :param strict: whether to raise an error if a check fails
@@ -208,11 +211,9 @@ def check(
     :param skip: names of checks to leave out
     :param extra: your own checks: functions that are passed a :class:`~pytorch_accel_lite.tuning.probing.Probe`, and
         yield each :class:`~pytorch_accel_lite.tuning.probing.Finding`
-    :return: the report; also printed, unless a console or a notebook shows the return value
+    :return: the report, to be printed in a script; consoles and notebooks show it
     :raises ProgramError: if ``strict`` and a check fails
     """
-    if unused.keys() - _UNUSED:
-        raise TypeError(f"check() got an unexpected keyword argument {min(unused.keys() - _UNUSED)!r}.")
     check_positive_number("seconds", seconds)
     chosen = _choose(only, skip, extra)
     if self.ranks.world_size > 1:
@@ -226,7 +227,7 @@ def check(
         scheduler_interval=scheduler_interval,
         scheduler_metric=scheduler_metric,
     )
-    arguments = {"create_scheduler_fn": create_scheduler_fn}
+    arguments = {"create_scheduler_fn": resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)}
     size = per_device_batch_size
     train_copy, eval_copy = map(checks_of_data.independent_copy, (train_dataset, eval_dataset))
     with trial(self, "check", train_copy, size, request, train_dataloader_kwargs, collate_fn) as run:
@@ -235,7 +236,6 @@ def check(
             create_eval_loaders(self, run, size, eval_dataloader_kwargs)
         probe = Probe(self, run, arguments, seconds)
         results = CheckReport([_make(one, probe, seconds) for one in chosen])
-    report(self, results)
     if strict and not results.ok:
         raise ProgramError(results)
     return results
