@@ -149,6 +149,11 @@ def train(trainer: Trainer, epochs: int | None = 1, size: int = 6, batch_size: i
     return trainer
 
 
+def told(error: BaseException, printed: str = "") -> str:
+    """Return what was printed and the notes of the error that has ended a run, without the breaks of lines."""
+    return " ".join(" ".join([printed, *getattr(error, "__notes__", [])]).split())
+
+
 def listener(**methods: Callable[..., Any]) -> TrainerCallback:
     """A callback that calls ``method(trainer)``, or ``method(trainer, **kwargs)``, at the named events."""
 

@@ -711,7 +711,7 @@ def test_a_training_loss_without_one_for_evaluations_is_told_of_before_training(
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
     with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
         train(trainer, eval_dataset=True)
-    assert error.value.__notes__[0].startswith("In evaluation:")
+    assert error.value.__notes__[0].startswith("In evaluation, step 0:")
     assert trainer.progress.update == 0
     train(trainer)
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
@@ -288,14 +289,14 @@ def test_two_trainers_with_the_default_callbacks_share_none_of_them():
 def test_the_default_output_of_a_run_names_epochs_and_metrics(capsys):
     train(make_trainer(DEFAULT_CALLBACKS), epochs=2, eval_dataset=True)
     lines = capsys.readouterr().out.splitlines()
-    shape = [re.sub(r"[-\d.e]+(?=,|$)", "#", line.strip()) for line in lines]
-    epoch = ["train_loss_epoch: #", "eval_loss_epoch: #"]
+    shape = [re.sub(r"[-\d.e][-\d.,e]*(?=s?,|$)", "#", line.strip()) for line in lines]
+    epoch = ["train_loss_epoch: #", "eval_loss_epoch: #", "time: #s, samples/s: #, lr: #"]
     assert lines[0] == "Starting training run"
     assert lines[1] == "Starting epoch 1/2"
-    assert shape[2:4] == epoch
-    assert lines[4] == "Starting epoch 2/2"
-    assert shape[5:7] == epoch
-    assert lines[7:] == ["Finishing training run"]
+    assert shape[2:5] == epoch
+    assert lines[5] == "Starting epoch 2/2"
+    assert shape[6:9] == epoch
+    assert [line.split()[0] for line in lines[9:]] == ["Trained", "Best:"]
 
 
 def test_epochs_are_announced_without_a_total_when_it_is_not_known(capsys):
@@ -343,24 +344,45 @@ def test_the_progress_bar_shows_the_latest_evaluation_and_the_time_left(capfd):
     trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
     train(trainer, epochs=3, eval_dataset=True)
     err = capfd.readouterr().err
-    first, *_, last = re.findall(r"Epoch \d/3[^\r\n]*left=[^\r\n]*", err)
+    first, *_, last = re.findall(r"Epoch \d/3[^\r\n]*run ETA=[^\r\n]*", err)
     assert "eval_loss" not in first
     evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
     assert float(re.search(r"eval_loss=([\d.e+-]+)", last)[1]) == pytest.approx(evaluated[1], rel=1e-3)
-    assert re.search(r"left=00:00", last)
+    assert re.search(r"run ETA=00:00", last)
+    assert re.search(r"Evaluating: +\d+%[^\r\n]*ETA=00:00", err)
 
 
 def test_where_there_is_no_terminal_a_line_is_printed_every_so_often(capsys):
     trainer = make_trainer([ProgressBarCallback(line_every_seconds=1e-9)])
     train(trainer, epochs=2, eval_dataset=True)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 12
     assert re.fullmatch(
-        r"Epoch 2/2, step 3/3: loss [\d.e+-]+, run left 00:00, samples/s [\d,]+, eval_loss [\d.e+-]+, lr 0\.1",
-        lines[-1],
+        r"Epoch 2/2, step 3/3: loss [\d.e+-]+, run ETA 00:00, samples/s [\d,]+, eval_loss [\d.e+-]+, lr 0\.1", lines[8]
     )
+    assert lines[9:] == [f"Evaluating, step {step}/3: ETA 00:00" for step in (1, 2, 3)]
     train(make_trainer([ProgressBarCallback(line_every_seconds=None)]))
     assert capsys.readouterr().out == ""
+
+
+def test_samples_a_second_are_of_the_last_steps_of_training_without_the_first_one(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def spend(trainer: Trainer, **kwargs: Any) -> None:
+        nonlocal now
+        now += {1: 50.0, 20: 0.5}.get(trainer.progress.update, 0.1)  # seconds, of steps of two samples
+
+    spending = listener(on_train_step_end=spend, on_eval_step_end=spend)
+    bar = ProgressBarCallback(line_every_seconds=1e-9)
+    train(make_trainer([spending, bar]), epochs=2, size=60, eval_dataset=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")]
+    assert "samples/s" not in lines[0]  # takes 50 seconds
+    rates = [float(re.search(r"samples/s ([\d.]+)", line)[1]) for line in lines[1:]]
+    assert rates[:18] == [20.0] * 18
+    assert 15 <= rates[18] < 18  # the step itself made 4
+    assert rates[18:] == sorted(rates[18:])
+    assert rates[-1] > rates[18]
 
 
 def test_the_progress_bar_shows_the_learning_rate_of_the_schedule(capfd):
@@ -1149,6 +1171,6 @@ def test_only_the_first_process_prints(ranks):
     assert results.output.count("Starting training run") == 1
     assert results.output.count("Loading the best model") == 1
     assert len(re.findall(r"^1/3 .*s$", results.output, re.MULTILINE)) == 1
-    assert results.output.count("Best: epoch") == 1
+    assert results.output.count("Best: epoch") == 2  # in lines, and of a table
     assert len({result["best"] for result in results}) == 1
     assert all(equal(result["weights"], results[0]["weights"]) for result in results)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
 import traceback
 from collections import OrderedDict
@@ -14,10 +17,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torchmetrics import MeanSquaredError
+from torchmetrics.classification import MulticlassAccuracy
 
-from pytorch_accel_lite import CallbackHandler, Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback, StepBasedEvaluationCallback
+from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.base.text import SHOWS_NOTES
+from pytorch_accel_lite.callbacks import MetricsCallback, SkipFailedBatchesCallback, StepBasedEvaluationCallback
+from tests.ranks import IN_ORDER, rank
 from tests.tasks import (
     equal,
     listener,
@@ -37,8 +44,14 @@ TARGETS = torch.randn(N, 1)
 CLASSES = torch.tensor([0, 1, 2] * 2)
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an error, without the breaks within their lines."""
+    assert max(len(line) for note in error.__notes__ for line in note.splitlines()) <= 80
+    return [note.replace("\n    ", " ") for note in error.__notes__]
+
+
 def note_of(error: BaseException) -> str:
-    (note,) = error.__notes__
+    (note,) = notes_of(error)
     return note
 
 
@@ -122,7 +135,7 @@ def test_an_error_in_any_step_method_has_a_note(name):
 def test_errors_of_evaluation_and_prediction_have_notes(method, phase):
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
         getattr(make_trainer(model=make_model(features=5)), method)(make_data(), per_device_batch_size=2)
-    assert note_of(caught.value).startswith(f"In {phase}:\n  batch: [Tensor(shape=(2, 4), float32 on cpu)")
+    assert note_of(caught.value).startswith(f"In {phase}, step 0:\n  batch: [Tensor(shape=(2, 4), float32 on cpu)")
 
 
 def test_an_error_of_an_evaluation_within_a_step_has_one_note():
@@ -131,7 +144,9 @@ def test_an_error_of_an_evaluation_within_a_step_has_one_note():
             raise LookupError("mine")
 
     trainer = make_trainer([StepBasedEvaluationCallback(1)], trainer_class=Fails)
-    assert note_of(failure(trainer, make_data(), eval_dataset=True)).startswith("In evaluation:")
+    note, of_callback = notes_of(failure(trainer, make_data(), eval_dataset=True))
+    assert note.startswith("In evaluation, epoch 1, step 0:")
+    assert of_callback == "In StepBasedEvaluationCallback.on_update_end."
 
 
 def test_notes_of_the_user_stay():
@@ -173,6 +188,179 @@ def test_where_less_is_known_less_is_said():
     ]
 
 
+# ----------------------------------------------------------------------------- errors in reading, in callbacks
+
+
+class Scans(Dataset[Any]):
+    """A dataset with a sample that cannot be read, and one of another shape."""
+
+    def __init__(self, unreadable: int = 9, wide: int = 9) -> None:
+        self.unreadable, self.wide = unreadable, wide
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.unreadable:
+            raise OSError(f"scan {index} is damaged")
+        return torch.zeros(4 + (index == self.wide)), torch.zeros(1)
+
+
+class ManyScans(Scans):
+    """The same, which reads many at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class ScanStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(Scans(5).__getitem__, range(8))
+
+
+def pad(samples: list[Any]) -> Any:
+    raise KeyError("length")
+
+
+READING = [
+    (Scans(5), None, "In reading Scans[5].", "dataset: Scans; samples [4, 5]"),
+    (Subset(Scans(5), [3, 1, 5]), None, "In reading Subset[2], which is Scans[5].", "dataset: Subset; samples [2]"),
+    (ManyScans(5), None, "", "dataset: ManyScans; samples [4, 5]"),
+    (ScanStream(), None, "", "dataset: ScanStream"),
+    (Scans(), pad, "", "dataset: Scans; samples [0, 1]\n  collate_fn: pad"),
+    (Scans(wide=3), None, "", "dataset: Scans; samples [2, 3]\n  What to do: the samples of a batch differ in shape."),
+]
+NAMES = ["map-style", "subset", "many at once", "stream", "collate_fn", "shapes"]
+
+
+@pytest.mark.parametrize(("data", "collate_fn", "sample", "lines"), READING, ids=NAMES)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("phase", ["training", "training with a seed", "evaluation", "evaluate", "prediction"])
+def test_an_error_in_reading_names_the_samples(data, collate_fn, sample, lines, workers, phase):
+    trainer = make_trainer(seed=1 if phase == "training with a seed" else None)
+    kwargs = {"num_workers": workers, **({"collate_fn": collate_fn} if collate_fn else {})}
+    in_order = {} if isinstance(data, IterableDataset) else {"shuffle": False}
+    start = partial(train, trainer, train_dataset=data, train_dataloader_kwargs=kwargs | in_order)
+    if phase == "evaluation":
+        start = partial(train, trainer, eval_dataset={"small": data}, eval_dataloader_kwargs=kwargs)
+    elif phase in ("evaluate", "prediction"):
+        call = trainer.evaluate if phase == "evaluate" else trainer.predict
+        start = partial(call, data, per_device_batch_size=2, dataloader_kwargs=kwargs)
+    with pytest.raises((OSError, KeyError, RuntimeError)) as caught:
+        start()
+    *before, note = notes_of(caught.value)
+    if sample and (workers == 0 or SHOWS_NOTES):
+        assert sample in [*before, *str(caught.value).splitlines()]
+    place = {"evaluation": "evaluation on 'small', epoch 1", "evaluate": "evaluation", "prediction": "prediction"}
+    head, _, rest = note.partition(":\n  ")
+    assert re.fullmatch(rf"In {place.get(phase, 'training, epoch 1')}, step \d, reading a batch", head)
+    assert rest.startswith(lines)
+    assert ("; after " in note) == (isinstance(data, IterableDataset) and phase.startswith("training"))
+    assert ("collate_fn: " in note) == (collate_fn is not None)
+
+
+def test_a_worker_that_is_killed_has_a_note():
+    class Killed(Scans):
+        def __getitem__(self, index: int) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    error = failure(make_trainer(), Killed(), train_dataloader_kwargs={"num_workers": 1})
+    assert "What to do: a worker process was ended from outside" in note_of(error)
+
+
+def fails(trainer: Trainer, **kwargs: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("event", "place"),
+    [
+        ("on_training_run_start", None),
+        ("on_train_epoch_start", "In training, epoch 1."),
+        ("on_train_step_start", "In training, epoch 1, step 0:\n  batch: "),
+        ("on_update_end", "In training, epoch 1, step 0:\n  batch: "),
+        ("on_train_epoch_end", "In training, epoch 1."),
+        ("on_eval_step_end", "In evaluation, epoch 1, step 0:\n  batch: "),
+        ("on_eval_epoch_end", "In evaluation, epoch 1."),
+        ("on_training_run_epoch_end", "In training, epoch 1."),
+    ],
+)
+def test_an_error_in_a_callback_names_it_and_the_event(event, place):
+    class Mine(TrainerCallback):
+        pass
+
+    setattr(Mine, event, lambda self, trainer, **kwargs: fails(trainer))
+    of_callback, *others = notes_of(failure(make_trainer([Mine()]), make_data(), eval_dataset=True))
+    assert of_callback == f"In Mine.{event}."
+    assert len(others) == (place is not None)
+    assert all(note.startswith(place) for note in others)
+    if place and place.endswith("batch: "):
+        assert "; samples [0, 1] of the dataset" in others[0]
+
+
+def test_an_error_in_the_steps_of_a_prediction_names_the_callback():
+    trainer = make_trainer([listener(on_predict_step_end=fails)])
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.predict(make_data(), per_device_batch_size=2)
+    first, second = notes_of(caught.value)
+    assert first.endswith(".on_predict_step_end.")
+    assert second.startswith("In prediction, step 0:\n  batch: ")
+
+
+def test_an_error_in_a_metric_names_it_and_what_it_was_given():
+    metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
+    error = failure(make_trainer([metrics]), make_data(), eval_dataset=True)
+    assert error.__notes__[0] == (
+        "In the metric 'accuracy', a MulticlassAccuracy, updated with Tensor(shape=(2,\n1), float32 on cpu) and "
+        "Tensor(shape=(2, 1), float32 on cpu)."
+    )
+    assert notes_of(error)[1:][0] == "In MetricsCallback.on_eval_step_end."
+    assert notes_of(error)[2].startswith("In evaluation, epoch 1, step 0:")
+
+
+def test_a_check_of_a_shipped_callback_says_all_itself():
+    only = MetricsCallback({"error": MeanSquaredError()}, only=["accuracy"])
+    trainer = make_trainer([only])
+    with pytest.raises(ValueError, match="there is no value named 'accuracy'") as caught:
+        trainer.evaluate(make_data())
+    assert not hasattr(caught.value, "__notes__")
+
+
+def note_of_an_unreadable_stream() -> str:
+    """What is said of a stream that the first process reads for all, and that fails."""
+    trainer = quiet_trainer(small_model(features=4, dtype=torch.float32))
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        trainer.train(ScanStream(), 1, per_device_batch_size=1, train_dataloader_kwargs={"num_workers": 0})
+    return f"{caught.value}\n{note_of(caught.value)}"
+
+
+@pytest.mark.processes
+def test_all_processes_say_what_could_not_be_read(two_ranks):
+    first, second = two_ranks(note_of_an_unreadable_stream)
+    said = "In training, epoch 1, step 2, reading a batch, on process {} of 2:\n  dataset: ScanStream; after 4 samples"
+    assert first.startswith("scan 5 is damaged\n" + said.format(0))
+    assert second.startswith("Rank 0 failed: OSError: scan 5 is damaged\n" + said.format(1))
+
+
+def note_of_an_unreadable_sample() -> list[str]:
+    """What is said of samples that cannot be read in the same step of both processes."""
+    kwargs = {"num_workers": 0, **IN_ORDER}
+    trainer = quiet_trainer(small_model(features=4, dtype=torch.float32))
+    with pytest.raises(OSError, match="is damaged") as caught:
+        trainer.train(Scans(2 * rank() + 1), 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
+    return notes_of(caught.value)
+
+
+@pytest.mark.processes
+def test_each_process_names_its_own_samples(two_ranks):
+    for number, notes in enumerate(two_ranks(note_of_an_unreadable_sample)):
+        assert notes == [
+            f"In reading Scans[{2 * number + 1}].",
+            f"In training, epoch 1, step 0, reading a batch, on process {number} of 2:\n"
+            f"  dataset: Scans; samples [{2 * number}, {2 * number + 1}]",
+        ]
+
+
 def note_of_an_error() -> str:
     """What is said of an error that all ranks have in their first step."""
     trainer = quiet_trainer(small_model(features=4))
@@ -185,8 +373,10 @@ def note_of_an_error() -> str:
 
 @pytest.mark.processes
 def test_the_note_names_the_process(two_ranks):
-    for rank, note in enumerate(two_ranks(note_of_an_error)):
-        start = f"In training, epoch 1, step 0, on process {rank} of 2:\n  batch: [Tensor(shape=(2, 5), float64 on cpu)"
+    for number, note in enumerate(two_ranks(note_of_an_error)):
+        start = (
+            f"In training, epoch 1, step 0, on process {number} of 2:\n  batch: [Tensor(shape=(2, 5), float64 on cpu)"
+        )
         assert note.startswith(start)
 
 
@@ -415,4 +605,4 @@ def test_an_error_of_another_trainer_within_a_step_has_one_note():
         def calculate_train_batch_loss(self, batch):
             other.predict(make_data(), per_device_batch_size=2)
 
-    assert note_of(failure(make_trainer(trainer_class=Asks), make_data())).startswith("In prediction:")
+    assert note_of(failure(make_trainer(trainer_class=Asks), make_data())).startswith("In prediction, step 0:")

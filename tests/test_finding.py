@@ -149,7 +149,7 @@ def test_a_run_after_a_trial_is_the_run_without_it():
     assert equal(*results)
 
 
-def test_the_suggestion_lies_where_the_loss_falls(tmp_path, capsys):
+def test_the_suggestion_lies_where_the_loss_falls(tmp_path):
     """A quadratic bowl of curvature 2: gradient descent falls fastest near 1/2, and explodes above 1."""
 
     class Bowl(nn.Module):
@@ -169,7 +169,7 @@ def test_the_suggestion_lies_where_the_loss_falls(tmp_path, capsys):
     assert found.lrs[0] == 1e-4
     assert found.lrs == sorted(found.lrs)
     assert found.losses[0] == 9
-    assert f"falls fastest at {found.suggestion:.3g}" in capsys.readouterr().out
+    assert f"falls fastest at {found.suggestion:.3g}" in repr(found)
     figure = found.plot(tmp_path / "plots" / "lr.png")
     assert (tmp_path / "plots" / "lr.png").stat().st_size > 5000
     assert figure.axes[0].get_xscale() == "log"

@@ -109,7 +109,7 @@ def peak_of_a_run(how: str, **kwargs: Any) -> tuple[int, dict[str, int], str]:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_peak_is_that_of_a_real_run(steps, capsys):
+def test_the_peak_is_that_of_a_real_run(steps):
     found = trainer_of_blocks().estimate_memory(rows(), BATCH, gradient_accumulation_steps=steps, **quick)
     peak, parts, stage = peak_of_a_run("whole", gradient_accumulation_steps=steps)
     assert found.peak == pytest.approx(peak, rel=0.02, abs=ORDER)
@@ -118,7 +118,6 @@ def test_the_peak_is_that_of_a_real_run(steps, capsys):
         assert found.parts[kind] == pytest.approx(parts.get(kind, 0), rel=0.01, abs=ORDER)
     assert found.parts["parameters"] == NUM_BYTES
     assert sum(found.parts.values()) == found.peak
-    assert repr(found) in capsys.readouterr().out
 
 
 def test_the_peak_is_what_the_allocator_sees():

@@ -8,7 +8,6 @@ import inspect
 import pickle
 import pydoc
 import re
-import sys
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -87,6 +86,9 @@ def test_signatures_fit_a_screen():
         assert len(str(inspect.signature(function))) < 11 * 80
     assert str(DEFAULT_CALLBACKS).startswith("(MoveModulesToDeviceCallback, TerminateOnNaNCallback, ")
     assert (*DEFAULT_CALLBACKS,) == get_default_callbacks() == DEFAULT_CALLBACKS
+    assert repr(get_default_callbacks(progress_bar=False)) == (
+        "(MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressTableCallback, AdviceCallback)"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- callbacks
@@ -308,15 +310,12 @@ def test_a_notebook_shows_the_worst_samples():
     assert [row[0] for row in shown.rows[1:]] == [str(sample.index) for sample in worst.samples]
 
 
-@pytest.mark.parametrize("is_console", [False, True], ids=["script", "console"])
-def test_what_is_found_is_shown_once(is_console, capsys, monkeypatch):
-    """A console and a notebook show what is returned; where neither does it is printed."""
-    if is_console:
-        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as Python and IPython set it
+def test_what_is_found_is_shown_once(capsys):
+    """A console and a notebook show what is returned; a script prints it."""
     trainer = make_trainer()
     rates = trainer.find_lr(make_data(20), num_steps=10)
     diagnosis = trainer.diagnose(make_data(20), num_steps=3)
-    assert capsys.readouterr().out == ("" if is_console else f"{rates}\n{diagnosis}\n")
+    assert capsys.readouterr().out == ""
     assert repr(rates) == str(rates)
     assert repr(rates).startswith("Tried 10 learning rates")
     shown = Read(diagnosis._repr_html_())

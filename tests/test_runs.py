@@ -136,7 +136,7 @@ EVENTS_THAT_STOP = [
 def check_trained_further(outcome: Any, change: str) -> None:
     again, (further, printed, reason), (whole, _, _) = outcome
     assert again.endswith(
-        "Nothing left to do: the run was stopped. enough To train it further, increase num_epochs, or pass StopsAt "
+        "Nothing left to do: the run was stopped: enough. To train it further, increase num_epochs, or pass StopsAt "
         "with other arguments or not at all."
     )
     why = "num_epochs was 3 and is 4 now" if change == "num_epochs" else "The run was stopped by StopsAt(event="
@@ -240,8 +240,9 @@ def test_an_error_after_a_request_to_stop_leaves_nothing_of_the_request():
     trainer = make_trainer(
         [listener(on_train_step_end=raises(StopTrainingError("enough"))), listener(on_train_step_end=raises(OSError()))]
     )
-    with pytest.raises(OSError, match=r"^$"):
+    with pytest.raises(OSError, match=r"^\nIn Listener.on_train_step_end.\n") as caught:
         train(trainer)
+    assert str(caught.value) == ""
     trainer.callback_handler.clear_callbacks()
     assert "evaluation_loss" in trainer.evaluate(make_data())
 

@@ -408,7 +408,7 @@ def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
     for rank, found in enumerate(two_ranks(failing_streams)):
         of_reader = "OSError: " if rank == 0 else "OSError: Rank 0 failed: OSError: "
         of_second = "OSError: " if rank == 1 else "OSError: Rank 1 failed: OSError: "
-        assert found["dealt"] == (3, f"{of_reader}no number 17")
+        assert found["dealt"] == (4, f"{of_reader}no number 17")
         assert found["dealt at once"] == (0, f"{of_reader}no number 0")
         assert found["divided"] == (3, f"{of_second}no number 17")
         assert found["own"] == (2, f"{of_second}no number 6")

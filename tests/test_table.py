@@ -19,10 +19,8 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
     GradientNormCallback,
-    LogMetricsCallback,
     MetricsCallback,
     MetricsFileCallback,
-    PrintProgressCallback,
     ProgressBarCallback,
     ProgressTableCallback,
     SaveBestModelCallback,
@@ -30,7 +28,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TimingCallback,
 )
-from tests.tasks import Stream, listener, make_data, make_model, make_trainer, train
+from tests.tasks import Stream, listener, make_data, make_model, make_trainer, told, train
 from tests.terminals import Terminal
 
 
@@ -81,7 +79,7 @@ def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypat
 def test_an_epoch_is_a_row_of_aligned_numbers(capsys):
     trainer = make_trainer(table(MetricsCallback({"mae": MeanAbsoluteError()})))
     train(trainer, epochs=3, eval_dataset=True)
-    head, rule, *body, blank, summary = printed(capsys)
+    head, rule, *body, blank, summary, best = printed(capsys)
     assert re.split(" {2,}", head) == ["epoch", "train loss", "eval loss", "mae", "lr", "time"]
     assert {len(line) for line in body} == {len(head)} == {len(rule)}
     losses = [f"{value:.4f}" for value in trainer.run_history.get_metric_values("train_loss_epoch")]
@@ -92,7 +90,8 @@ def test_an_epoch_is_a_row_of_aligned_numbers(capsys):
     assert [row[4] for row in found] == ["1.00e-01"] * 3
     assert all(re.fullmatch(r"\d+\.\d+s", row[5]) for row in found)
     assert blank == ""
-    assert summary.startswith("Trained 3 epochs, 9 updates, in ")
+    assert re.fullmatch(r"Trained 3 epochs, 9 updates, in [\d.]+s \([\d,]+ samples/s\)\.", summary)
+    assert re.fullmatch(r"Best: epoch \d, eval loss [\d.]+\.", best)
 
 
 def test_the_best_value_is_marked_and_named_in_the_summary(capsys, tmp_path):
@@ -136,7 +135,7 @@ def test_an_evaluation_of_ones_own_within_a_run_is_for_the_row(capsys):
     nested = listener(on_training_run_epoch_end=lambda t: t.evaluate(make_data(4)))
     trainer = make_trainer(table(nested))
     train(trainer, epochs=2, eval_dataset=True)
-    head, _, first, second, _, summary = printed(capsys)
+    head, _, first, second, _, summary, _ = printed(capsys)
     assert re.split(" {2,}", head)[3] == "evaluation_loss"
     assert f"{trainer.run_history.get_latest_metric('evaluation_loss'):.4f}" in second
     assert len(first.split()) == len(second.split()) == 6
@@ -147,7 +146,7 @@ def test_an_evaluation_alone_is_a_line(capsys):
     trainer = make_trainer(table())
     found = trainer.evaluate(make_data())["evaluation_loss"]
     (line,) = printed(capsys)
-    assert re.fullmatch(rf"Evaluated in [\d.]+s: evaluation_loss {found:.4f}", line)
+    assert re.fullmatch(rf"Evaluated in [\d.]+s: evaluation_loss {found:.6g}", line)
     train(trainer, eval_dataset=True)
     assert trainer.evaluate()
     assert printed(capsys)[-1].startswith("Evaluated in")
@@ -173,6 +172,58 @@ def test_numbers_are_as_precise_as_each_other_and_what_is_no_number_is_left_out(
     head, _, row = printed(capsys)[:3]
     assert re.split(" {2,}", head)[2:-2] == list(given)
     assert row.split()[2:-2] == ["1.23e+06", "1.50e-05", "12,345", "0.6667", "nan"]
+
+
+def test_a_column_changes_its_format_once_and_nothing_moves_when_a_loss_grows(capsys):
+    losses = [0.5, 9999.99994, 24039.7578, 7.37e7, 3.0, 1e-7, -2.5e30]
+
+    def record(trainer: Trainer, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("growing", losses[trainer.progress.epoch - 1])
+        trainer.run_history.update_metric("steady", 0.25)
+
+    train(make_trainer(table(listener(on_train_epoch_end=record))), epochs=len(losses))
+    head, _, *body = printed(capsys)[: 2 + len(losses)]
+    assert [row[2] for row in rows(body)] == [
+        *("0.5000", "9999.9999"),
+        *("2.40e+04", "7.37e+07", "3.00e+00", "1.00e-07", "-2.50e+30"),
+    ]
+    assert {row[3] for row in rows(body)} == {"0.2500"}
+    assert {len(line) for line in body} == {len(head)}
+
+
+def test_a_metric_that_comes_later_is_a_column_at_the_right(capsys):
+    def record(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.epoch > 1:
+            trainer.run_history.update_metric("late", 0.25)
+
+    train(make_trainer(table(listener(on_eval_epoch_end=record))), epochs=3, eval_dataset=True)
+    first, _, _, second, _, *body = printed(capsys)[:7]
+    assert re.split(" {2,}", first) == ["epoch", "train loss", "eval loss", "lr", "time"]
+    assert second == f"{first}       late"
+    assert [line.endswith("     0.2500") for line in body] == [True, True]
+
+
+@pytest.mark.parametrize(("updates", "every"), [(45, 10), (420, 20)])
+def test_a_stream_has_rows_within_its_epoch_with_the_means_since_the_row_before(updates, every, capsys):
+    seen: list[float] = []
+    gather = listener(on_train_step_end=lambda t, batch_output, **_: seen.append(batch_output["loss"].item()))
+    callbacks = table(gather, StepBasedEvaluationCallback(2 * every))
+    kwargs = {"train_dataset": Stream(2 * updates), "train_dataloader_kwargs": {}, "eval_dataset": True}
+    train(make_trainer(callbacks), None, max_num_train_steps=updates, **kwargs)
+    *within, last = rows(printed(capsys))
+    steps = [*range(every, updates, every)]
+    assert [row[:2] for row in within] == [["step", str(step)] for step in steps]
+    means = [sum(seen[step - every : step]) / every for step in steps]
+    assert [float(row[2]) for row in within] == pytest.approx(means, rel=0.01, abs=1e-4)
+    assert [len(row) for row in within] == [6 if step % (2 * every) == 0 else 5 for step in steps]
+    assert last[0] == "1"
+
+
+def test_rows_within_an_epoch_can_be_asked_for(capsys):
+    train(make_trainer([ProgressTableCallback(show_always=True, row_every_n_updates=2)]), epochs=2)
+    assert [line[:8].strip() for line in printed(capsys)[2:7]] == ["step 2", "1/2", "step 1", "step 3", "2/2"]
+    with pytest.raises(ValueError, match="row_every_n_updates=0 must be"):
+        ProgressTableCallback(row_every_n_updates=0)
 
 
 # ----------------------------------------------------------------------------------------------- width
@@ -265,15 +316,17 @@ def test_the_part_of_an_epoch_that_was_trained_is_a_row(capsys):
     assert part.split()[2] == f"{trainer.run_history.get_latest_metric('train_loss_epoch'):.4f}"
 
 
-def test_an_early_stop_comes_after_the_row_and_before_the_summary(capsys):
+def test_the_reason_of_a_stop_comes_last(capsys):
     trainer = make_trainer(table(EarlyStoppingCallback(early_stopping_patience=1)), optimizer=None)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
     train(trainer, epochs=5, eval_dataset=True)
     lines = printed(capsys)
     assert [row[0] for row in rows(lines)] == ["1/5", "2/5"]
-    reason = next(number for number, line in enumerate(lines) if line.startswith("Stopping: eval_loss_epoch"))
-    assert reason > lines.index(next(line for line in lines if line.startswith("2/5")))
-    assert any(line.startswith("Stopped in epoch 2, after update 6") for line in lines[reason:])
+    assert lines[-3].startswith("Stopped in epoch 2, after update 6")
+    assert lines[-1].startswith(
+        "Stopped: eval_loss_epoch has not improved by more than 0.01 (early_stopping_threshold) for 1 epoch "
+        "(early_stopping_patience); best "
+    )
 
 
 def test_a_resumed_run_goes_on_with_its_numbers_and_its_best_epoch(tmp_path, capsys):
@@ -298,32 +351,75 @@ def test_a_resumed_run_goes_on_with_its_numbers_and_its_best_epoch(tmp_path, cap
     assert not [line for line in lines if "Trained" in line or "Best:" in line]
 
 
-def test_an_interrupted_run_says_so_after_where_it_is_saved(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_says_where_it_is_saved_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     interrupt = listener(
         on_train_step_end=lambda t, **_: os.kill(os.getpid(), signal.SIGINT) if t.progress.update == 2 else None
     )
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         train(make_trainer(table(interrupt, SaveTrainingStateCallback("states"))))
     lines = printed(capsys)
     assert lines[0] == "Stopping because of SIGINT."
-    saved = next(number for number, line in enumerate(lines) if line.startswith("The run is saved in"))
-    assert lines[saved + 2].startswith("Interrupted in epoch 1, after update 2, in")
+    said = told(caught.value, " ".join(lines))
+    assert said.index("Interrupted in epoch 1, after update 2, in") < said.index("The run is saved in")
+    assert said.endswith('resume_from="latest".')
 
 
 # ------------------------------------------------------------------------------------- where it is shown
 
 
-def test_where_there_is_no_terminal_the_lines_of_the_ancestor_are_printed(capsys):
-    def run(*callbacks: Any) -> list[str]:
-        trainer = make_trainer(callbacks)
-        train(trainer, epochs=2, eval_dataset=True)
-        trainer.evaluate()
-        return printed(capsys)
+def test_where_there_is_no_terminal_lines_and_the_summary_are_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    callbacks = [ProgressTableCallback, StepBasedEvaluationCallback(2), SaveBestModelCallback("best.pt")]
+    trainer = train(make_trainer(callbacks), epochs=2, eval_dataset=True)
+    trainer.evaluate()
+    number, rate = r"[\d.e+-]+", r"[\d,]+"
+    losses = trainer.run_history.get_metric_values("train_loss_epoch")
+    times = rf"  time: {number}s, samples/s: {rate}, lr: 0\.1"
+    expected = [
+        "Starting training run",
+        "Starting epoch 1/2",
+        rf"  step: 2, intermediate_eval_loss: {number}",
+        rf"  train_loss_epoch: {losses[0]:.6g}",
+        rf"  eval_loss_epoch: {number}",
+        times,
+        "Starting epoch 2/2",
+        rf"  step: 1, intermediate_eval_loss: {number}",
+        rf"  step: 3, intermediate_eval_loss: {number}",
+        rf"  train_loss_epoch: {losses[1]:.6g}",
+        rf"  eval_loss_epoch: {number}",
+        times,
+        "Loading the best model: epoch 2, .*",
+        rf"Trained 2 epochs, 6 updates, in {number}s \({rate} samples/s\)\.",
+        rf"Best: epoch 2, eval loss {number}\.",
+        "  best model: best.pt",
+        "Starting evaluation run",
+        rf"Evaluated in {number}s: evaluation_loss {number}",
+    ]
+    for line, pattern in zip(printed(capsys), expected, strict=True):
+        assert re.fullmatch(pattern, line)
 
-    before = run(PrintProgressCallback, LogMetricsCallback, StepBasedEvaluationCallback(2))
-    assert run(ProgressTableCallback, StepBasedEvaluationCallback(2)) == before
-    assert before[0] == "Starting training run"
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_a_failed_run_shows_what_its_epochs_have_recorded_but_not_the_unfinished_one(error, always, capsys):
+    def fail(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.epoch == 2:
+            raise error
+
+    shown = [ProgressTableCallback(show_always=always)]
+    for failing, name in [(fails_at(4, error), "train_loss_epoch"), (listener(on_eval_epoch_end=fail), "")]:
+        trainer = make_trainer([*shown, failing])
+        with pytest.raises(type(error)):
+            train(trainer, epochs=3, eval_dataset=True)
+        *_, last, summary, best = printed(capsys)
+        assert "in epoch 2, after update" in summary
+        assert best.startswith("Best: epoch ")
+        losses = trainer.run_history.get_metric_values("train_loss_epoch")
+        assert len(losses) == 2  # that of the unfinished epoch is in the history
+        if always:
+            continue
+        assert last == "Starting epoch 2/3" if name else last.startswith("  eval_loss_epoch: ")
 
 
 def test_in_a_terminal_what_is_printed_leaves_the_table_whole(monkeypatch):
@@ -349,7 +445,7 @@ def test_in_a_terminal_what_is_printed_leaves_the_table_whole(monkeypatch):
     bars = [bar for bar in re.split(r"[\r\n]|\x1b\[\d*\w", terminal.written) if bar.startswith("Epoch")]
     assert max(len(bar.rstrip()) for bar in bars) <= 80
     assert not [bar for bar in bars if bar.rstrip().endswith(",")]
-    assert any("loss=" in bar and "left=" in bar and "samples/s=" in bar for bar in bars)
+    assert any("loss=" in bar and "ETA=" in bar and "samples/s=" in bar for bar in bars)
     summary = next(number for number, line in enumerate(shown) if line.startswith("Trained 3 epochs, 9 updates"))
     assert max(map(len, shown[summary:])) <= 80  # it is wrapped
 

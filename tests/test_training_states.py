@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,7 @@ from tests.tasks import (
     quiet_trainer,
     regression_data,
     small_model,
+    told,
     train,
 )
 
@@ -389,6 +391,49 @@ def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)] == before
     assert [path.name for path in states(tmp_path)] == ["update-000000008"]
     assert_same(run(tmp_path, save_every_n_steps=None), run(tmp_path / "whole", save_every_n_steps=None))
+
+
+PROGRAM = """
+import os, signal, sys, time
+from tests.tasks import Rows, listener, make_data, make_trainer, train
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+
+def interrupt(trainer, **kwargs):
+    if trainer.progress.update == 2:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+saver = [SaveTrainingStateCallback(sys.argv[2])] if sys.argv[2:] else []
+trainer = make_trainer([listener(on_train_step_start=interrupt), *saver])
+train(trainer, 9, train_dataset=Rows(make_data()), train_dataloader_kwargs={"num_workers": 0})
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "saves", "code"), [(signal.SIGINT, False, -2), (signal.SIGINT, True, -2), (signal.SIGTERM, True, 143)]
+)
+def test_a_program_that_a_signal_ends_says_last_how_to_resume_and_exits_as_shells_expect(tmp_path, number, saves, code):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, number.name, *([str(tmp_path)] if saves else [])],
+        env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout  # shells show 130 for -2
+    assert ("Traceback" in done.stdout) == (number == signal.SIGINT)
+    assert "engine" not in done.stdout
+    said = " ".join(done.stdout.split())
+    assert f"The run is saved in '{tmp_path}/update-000000003'" in said or not saves
+    assert said.endswith('arguments and resume_from="latest".' if saves else "KeyboardInterrupt")
+
+
+def test_an_interrupt_shows_the_lines_of_the_user_only():
+    class Interrupted(Rows):
+        def __getitem__(self, index):
+            raise KeyboardInterrupt
+
+    for method in (make_trainer().evaluate, make_trainer().predict):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            method(Interrupted(make_data()), dataloader_kwargs={"num_workers": 0})
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+        assert names == [test_an_interrupt_shows_the_lines_of_the_user_only.__name__, "call", "__getitem__"]
 
 
 def test_workers_that_leave_signals_to_the_run_are_initialised_as_asked(tmp_path):
@@ -1376,27 +1421,27 @@ class FillsDisk(TrainerCallback):
 def test_a_full_disk_ends_the_run_and_the_last_state_is_whole_and_named(tmp_path, asynchronous, capsys):
     fills = FillsDisk(9)  # where the next thing to be written is a state
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match="File too large") as caught:
             run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)
     finally:
         fills.free()
     assert [path.name for path in states(tmp_path)] == ["update-000000003", "update-000000006"]
     assert not list((tmp_path / "states").glob(".*tmp"))
     saved = f"The run is saved in '{tmp_path}/states/update-000000006', after update 6."
-    assert saved in " ".join(capsys.readouterr().out.split())
+    assert saved in told(caught.value, capsys.readouterr().out)
     fills.first = 7  # the resumed run can save nothing of its own
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match="File too large") as caught:
             run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)
     finally:
         fills.free()
-    assert saved in " ".join(capsys.readouterr().out.split())
+    assert saved in told(caught.value, capsys.readouterr().out)
     whole = run(tmp_path / "whole", save_every_n_steps=3)
     assert_same(run(tmp_path, save_every_n_steps=3), whole)
 
 
 def fail_while_a_state_is_written(folder: Path) -> str:
-    """What is printed when both processes fail in the update after a state that is not yet complete."""
+    """What is told when both processes fail in the update after a state that is not yet complete."""
     assert world_size() == 2
     may_end, sync, output = threading.Event(), os.fsync, io.StringIO()
 
@@ -1413,7 +1458,7 @@ def fail_while_a_state_is_written(folder: Path) -> str:
     trainer = make_trainer([saving, listener(on_train_step_start=fail)])
     with patch.object(os, "fsync", waiting_sync), contextlib.redirect_stdout(output):
         try:
-            with contextlib.suppress(RuntimeError):
+            with pytest.raises(RuntimeError, match="broken") as caught:
                 train(trainer, size=40)
         finally:
             may_end.set()
@@ -1421,13 +1466,13 @@ def fail_while_a_state_is_written(folder: Path) -> str:
                 if thread.name == "training-state-writer":
                     thread.join(120)
     assert trainer.progress.update == 5
-    return output.getvalue()
+    return told(caught.value, output.getvalue())
 
 
 @pytest.mark.processes
 def test_a_state_that_was_still_being_written_when_a_run_failed_is_not_said_to_be_saved(tmp_path, two_ranks):
-    printed, _ = two_ranks.run(fail_while_a_state_is_written, tmp_path)
-    assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in " ".join(printed.split())
+    said, _ = two_ranks.run(fail_while_a_state_is_written, tmp_path)
+    assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in said
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -21,6 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite.base.text import SHOWS_NOTES
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -45,6 +46,7 @@ from tests.tasks import (
     quiet_trainer,
     regression_data,
     small_model,
+    told,
     train,
     weights,
 )
@@ -298,7 +300,7 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     best = SaveBestModelCallback("best.pt", "score")
     metrics = scores([2 / 3, 1 / 3, 1 / 3])
     train(make_trainer([*DEFAULT_CALLBACKS, metrics, best, stopping]), epochs=9, eval_dataset=True)
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  time: ")]
     assert lines[3].endswith("score: 0.666667")
     assert lines[6].endswith("score: 0.333333")
     assert lines[7] == (
@@ -308,11 +310,14 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     assert lines[10].endswith("score: 0.333333")
     assert "2 of 2 epochs of patience" in lines[11]
     assert lines[12:] == [
-        "Stopping: score has not improved by more than 0.01 (early_stopping_threshold) for 2 epochs "
-        "(early_stopping_patience); best 0.666667, greater is better.",
-        "Finishing training run",
         "Loading the best model: epoch 1, score: 0.666667 (greater is better)",
+        lines[13],
+        "Best: epoch 1, score 0.6667.",
+        "  best model: best.pt",
+        "Stopped: score has not improved by more than 0.01 (early_stopping_threshold) for 2 epochs "
+        "(early_stopping_patience); best 0.666667, greater is better.",
     ]
+    assert lines[13].startswith("Stopped in epoch 3, after update 9, in ")
 
 
 def warnings_of_watched_metrics() -> list[str]:
@@ -685,7 +690,7 @@ def test_a_run_that_is_stopped_in_order_is_said_to_finish(capsys):
         raise StopTrainingError("enough")
 
     train(make_trainer([PrintProgressCallback, listener(on_train_step_end=stop)]))
-    assert capsys.readouterr().out.splitlines()[-2:] == ["enough", "Finishing training run"]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["Finishing training run", "Stopped: enough"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -696,13 +701,12 @@ def test_a_run_that_is_interrupted_says_where_it_is_saved_and_how_to_resume_it(a
 
     saver = SaveTrainingStateCallback("states", asynchronous=asynchronous)
     trainer = make_trainer([PrintProgressCallback, listener(on_train_step_end=interrupt), saver])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         train(trainer)
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "Stopping because of SIGINT.",
-        "The run is saved in 'states/update-000000002', after update 2. To resume it, call train() with the same "
-        'arguments and resume_from="latest".',
-    ]
+    assert told(caught.value, capsys.readouterr().out).endswith(
+        " Stopping because of SIGINT. The run is saved in 'states/update-000000002', after update 2. To resume it, "
+        'call train() with the same arguments and resume_from="latest".'
+    )
     assert [path.name for path in Path("states").glob("update-*")] == ["update-000000002"]
     train(make_trainer([PrintProgressCallback, saver]), resume_from="latest")
     assert capsys.readouterr().out.splitlines()[-1] == "Finishing training run"
@@ -716,9 +720,13 @@ def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
     trainer = make_trainer(
         [SaveTrainingStateCallback("states", save_every_n_steps=2), listener(on_train_step_end=fail)]
     )
-    with pytest.raises(ValueError, match="broken"):
+    with pytest.raises(ValueError, match="broken") as caught:
         train(trainer)
-    assert "The run is saved in 'states/update-000000002', after update 2." in capsys.readouterr().out
+    assert "The run is saved in 'states/update-000000002', after update 2." in told(
+        caught.value, capsys.readouterr().out
+    )
+    if SHOWS_NOTES:
+        assert caught.value.__notes__[-1].startswith("The run is saved in")  # below what happened
 
 
 def test_a_failing_evaluation_after_a_run_is_not_said_to_be_saved(here, capsys):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dis
 import inspect
 import linecache
-import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from pytorch_accel_lite.base.environment import LIBRARIES
+from pytorch_accel_lite.base.environment import is_installed
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.unknown_names import suggest
 
@@ -91,13 +90,8 @@ def _unknown_events(callback_class: type, events: Collection[str]) -> Iterator[s
     for name in dir(callback_class):
         if name.startswith("on_") and name not in events and callable(getattr(callback_class, name)):
             owners = (base.__module__ for base in callback_class.__mro__ if name in vars(base))
-            if not any(_is_installed(sys.modules.get(owner)) for owner in owners):
+            if not any(is_installed(sys.modules.get(owner)) for owner in owners):
                 yield name
-
-
-def _is_installed(module: Any) -> bool:
-    file = getattr(module, "__dict__", {}).get("__file__")
-    return file is not None and os.path.realpath(file).startswith(LIBRARIES)
 
 
 def _sources(trainer: Any) -> Iterator[str]:
@@ -106,7 +100,7 @@ def _sources(trainer: Any) -> Iterator[str]:
     used = {base.__module__ for part in parts for base in type(part).__mro__}
     for name, module in list(sys.modules.items()):
         is_ours = name.partition(".")[0] == __package__.partition(".")[0]
-        if not is_ours and (name in used or not _is_installed(module)):
+        if not is_ours and (name in used or not is_installed(module)):
             yield "".join(linecache.getlines(getattr(module, "__dict__", {}).get("__file__") or ""))
     yield from vars(sys.modules["__main__"]).get("In", [])  # the cells of a notebook
 

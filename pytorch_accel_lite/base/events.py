@@ -10,7 +10,9 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.callback_checks import check_call, check_callback
+from pytorch_accel_lite.base.inspection import checked_by, is_ours
 from pytorch_accel_lite.base.reprs import constructor_call
+from pytorch_accel_lite.base.text import add_note
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
@@ -359,11 +361,10 @@ class CallbackHandler:
         if len(listeners) == 1 and self.timer is None:
             try:
                 listeners[0](*args, **kwargs)
-            except StopTrainingError as stop:
-                _note_source(stop, listeners[0])
-                raise
-            except TypeError:
-                check_call(listeners[0], event, args, kwargs)
+            except Exception as error:
+                _note_source(error, listeners[0], event)
+                if isinstance(error, TypeError):
+                    check_call(listeners[0], event, args, kwargs)
                 raise
             return
         raised: list[Exception] = []
@@ -385,9 +386,10 @@ class CallbackHandler:
                     with timer(getattr(listener, "__self__", listener)):
                         listener(*args, **kwargs)
             except (StopTrainingError, NonFiniteLossError) as error:
-                _note_source(error, listener)
+                _note_source(error, listener, event)
                 ask(error)
             except Exception as error:
+                _note_source(error, listener, event)
                 self._failed = listener
                 if isinstance(error, TypeError):
                     check_call(listener, event, args, kwargs)
@@ -395,13 +397,13 @@ class CallbackHandler:
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
-        return _errors_of(self.listeners[event], *args, **kwargs)
+        return _errors_of(event, self.listeners[event], *args, **kwargs)
 
     def notify_rest(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Do the same after an error in this event, for the callbacks after the one that raised it."""
         listeners, failed, self._failed = self.listeners[event], self._failed, None
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
-        return _errors_of(listeners[first:], *args, **kwargs)
+        return _errors_of(event, listeners[first:], *args, **kwargs)
 
     tell_all = notify_all
 
@@ -427,19 +429,23 @@ class CallbackHandler:
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
 
 
-def _errors_of(listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list[Exception]:
-    """Call all of them, even if some raise, and return their errors."""
+def _errors_of(event: str, listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list[Exception]:
+    """Call all listeners to an event, even if some raise, and return their errors."""
     errors = []
     for listener in listeners:
         try:
             listener(*args, **kwargs)
         except Exception as error:
+            _note_source(error, listener, event)
             errors.append(error)
     return errors
 
 
-def _note_source(error: Exception, listener: Listener) -> None:
-    """Note in a request to stop which callback raised it: a run with another one may be trained further."""
-    callback = getattr(listener, "__self__", None)
-    if isinstance(error, StopTrainingError) and isinstance(callback, TrainerCallback):
-        error.raised_by = callback._as_created()  # noqa: SLF001
+def _note_source(error: Exception, listener: Listener, event: str) -> None:
+    """Note in an error which callback raised it; in a request to stop, as a run with another may be trained further."""
+    callback = getattr(listener, "__self__", listener)
+    if isinstance(error, StopTrainingError):
+        if isinstance(callback, TrainerCallback):
+            error.raised_by = callback._as_created()  # noqa: SLF001
+    elif not isinstance(error, NonFiniteLossError) and not (is_ours(type(callback)) and checked_by(error)):
+        add_note(error, f"In {type(callback).__name__}.{event}.")

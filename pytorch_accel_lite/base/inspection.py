@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,14 @@ import torch
 def is_ours(thing: object) -> bool:
     """Whether a class or a function belongs to this package, rather than to its user."""
     return str(getattr(thing, "__module__", "")).partition(".")[0] == "pytorch_accel_lite"
+
+
+def checked_by(error: BaseException) -> str:
+    """Return the module of this package whose check has raised an error, so that its message says all; or nothing."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__"))
+    is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and module.startswith("pytorch_accel_lite.")
+    return module if is_check else ""
 
 
 def is_overridden(instance: object, method: str) -> bool:

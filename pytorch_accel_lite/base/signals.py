@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pytorch_accel_lite.base.events import RunInterruptedError
+from pytorch_accel_lite.base.text import add_note, notes_of
 
 _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 
@@ -42,10 +43,14 @@ def exit_for(interruption: Exception | None) -> None:
     """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
 
     A handler that the program had installed for this signal is called first: submitit's, for example, returns the job
-    to the queue.
+    to the queue. The notes of the interruption become those of the exception.
     """
     if isinstance(interruption, RunInterruptedError):
         handler = signal.getsignal(interruption.signum)
         if callable(handler) and handler is not signal.default_int_handler:
             handler(interruption.signum, None)
-        raise KeyboardInterrupt if interruption.signum == signal.SIGINT else SystemExit(128 + interruption.signum)
+        is_from_keyboard = interruption.signum == signal.SIGINT
+        end = KeyboardInterrupt() if is_from_keyboard else SystemExit(128 + interruption.signum)
+        for note in notes_of(interruption):
+            add_note(end, note)
+        raise end

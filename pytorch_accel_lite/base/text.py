@@ -13,24 +13,34 @@ from tqdm import tqdm
 
 from pytorch_accel_lite.base.environment import is_terminal
 
+_NOTE_WIDTH = 80
+#: Whether Python shows the notes of an error below its traceback.
+SHOWS_NOTES = sys.version_info >= (3, 11)
+
+
+def to_number(value: Any) -> Any:
+    """Return the number in a scalar of numpy or torch; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
 
 def format_metric(value: Any) -> str:
     """Format a value for display: floats, including numpy's and those in scalar tensors, with six digits."""
-    if not isinstance(value, str) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
+    value = to_number(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def format_value(value: Any) -> str:
-    """Return a number with four decimals, or three significant digits if small or large; empty if not a number."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not isinstance(value, float):
+def format_value(value: Any, scientific: bool = False) -> str:
+    """Return a number with four decimals, or three significant digits if small or large; empty if not a number.
+
+    :param scientific: write it as a small or large number in any case
+    """
+    value = to_number(value)
+    if not isinstance(value, (int, float)):
         return ""
+    if isinstance(value, int) and not scientific:
+        return f"{value:,}"
     is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
-    return f"{value:.2e}" if is_extreme else f"{value:.4f}"
+    return f"{value:.2e}" if is_extreme or scientific else f"{value:.4f}"
 
 
 def format_duration(seconds: float) -> str:
@@ -50,6 +60,24 @@ def wrapped(text: str, indent: str = "") -> str:
         return text
     columns = shutil.get_terminal_size().columns
     return textwrap.fill(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def add_note(error: BaseException, *lines: str) -> None:
+    """Add a note to an error, each line of it wrapped at 80 columns.
+
+    Before Python 3.11, tracebacks do not show notes, but ``__notes__`` holds them all the same.
+    """
+    shown = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2) if len(lines) > 1 else ""
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        shown.append(textwrap.fill(line, _NOTE_WIDTH, subsequent_indent=indent, **options))
+    vars(error)["__notes__"] = [*notes_of(error), "\n".join(shown)]
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an error."""
+    return list(getattr(error, "__notes__", []))
 
 
 def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
+from pytorch_accel_lite.base.environment import leave_out_libraries
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -178,7 +179,11 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
             raise RuntimeError(
                 f"{type(self).__name__}.__init__ does not call super().__init__(model, loss_func, optimizer)."
             )
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            leave_out_libraries(interrupt)
+            raise
 
     return call
 

@@ -65,22 +65,24 @@ def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallba
     :param progress_bar: include :class:`ProgressBarCallback`
     """
     bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if progress_bar else ()
-    return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressTableCallback, *bar, AdviceCallback)
+    return _Callbacks(
+        (MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressTableCallback, *bar, AdviceCallback)
+    )
 
 
-class _DefaultCallbacks(tuple[type[TrainerCallback], ...]):
-    """A tuple that shows as one word when it is a default value in a signature."""
+class _Callbacks(tuple[type[TrainerCallback], ...]):
+    """A tuple that shows the names of its classes, or one word when it is a default value in a signature."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return "DEFAULT_CALLBACKS"
+        return "DEFAULT_CALLBACKS" if self is DEFAULT_CALLBACKS else str(self)
 
     def __str__(self) -> str:
         return f"({', '.join(callback.__name__ for callback in self)})"
 
 
-DEFAULT_CALLBACKS = _DefaultCallbacks(get_default_callbacks())
+DEFAULT_CALLBACKS = get_default_callbacks()
 
 _ROOMS = "pytorch_accel_lite.callbacks", "pytorch_accel_lite.base.events", "pytorch_accel_lite.base.watched_metric"
 __all__ = [

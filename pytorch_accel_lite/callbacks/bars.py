@@ -37,6 +37,7 @@ class TerminalBar(tqdm):  # type: ignore[misc]
             TerminalBar._num_shown += 1
         counted = "{n_fmt} {unit}" if kwargs["total"] is None else _FORMAT
         stream = sys.stderr.stream if isinstance(sys.stderr, _AboveBars) else sys.stderr
+        self.desc = kwargs["desc"]  # which tqdm omits in bars that are not shown
         form = f"{{desc}}: {counted}{{postfix}}"
         super().__init__(bar_format=form, leave=False, dynamic_ncols=True, file=stream, **kwargs)
 

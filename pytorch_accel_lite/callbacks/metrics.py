@@ -14,8 +14,9 @@ import torch
 from pytorch_accel_lite.base.batches import KNOWN_OUTPUTS, TARGET_KEYS, is_number
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.text import add_note, did_you_mean
 from pytorch_accel_lite.callbacks.metric_names import create_metric
 
 if TYPE_CHECKING:
@@ -146,9 +147,14 @@ class MetricsCallback(TrainerCallback):
             return
         with torch.no_grad():
             arguments = self.transform(batch, batch_output)
-            parts: Iterable[Any] = torch.nn.ModuleDict.values(metrics)
-            for metric in parts:  # the collection's own update() also looks for the keywords that each takes
-                metric.update(*arguments)
+            parts: Iterable[tuple[str, Any]] = torch.nn.ModuleDict.items(metrics)
+            for name, metric in parts:  # the collection's own update() also looks for the keywords that each takes
+                try:
+                    metric.update(*arguments)
+                except Exception as error:
+                    values = " and ".join(map(short, arguments))
+                    add_note(error, f"In the metric {name!r}, a {type(metric).__name__}, updated with {values}.")
+                    raise
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
         with warnings.catch_warnings():

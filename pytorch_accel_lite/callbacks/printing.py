@@ -14,20 +14,14 @@ from pytorch_accel_lite.optimizers.operations import parts_of
 class PrintProgressCallback(TrainerCallback):
     """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
 
-    _failed = False
-
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._failed = False
         trainer.print("Starting training run")
-
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._failed = True
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         trainer.print(f"Starting epoch {epoch_of(trainer)}")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not self._failed and trainer.current_run.end.pause is None:
+        if trainer.current_run.end.is_regular:
             trainer.print("Finishing training run")
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -41,7 +35,8 @@ class LogMetricsCallback(TrainerCallback):
     """Print newly recorded metrics, once per machine.
 
     Metrics are printed after the training part of an epoch, and after every callback has seen the end of the epoch or
-    the evaluation. Override :meth:`log_metrics` to send them elsewhere.
+    the evaluation, but not those of an epoch that an error or a pause has cut short. Override :meth:`log_metrics` to
+    send them elsewhere.
     """
 
     def __init__(self) -> None:
@@ -72,17 +67,24 @@ class LogMetricsCallback(TrainerCallback):
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._log_new(trainer)
+
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if trainer.current_run.end.is_regular:
+            self._log_new(trainer)
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._log_new(trainer)
 
     def _log_new(self, trainer: TrainerLike) -> None:
         trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
-        metrics = self._new.take(trainer.run_history)
+        metrics = self._take_new(trainer)
         if metrics:
             self.log_metrics(trainer, metrics)
+
+    def _take_new(self, trainer: TrainerLike) -> dict[str, Any]:
+        return self._new.take(trainer.run_history)
 
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
         """Print metrics on one line.

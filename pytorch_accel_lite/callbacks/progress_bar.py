@@ -21,14 +21,40 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import TrainerRunConfig
 
 
+class _Speed:
+    """Samples and seconds of training, of which the share fades with a time constant of ten seconds.
+
+    :ivar samples: the fading number of samples
+    :ivar seconds: the fading time in seconds, 0 until the first step is over, which may take much longer than others
+    """
+
+    def __init__(self) -> None:
+        self.samples = self.seconds = 0.0
+        self._last: tuple[int, float] | None = None
+
+    def mark(self, samples: int, now: float) -> None:
+        """Leave out the time since the last mark, which was not spent on training."""
+        self._last = samples, now
+
+    def add(self, samples: int, now: float) -> None:
+        """Add the samples since the last mark."""
+        if self._last is not None and now > self._last[1]:
+            seconds = now - self._last[1]
+            share = max(math.exp(-seconds / 10), 0.8)  # of several steps, however long each takes
+            self.samples = share * self.samples + samples - self._last[0]
+            self.seconds = share * self.seconds + seconds
+        self.mark(samples, now)
+
+
 class ProgressBarCallback(TrainerCallback):
     """Show a progress bar for each training epoch and each evaluation, in a terminal or a notebook.
 
-    The bar shows the running mean of the loss, the latest evaluation loss, the learning rate of each optimizer, the
-    samples per second over all processes and, if the length of the run is known, the time left. The loss is read from
-    the device only when it is shown, a few times per second. A narrow terminal shows as much of this as fits; printed
-    text appears above the bar. Only the first process of each machine shows bars, and only if its output is a terminal
-    or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
+    The bar of an epoch shows the running mean of the loss, the remaining time of the run if its length is known, the
+    samples per second over all processes, averaged over about the last ten seconds of training, the latest evaluation
+    loss and the learning rate of each optimizer; that of an evaluation or a prediction, its own remaining time. The
+    loss is read from the device only when it is shown, a few times per second. A narrow terminal shows as much of this
+    as fits; printed text appears above the bar. Only the first process of each machine shows bars, and only if its
+    output is a terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
 
     :param show_always: show bars even if the output is a file or a pipe
     :param refresh_seconds: seconds between refreshes of the bar
@@ -47,19 +73,28 @@ class ProgressBarCallback(TrainerCallback):
         self.pbar: Any = None
         self.eval_pbar: Any = None
         self._config: TrainerRunConfig | None = None
-        self._run_start = self._epoch_start = self._next_refresh = 0.0
-        self._updates_before = self._samples_before = 0
+        self._run_start = self._eval_start = self._next_refresh = 0.0
+        self._updates_before = 0
         self._interval = refresh_seconds
+        self._speed = _Speed()
 
     def _start(self, trainer: TrainerLike, loader: Any, description: str, before: Any) -> Any:
         if before is not None:  # for example, of an evaluation that failed
             before.close()
+        shows_bars = self._shows_bars(trainer)
+        seconds = self.line_every_seconds if trainer.accelerator.is_local_main_process else None
+        self._interval = self.refresh_seconds if shows_bars else math.inf if seconds is None else seconds
+        now = time.monotonic()
+        if shows_bars:
+            self._next_refresh = now
+        elif self._next_refresh <= now:
+            self._next_refresh = now + self._interval
         arguments = {
             "desc": description,
             "total": find_length(loader),
             "unit": "batches",
             "mininterval": self.refresh_seconds,
-            "disable": not self._shows_bars(trainer),
+            "disable": not shows_bars,
         }
         return NotebookBar(NotebookOutput.of(trainer), **arguments) if in_notebook() else TerminalBar(**arguments)
 
@@ -67,37 +102,34 @@ class ProgressBarCallback(TrainerCallback):
         is_watched = self.show_always or in_notebook() or is_terminal(sys.stderr)
         return bool(trainer.accelerator.is_local_main_process and is_watched)
 
-    def _begin_run(self, trainer: TrainerLike) -> None:
-        self._config = trainer.run_config
-        self._run_start = time.monotonic()
-        self._updates_before = trainer.progress.update
-        self._interval = self.refresh_seconds
-        if not self._shows_bars(trainer):
-            seconds = self.line_every_seconds if trainer.accelerator.is_local_main_process else None
-            self._interval = math.inf if seconds is None else seconds
-        self._next_refresh = self._run_start + self._interval
-
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.run_config is not self._config:  # a run's first epoch, even if a subclass overrides the start event
-            self._begin_run(trainer)
         self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
-        self._epoch_start = time.monotonic()
-        self._samples_before = trainer.progress.samples_in_epoch
+        now = time.monotonic()
+        if trainer.run_config is not self._config:  # a run's first epoch, even if a subclass overrides the start event
+            self._config = trainer.run_config
+            self._run_start = now
+            self._updates_before = trainer.progress.update
+            self._speed = _Speed()
+        else:
+            self._speed.mark(trainer.progress.samples, now)
         if not self.pbar.disable:
-            self._next_refresh = self._epoch_start
             self.pbar.update(trainer.progress.step)
 
     def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         now = time.monotonic()
-        if now < self._next_refresh:
-            return
+        if now >= self._next_refresh:
+            self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now), now)
+
+    def _refresh(self, trainer: TrainerLike, bar: Any, step: int, numbers: dict[str, str], now: float) -> None:
+        """Show how far an epoch or an evaluation is, on its bar or as a line."""
         self._next_refresh = now + self._interval
-        if self.pbar.disable:
-            numbers = ", ".join(f"{name} {value}" for name, value in self._numbers(trainer, now).items())
-            of_all = "" if self.pbar.total is None else f"/{self.pbar.total}"
-            trainer.print(f"Epoch {epoch_of(trainer)}, step {trainer.progress.step}{of_all}: {numbers}")
+        if bar.disable:
+            of_all = "" if bar.total is None else f"/{bar.total}"
+            text = ", ".join(f"{name} {value}" for name, value in numbers.items())
+            trainer.print(f"{bar.desc}, step {step}{of_all}: {text}")
         else:
-            self._show(trainer, now)
+            bar.set_postfix(numbers, refresh=False)
+            bar.update(step - bar.n)
 
     def _numbers(self, trainer: TrainerLike, now: float) -> dict[str, str]:
         """Return the values to show by name, the most important first."""
@@ -108,40 +140,48 @@ class ProgressBarCallback(TrainerCallback):
         if config is not None and config.max_num_train_steps is not None and made:
             # Includes the evaluations and saving done so far.
             left = (now - self._run_start) / made * (config.max_num_train_steps - progress.update)
-            numbers["run left"] = tqdm.format_interval(left)
-        seconds = now - self._epoch_start
-        if seconds > 0:
-            numbers["samples/s"] = f"{(progress.samples_in_epoch - self._samples_before) / seconds:,.0f}"
+            numbers["run ETA"] = tqdm.format_interval(left)
+        self._speed.add(progress.samples, now)
+        if self._speed.seconds:
+            numbers["samples/s"] = f"{self._speed.samples / self._speed.seconds:,.0f}"
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
         if evaluated:
             numbers["eval_loss"] = f"{float(evaluated[-1]):.4g}"
         return numbers | {name: f"{rate:.3g}" for name, rate in shown_rates(trainer).items()}
 
-    def _show(self, trainer: TrainerLike, now: float) -> None:
-        self.pbar.set_postfix(self._numbers(trainer, now), refresh=False)
-        self.pbar.update(trainer.progress.step - self.pbar.n)
-
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self.pbar.disable:
-            self._show(trainer, time.monotonic())
+            now = time.monotonic()
+            self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now), now)
         self.pbar.close()
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Evaluating", self.eval_pbar)
+        name = trainer.current_run.data.eval_dataset_name
+        self._start_inference(trainer, "Evaluating" if name is None else f"Evaluating {name}")
+
+    def _start_inference(self, trainer: TrainerLike, description: str) -> None:
+        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, description, self.eval_pbar)
+        self._eval_start = time.monotonic()
+        self._eval_step = 0
 
     def on_eval_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
-        if not self.eval_pbar.n:  # a later callback may have limited the evaluation
-            self.eval_pbar.total = find_length(trainer.eval_dataloader)
-        self.eval_pbar.update(1)
+        self._eval_step += 1
+        now = time.monotonic()
+        if now >= self._next_refresh:
+            total = self.eval_pbar.total = find_length(trainer.eval_dataloader)  # a later callback may have limited it
+            left = None if total is None else (now - self._eval_start) / self._eval_step * (total - self._eval_step)
+            numbers = {} if left is None else {"ETA": tqdm.format_interval(left)}
+            self._refresh(trainer, self.eval_pbar, self._eval_step, numbers, now)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.eval_pbar.close()
+        self._speed.mark(trainer.progress.samples, time.monotonic())
 
     def on_predict_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Predicting", self.eval_pbar)
+        self._start_inference(trainer, "Predicting")
 
     def on_predict_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
-        self.eval_pbar.update(1)
+        self.on_eval_step_end(trainer)
 
     def on_predict_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.eval_pbar.close()

@@ -83,8 +83,8 @@ class GradientSpikeCallback(TrainerCallback):
         trainer.print(f"Update {self.skipped[-1]}{of} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}.")
         if self._in_a_row >= self.max_skips_in_a_row:
             raise StopTrainingError(
-                f"Stopping: the gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as "
-                "large as usual, or not finite. Lower the learning rate, or raise factor."
+                f"The gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as large "
+                " as usual, or not finite. Lower the learning rate, or raise factor."
             )
 
     def _clip(self, trainer: TrainerLike, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:

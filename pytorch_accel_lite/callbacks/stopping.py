@@ -118,7 +118,7 @@ class EarlyStoppingCallback(MetricWatcher):
             units = self.patience_in if patience > 1 else self.patience_in[:-1]
             of_best = " of the best value" if self.threshold_mode == "relative" else ""
             raise StopTrainingError(
-                f"Stopping: {self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g}"
+                f"{self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g}"
                 f"{of_best} (early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
                 f"{self._describe_best()}."
             )

@@ -1,4 +1,4 @@
-"""A table of the run: one row per epoch, and a summary at the end."""
+"""A run as a table, with a row per epoch, or in lines, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
@@ -15,20 +16,21 @@ from pytorch_accel_lite.base.events import RunInterruptedError
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import table
-from pytorch_accel_lite.base.text import format_duration, format_value, wrapped
+from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, wrapped
+from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.bars import NotebookOutput
-from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback, epoch_of, shown_rates
+from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
 
 _GAP = "  "
-_MIN_WIDTH = 9  # of a column, in which nearly all numbers fit
+_WIDTH = 9  # of a column at least, in which numbers fit
 _TIME_WIDTH = len("59.9s")
 _NOTEBOOK_WIDTH = 120
 _NOTEBOOK_ROWS = 100  # as a notebook gets the whole table again after every epoch
 
-Row = dict[str, str]  # cells by column, among them "epoch" and "time"
+Row = dict[str, Any]  # values by column, among them "epoch" and "time"
 
 
 class ProgressTableCallback(LogMetricsCallback):
@@ -36,25 +38,35 @@ class ProgressTableCallback(LogMetricsCallback):
 
     A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows and the best. As many
     metrics are shown as fit; the others are in ``trainer.run_history``. The best value so far is marked for the metric
-    watched by the first callback that watches one, or else for the evaluation loss.
+    watched by the first callback that watches one, or else for the evaluation loss. A column changes its number format
+    at most once: to powers of ten, when a value is too large or too small for four decimals.
 
     If the output is neither a terminal nor a notebook, as in a cluster job's log, it prints the lines of
-    :class:`PrintProgressCallback` and :class:`LogMetricsCallback` instead.
+    :class:`PrintProgressCallback` and :class:`LogMetricsCallback` instead, a line of times and rates after each epoch,
+    and the summary.
 
     :param metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
         then any others
     :param show_always: show a table even if the output is a file or a pipe
+    :param row_every_n_updates: number of updates between rows within an epoch, whose training losses are means since
+        the row before. By default, only epochs of data without a length have such rows: about 20 in
+        ``max_num_train_steps``, but at least 10 updates apart, or every 500 updates.
     """
 
-    def __init__(self, metrics: Sequence[str] | None = None, *, show_always: bool = False) -> None:
+    def __init__(
+        self, metrics: Sequence[str] | None = None, *, show_always: bool = False, row_every_n_updates: int | None = None
+    ) -> None:
         super().__init__()
         if isinstance(metrics, str):
             raise TypeError(f"metrics={metrics!r} must be a list of names. Write: metrics=[{metrics!r}].")
+        if row_every_n_updates is not None:
+            check_positive_int("row_every_n_updates", row_every_n_updates)
         self.metrics = None if metrics is None else list(metrics)
         self.show_always = show_always
-        self._lines = PrintProgressCallback()
+        self.row_every_n_updates = row_every_n_updates
         self._shows_table = False
-        self._table: _RunTable | None = None  # while a training run is shown
+        self._table: _RunTable | None = None  # during a training run
+        self._running_means: dict[str, float] = {}
         self._evaluation_start = 0.0
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
@@ -65,51 +77,67 @@ class ProgressTableCallback(LogMetricsCallback):
     def _look_for_terminal(self) -> None:
         self._shows_table = self.show_always or in_notebook() or is_terminal(sys.stdout)
 
+    def _announce(self, trainer: TrainerLike, text: str) -> None:
+        if not self._shows_table:
+            trainer.print(text)
+
     # ------------------------------------------------------------------------------------------ training
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
         self._look_for_terminal()
-        self._table = None
-        if self._shows_table:
-            self._table = _RunTable(trainer, self.metrics)
-            trainer.current_run.end.messages.append(lambda: self._end(trainer))
-        else:
-            self._lines.on_training_run_start(trainer)
+        self._announce(trainer, "Starting training run")
+        self._table = _RunTable(trainer, self.metrics, self._shows_table)
+        self._running_means = {}
+        self._row_every = (self.row_every_n_updates or _default_interval(trainer)) if self._shows_table else None
+        trainer.callback_handler.set_listening(self, self._row_every is not None, "on_update_end")
+        trainer.current_run.end.messages.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)
-        if self._table is None:
-            self._lines.on_train_epoch_start(trainer)
-        else:
-            self._table.epoch_start = time.monotonic()
+        self._announce(trainer, f"Starting epoch {epoch_of(trainer)}")
+        if self._table is not None:
+            self._table.begin_epoch(trainer)
+
+    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if self._table is None or self._row_every is None or trainer.progress.update % self._row_every:
+            return
+        if not trainer.current_run.is_finished:
+            self._running_means = self._table.means_since_last_row(trainer)
+            # An evaluation at this update is for the same row.
+            trainer.callback_handler.set_listening(self, True, "on_train_step_checkpoint")
+
+    def _take_new(self, trainer: TrainerLike) -> dict[str, Any]:
+        means, self._running_means = self._running_means, {}
+        return means | super()._take_new(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._table is None:
-            super().on_train_epoch_end(trainer)
-        else:
+        if self._table is not None:
             self._table.finish_training(trainer)
+        if not self._shows_table:
+            super().on_train_epoch_end(trainer)
+
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        super().on_epoch_checkpoint(trainer)
+        if self._table is not None:
+            self._announce(trainer, f"  {self._table.times_and_rates()}")
 
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
-        """Show metrics as a row of the table, or as a line for an evaluation outside training."""
-        if not self._shows_table:
-            super().log_metrics(trainer, metrics)
-        elif self._table is not None:
-            self._table.add_row(trainer, metrics)
-        else:
+        """Show metrics as a row of the table or as a line."""
+        if self._table is None:
             taken = format_duration(time.monotonic() - self._evaluation_start)
-            values = ", ".join(f"{name} {format_value(value) or value}" for name, value in metrics.items())
+            values = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
             trainer.print(wrapped(f"Evaluated in {taken}: {values}"))
+            return
+        self._table.add_row(trainer, metrics)
+        if not self._shows_table:
+            within_epoch = {} if self._table.is_trained(trainer) else {"step": trainer.progress.step}
+            super().log_metrics(trainer, within_epoch | metrics)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._lines.on_exception(trainer)
+        super().on_exception(trainer)
         name = type(kwargs["exception"]).__name__
         self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
-
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not self._shows_table:
-            self._lines.on_training_run_end(trainer)
-        super().on_training_run_end(trainer)
 
     def _end(self, trainer: TrainerLike, failure: str = "") -> None:
         ended, self._table = self._table, None
@@ -119,31 +147,27 @@ class ProgressTableCallback(LogMetricsCallback):
     # ---------------------------------------------------------------------------------------- evaluation
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._table is not None:  # within a training run, metrics belong to the next row
-            return
-        super().on_evaluation_run_start(trainer)
-        self._evaluation_start = time.monotonic()
-        if trainer.current_run.outer is None:
+        if self._table is None:  # within a training run, metrics belong to the next row
+            super().on_evaluation_run_start(trainer)
             self._look_for_terminal()
-        if not self._shows_table:
-            self._lines.on_evaluation_run_start(trainer)
+            self._announce(trainer, "Starting evaluation run")
+            self._evaluation_start = time.monotonic()
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._table is not None:
-            return
-        if not self._shows_table:
-            self._lines.on_evaluation_run_end(trainer)
-        super().on_evaluation_run_end(trainer)
+        if self._table is None:
+            super().on_evaluation_run_end(trainer)
 
 
 class _RunTable:
-    """The table of one training run. Adding a row takes the same time however many there are.
+    """What is shown of a training run. Adding a row takes the same time however many there are.
 
     :param chosen: names of the metrics that the user wants to see; ``None`` for any
+    :param is_drawn: whether rows are shown as those of a table
     """
 
-    def __init__(self, trainer: TrainerLike, chosen: list[str] | None) -> None:
+    def __init__(self, trainer: TrainerLike, chosen: list[str] | None, is_drawn: bool) -> None:
         self._chosen = chosen
+        self._is_drawn = is_drawn
         self._expected = trainer.current_run.request.metrics
         self._key, self._greater = self._choose_key()
         self._marked = _title(self._key) if self._key else ""
@@ -151,16 +175,20 @@ class _RunTable:
         self._best_row: Row | None = None
         self._rows: list[Row] = []
         self._rates = shown_rates(trainer)
-        self._columns = self._ranked(self._expected.directions)
-        self._layout: dict[str, int] = {}
-        self._epoch_width = len(f"step {max(find_length(trainer.train_dataloader) or 0, 100)}")
-        self._start = self.epoch_start = time.monotonic()
-        self._first_update = trainer.progress.update
-        self._first_epoch = trainer.progress.epochs_completed + 1
+        self._scientific = set(self._rates)  # columns
+        self._names = dict.fromkeys(self._expected.directions)  # of all metrics so far
+        self._layout: dict[str, int] = {}  # widths of the columns that are shown
+        self._terminal_width = 0
+        self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
+        self._start = self._epoch_start = time.monotonic()
+        self._first = replace(trainer.progress)
         self._trained_epoch = 0
+        self._trained: list[tuple[int, float]] = []  # samples and seconds of training, by epoch
+        self._samples_before = 0  # the current epoch
+        self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights at the row before
         self._before = {path: _changed(path) for path in trainer.current_run.request.paths}
         self._output: NotebookOutput | None = None
-        if in_notebook() and trainer.accelerator.is_local_main_process:
+        if is_drawn and in_notebook() and trainer.accelerator.is_local_main_process:
             NotebookOutput.leave(trainer)
             self._output = NotebookOutput.of(trainer)
         if trainer.progress.epochs_completed:
@@ -196,7 +224,7 @@ class _RunTable:
             self._best = value, where
         return is_better
 
-    def _ranked(self, names: Iterable[str]) -> list[str]:
+    def _columns(self) -> list[str]:
         """Return the columns of metrics in order of importance."""
         if self._chosen is not None:
             return list(dict.fromkeys([*map(_title, self._chosen), *self._rates]))
@@ -210,82 +238,123 @@ class _RunTable:
                 return 2
             return 3 if title in evaluated else 4 if title not in declared else 5
 
-        titles = dict.fromkeys([*self._rates, *map(_title, names)])
+        titles = dict.fromkeys([*self._rates, *map(_title, self._names)])
         titles.pop("time", None)  # of an epoch, which the table has
         return sorted(titles, key=rank)
 
+    def begin_epoch(self, trainer: TrainerLike) -> None:
+        """Note the start of an epoch."""
+        self._epoch_start = time.monotonic()
+        self._samples_before = trainer.progress.samples
+        self._sums = {}
+
     def finish_training(self, trainer: TrainerLike) -> None:
-        """Remember the learning rates at the end of the training part of an epoch."""
+        """Note the learning rates and the speed at the end of the training part of an epoch."""
         self._trained_epoch = trainer.progress.epoch
         self._rates = shown_rates(trainer)
+        self._trained.append((trainer.progress.samples - self._samples_before, time.monotonic() - self._epoch_start))
+
+    def is_trained(self, trainer: TrainerLike) -> bool:
+        """Return whether the training part of the current epoch is over."""
+        return self._trained_epoch == trainer.progress.epoch
+
+    def means_since_last_row(self, trainer: TrainerLike) -> dict[str, float]:
+        """Return the means of the training losses since the row before in this epoch. Call it on every process."""
+        sums = trainer.current_run.loss_trackers.summed(trainer.ranks)
+        means = {}
+        for name, (total, weight) in sums.items():
+            total_before, weight_before = self._sums.get(name, (0.0, 0.0))
+            if name and weight > weight_before:
+                means[f"train_{name}_epoch"] = (total - total_before) / (weight - weight_before)
+        self._sums = sums
+        return means
+
+    def times_and_rates(self) -> str:
+        """Return the time of the epoch, the samples per second of its training part, and the learning rates."""
+        taken = format_duration(time.monotonic() - self._epoch_start)
+        rates = [f"{name}: {format_metric(rate)}" for name, rate in self._rates.items()]
+        return ", ".join([f"time: {taken}", f"samples/s: {_speed(self._trained[-1:])}", *rates])
 
     def add_row(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
-        """Show new metrics of an epoch or of an evaluation within one."""
-        progress = trainer.progress
-        is_whole = self._trained_epoch == progress.epoch
-        row = {"epoch": epoch_of(trainer) if is_whole else f"step {progress.step}"}
-        row |= {_title(name): text for name, value in metrics.items() if (text := format_value(value))}
-        for name, rate in (self._rates if is_whole else shown_rates(trainer)).items():
-            row[name] = f"{metrics.get(name, rate):.2e}"  # a callback may have recorded the last update's rate
-        row["time"] = format_duration(time.monotonic() - self.epoch_start)
-        is_best = self._is_best(metrics, f"epoch {progress.epoch}" + ("" if is_whole else f", step {progress.step}"))
-        if self._marked in row:
-            row[self._marked] += "*" if is_best else " "
+        """Take new metrics of an epoch or of an evaluation within one, and show them as a row of the table."""
+        is_whole = self.is_trained(trainer)
+        step = f"step {trainer.progress.step}"
+        is_best = self._is_best(metrics, f"epoch {trainer.progress.epoch}" + ("" if is_whole else f", {step}"))
+        if not self._is_drawn:
+            return
+        numbers = {name: to_number(value) for name, value in metrics.items() if format_value(value)}
+        self._names |= dict.fromkeys(numbers)
+        row: Row = {**(self._rates if is_whole else shown_rates(trainer))}
+        row |= {_title(name): value for name, value in numbers.items()}  # among them may be the last update's rate
+        row["epoch"] = epoch_of(trainer) if is_whole else step
+        row["time"] = format_duration(time.monotonic() - self._epoch_start)
+        self._scientific |= {name for name, value in row.items() if _needs_power(value)}
         self._best_row = row if is_best else self._best_row
         self._rows.append(row)
-        shown = {*self._columns, *row}
-        self._columns = [name for name in self._ranked([*self._expected.directions, *metrics]) if name in shown]
         if self._output is not None:
             self._update(self._output)
             return
-        layout = self._fit(shutil.get_terminal_size().columns)
+        width = shutil.get_terminal_size().columns
+        layout = self._fit(width, self._layout if width == self._terminal_width else {})
         head = [] if layout == self._layout else self._head(layout)
-        self._layout = layout
-        trainer.print("\n".join([*head, _line(row, layout)]))
+        self._layout, self._terminal_width = layout, width
+        trainer.print("\n".join([*head, self._line(row, layout)]))
 
     # ------------------------------------------------------------------------------------ how it is shown
 
-    def _fit(self, width: int) -> dict[str, int]:
-        """Return the widths of as many columns as fit, learning rates last."""
-        chosen: dict[str, int] = {}
-        room = width - self._epoch_width - len(_GAP) - _TIME_WIDTH
-        for column in self._columns:
-            needed = max(len(self._heading(column)), _MIN_WIDTH) + len(_GAP)
-            if not chosen or needed <= room:
-                chosen[column] = needed - len(_GAP)
-                room -= needed
-        rates_last = {column: chosen[column] for column in sorted(chosen, key=lambda name: name in self._rates)}
+    def _fit(self, width: int, kept: dict[str, int]) -> dict[str, int]:
+        """Return the widths of as many columns as fit. Those that are kept stay in their places."""
+        layout = kept or {"epoch": self._epoch_width, "time": _TIME_WIDTH}
+        room = width - len(_GAP.join(" " * taken for taken in layout.values()))
+        added: dict[str, int] = {}
+        for column in self._columns():
+            needed = max(len(column), _WIDTH) + (column == self._marked)
+            if column not in layout and (len(_GAP) + needed <= room or not (kept or added)):
+                added[column] = needed
+                room -= len(_GAP) + needed
+        if kept:
+            return kept | added
+        rates_last = {column: added[column] for column in sorted(added, key=lambda name: name in self._rates)}
         return {"epoch": self._epoch_width, **rates_last, "time": _TIME_WIDTH}
 
-    def _heading(self, column: str) -> str:
-        return f"{column} " if column == self._marked else column
-
     def _note(self, layout: dict[str, int]) -> list[str]:
-        count = len(set(self._columns) - layout.keys())
+        count = len(set(self._columns()) - layout.keys())
         return [f"({count} more metric{'s are' if count > 1 else ' is'} in trainer.run_history)"] if count else []
 
+    def _cell(self, row: Row, column: str) -> str:
+        value = row.get(column, "")
+        return value if isinstance(value, str) else format_value(value, column in self._scientific)
+
+    def _line(self, row: Row, layout: dict[str, int]) -> str:
+        """Return a row as a line of text, the first cell aligned to the left."""
+        cells = {column: self._cell(row, column) for column in layout}
+        if cells.get(self._marked):
+            cells[self._marked] += "*" if row is self._best_row else " "
+        line = _GAP.join(f"{cell:>{layout[column]}}" for column, cell in cells.items() if column != "epoch")
+        return f"{cells['epoch']:<{layout['epoch']}}{_GAP}{line}"
+
     def _head(self, layout: dict[str, int]) -> list[str]:
-        line = _line({column: self._heading(column) for column in layout}, layout)
+        line = self._line({column: column for column in layout}, layout)
         return [*self._note(layout), line, "-" * len(line)]
 
     def _update(self, output: NotebookOutput, summary: Sequence[str] = ()) -> None:
         """Show the latest rows and the best in a notebook."""
-        layout = self._fit(_NOTEBOOK_WIDTH)
+        layout = self._fit(_NOTEBOOK_WIDTH, {})
         columns = list(layout)
         rows = self._rows[-_NOTEBOOK_ROWS:]
         notes = self._note(layout)
         if len(rows) < len(self._rows):
-            notes.insert(
-                0, f"(the last {len(rows)} of {len(self._rows):,} rows; all metrics are in trainer.run_history)"
-            )
+            all_rows = f"{len(self._rows):,} rows; all metrics are in trainer.run_history"
+            notes.insert(0, f"(the last {len(rows)} of {all_rows})")
             if self._best_row is not None and all(row is not self._best_row for row in rows):
                 rows.insert(0, self._best_row)
         bold = None
         if self._best_row in rows and self._marked in columns:
             bold = rows.index(self._best_row), columns.index(self._marked)
-        cells = [[row.get(column, "").rstrip(" *") for column in columns] for row in rows]
+        cells = [[self._cell(row, column) for column in columns] for row in rows]
         output.html = table("", cells, columns, [*notes, *summary], bold)
-        output.text = "\n".join([*notes, *self._head(layout)[-2:], *(_line(row, layout) for row in rows), *summary])
+        lines = (self._line(row, layout) for row in rows)
+        output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
         output.refresh()
 
     # ------------------------------------------------------------------------------------------- the end
@@ -295,40 +364,67 @@ class _RunTable:
 
         :param failure: how the run ended, if with an error
         """
-        if trainer.progress.update == self._first_update and not failure:
+        if trainer.progress.update == self._first.update and not failure:
             return
-        summary = self._summary(trainer, failure or _how_it_ended(trainer))
-        files = list(self._written_files(trainer))
+        summary = [*self._summary(trainer, failure or _how_it_ended(trainer)), *self._written_files(trainer)]
         if self._output is None:
-            trainer.print("\n".join(["", wrapped(summary), *files]))
+            trainer.print("\n".join(["", *summary] if self._is_drawn else summary))
         else:
             self._output.bars.clear()
-            self._update(self._output, [summary, *files])
+            self._update(self._output, summary)
 
-    def _summary(self, trainer: TrainerLike, how: str) -> str:
+    def _summary(self, trainer: TrainerLike, how: str) -> list[str]:
         progress = trainer.progress
-        taken = format_duration(time.monotonic() - self._start)
+        if not self.is_trained(trainer):
+            self.finish_training(trainer)
         if how == "Trained":
-            first, last = self._first_epoch, progress.epochs_completed
+            first, last = self._first.epochs_completed + 1, progress.epochs_completed
             epochs = f"{last} epoch{'s' * (last > 1)}" if first == 1 else f"epochs {first} to {last}"
-            summary = f"Trained {epochs}, {progress.update:,} updates, in {taken}."
+            summary = f"Trained {epochs}, {progress.update:,} updates,"
         else:
-            summary = f"{how} in epoch {progress.epoch}, after update {progress.update:,}, in {taken}."
-        if self._best is not None:
-            summary += f" Best: {self._best[1]}, {self._marked} {format_value(self._best[0])}."
-        return summary
+            summary = f"{how} in epoch {progress.epoch}, after update {progress.update:,},"
+        taken = format_duration(time.monotonic() - self._start)
+        summary += f" in {taken} ({_speed(self._trained)} samples/s)."
+        best = [] if self._best is None else [f"Best: {self._best[1]}, {self._marked} {format_value(self._best[0])}."]
+        return [wrapped(line) for line in (summary, *best)]
 
-    def _written_files(self, trainer: TrainerLike) -> Iterator[str]:
-        """Yield a line for each file or directory that the run has written."""
-        is_resumed = self._first_update > 0
+    def _written_files(self, trainer: TrainerLike) -> list[str]:
+        """Return a line for each file or directory that the run has written."""
+        is_resumed = self._first.update > 0
         existing = {
             path: content
             for path, content in trainer.current_run.request.paths.items()
             if (now := _changed(path)) is not None and (is_resumed or now != self._before.get(path))
         }
         width = max(map(len, existing.values()), default=0) + 1
-        for path, content in existing.items():
-            yield f"  {content + ':':<{width}} {path}"
+        return [f"  {content + ':':<{width}} {path}" for path, content in existing.items()]
+
+
+def _speed(trained: Sequence[tuple[int, float]]) -> str:
+    """Return the samples per second of epochs, of which the samples and seconds are given."""
+    seconds = sum(seconds for _, seconds in trained)
+    return f"{sum(samples for samples, _ in trained) / seconds:,.0f}" if seconds else "0"
+
+
+def _default_interval(trainer: TrainerLike) -> int | None:
+    """Return the number of updates between rows within epochs, whose end nobody knows; ``None`` for other epochs."""
+    if find_length(trainer.train_dataloader) is not None:
+        return None
+    updates = trainer.current_run.request.max_num_train_steps
+    return 500 if updates is None else max(int(float(f"{updates / 20:.0e}")), 10)
+
+
+def _num_steps(trainer: TrainerLike) -> int:
+    """Return an upper bound of the steps of an epoch, as far as it is known, or else a usual number."""
+    request = trainer.current_run.request
+    most = (request.max_num_train_steps or 0) * request.gradient_accumulation_steps
+    return max(find_length(trainer.train_dataloader) or most, 100)
+
+
+def _needs_power(value: Any) -> bool:
+    """Return whether a value has to be written with a power of ten."""
+    text = "" if isinstance(value, str) else format_value(value)
+    return len(text) > _WIDTH or "e" in text
 
 
 def _how_it_ended(trainer: TrainerLike) -> str:
@@ -341,12 +437,6 @@ def _how_it_ended(trainer: TrainerLike) -> str:
 def _changed(path: str) -> int | None:
     """Return the modification time of a file or directory in ns, or ``None`` if it does not exist."""
     return os.stat(path).st_mtime_ns if os.path.exists(path) else None
-
-
-def _line(row: Row, layout: dict[str, int]) -> str:
-    """Return a row as a line of text, the first cell aligned to the left."""
-    cells = [f"{row.get(column, ''):>{width}}" for column, width in layout.items()]
-    return _GAP.join([row["epoch"].ljust(layout["epoch"]), *cells[1:]])
 
 
 def _title(name: str) -> str:

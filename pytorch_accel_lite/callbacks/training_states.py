@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.events import RunPausedError, TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.text import SHOWS_NOTES, add_note, wrapped
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, is_multiple, optional
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
@@ -231,11 +232,12 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._writer = None
             self._store.unlock()
-        if trainer.current_run.end.pause is not None:
-            self._print_how_to_resume(trainer)
+        end = trainer.current_run.end
+        complete, self._complete = self._complete, None
+        if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
-                trainer.current_run.end.messages.append(lambda: self._requeue(trainer))
-        self._complete = None
+                end.messages.append(lambda: self._requeue(trainer))
+            end.messages.append(lambda: _tell_how_to_resume(trainer, complete, pause))
 
     def _requeue(self, trainer: TrainerLike) -> None:
         if message := slurm.requeue_after(trainer.current_run.end.pause):
@@ -247,19 +249,8 @@ class SaveTrainingStateCallback(TrainerCallback):
                 self._attempt(trainer, self._writer.wait)
         finally:
             self._store.unlock()
-            self._print_how_to_resume(trainer)
-
-    def _print_how_to_resume(self, trainer: TrainerLike) -> None:
-        """Print where an unfinished run was last saved, if it was."""
-        complete, self._complete = self._complete, None
-        if complete is not None:
-            path, update = complete
-            trainer.print(
-                wrapped(
-                    f"The run is saved in {os.fspath(path)!r}, after update {update}. To resume it, call train() with "
-                    'the same arguments and resume_from="latest".'
-                )
-            )
+            complete, self._complete = self._complete, None
+            _tell_how_to_resume(trainer, complete, kwargs["exception"])
 
     def _save(self, trainer: TrainerLike, value: float | None = None) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
@@ -326,6 +317,26 @@ class SaveTrainingStateCallback(TrainerCallback):
         # Without keep_best, earlier best states stay; when it is used for the first time, there are none.
         if self.keep_best is None or not state["best"] or self._watched.load_state_dict(state, self):
             self._best = dict(state["best"])
+
+
+def _tell_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:
+    """Tell where an unfinished run was last saved, if it was: in a note, or by printing it if notes are not shown.
+
+    :param complete: path and update of the state
+    :param error: what has ended the run
+    """
+    if complete is None:
+        return
+    path, update = complete
+    text = (
+        f"The run is saved in {os.fspath(path)!r}, after update {update}. To resume it, call train() with the same "
+        'arguments and resume_from="latest".'
+    )
+    has_no_traceback = isinstance(error, (RunPausedError, SystemExit)) and getattr(error, "signum", 0) != signal.SIGINT
+    if has_no_traceback or not SHOWS_NOTES:
+        trainer.print(wrapped(text))
+    else:
+        add_note(error, text)
 
 
 def _has_shards(trainer: TrainerLike) -> bool:

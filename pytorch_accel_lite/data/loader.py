@@ -118,6 +118,10 @@ class ShardedLoader(ABC):
         """Return the number of steps left in an epoch after ``start`` samples of all processes; ``None`` if unknown."""
         return None
 
+    def next_indices(self) -> list[Any] | None:
+        """Return the indices in the dataset of the samples being read for the next step; ``None`` if unknown."""
+        return None
+
     @abstractmethod
     def position(self) -> Any:
         """Return what a training state must keep to resume in the middle of an epoch, besides the samples counted."""

@@ -184,11 +184,11 @@ class Deal:
             receive = self._begin(size)
         while size != _ENDED:
             size, batch, num_read = receive()
-            if size == _FAILED:
-                self._ranks.run_together(self._fail)
-            if size != _ENDED:
+            if size not in (_ENDED, _FAILED):
                 receive = self._begin(size)
             yield batch._replace(is_last=size == _ENDED), num_read
+            if size == _FAILED:
+                self._ranks.run_together(self._fail)
 
     def _prepare(self) -> int:
         """Read the next step, and return the size of its messages."""

@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.randomness import mix, seed_generators
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import ComputedOrder, draw_order, in_turn, indices_at, of_all_processes, wrong_length
-from pytorch_accel_lite.data.reading import BatchReader, as_rows, read_rows, tensors_in_memory
+from pytorch_accel_lite.data.reading import SeededReader, as_rows, read_rows, reader_of, tensors_in_memory
 from pytorch_accel_lite.data.shares import (
     WrongLengthError,
     count_global_batches,
@@ -63,14 +63,15 @@ class _EpochShares:
         self._reported = options.reported_epoch
         self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
+        self.planned = _Planned()
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
         """Set the start of the next iteration without affecting running ones; return the queue that it will fill."""
         if self.mixture is not None:
             self.mixture.begin(start)
-        planned: _Planned = deque()
-        self._next = epoch, start, limit, min_share, planned
-        return planned
+        self.planned = _Planned()
+        self._next = epoch, start, limit, min_share, self.planned
+        return self.planned
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
@@ -156,8 +157,8 @@ class MapLoader(ShardedLoader):
         self._shares = _EpochShares(source, ranks, options, rows)
         self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
         self._dataset: Any = source.dataset
-        if options.seed is not None and self._memory is None:
-            self._dataset = BatchReader(source.dataset)
+        if self._memory is None:
+            self._dataset = SeededReader(source.dataset) if options.seed is not None else reader_of(source.dataset)
 
     def _create_inner(self) -> DataLoader[Any]:
         source = self.source
@@ -195,8 +196,7 @@ class MapLoader(ShardedLoader):
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
         collate = self.source.collate_fn
         is_seeded = self.options.seed is not None
-        dataset = self._dataset
-        read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
+        read = self._dataset.__getitems__
         if not is_seeded:
             self._draw_seed_of_workers()
         pins = self.source.pin_memory and torch.accelerator.is_available()
@@ -251,6 +251,10 @@ class MapLoader(ShardedLoader):
     def stop_workers(self) -> None:
         super().stop_workers()
         self._idle = None
+
+    def next_indices(self) -> list[Any] | None:
+        planned = self._shares.planned
+        return list(planned[0][1][3]) if planned else None
 
     def position(self) -> Any:
         shares = self._shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.randomness import mix, seed_generators
+from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.data.shares import grouped
 
 _STEPS = 256  # whose indices are copied to a device together
+_READING = "In reading"  # begins the note of an error
 _CPU = torch.device("cpu")
 _Copies = dict[torch.device, torch.Tensor]
 #: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
@@ -136,7 +139,46 @@ def _copied(rows: Iterator[torch.Tensor], devices: Iterable[torch.device], num_s
             yield {device: of_steps[number] for device, of_steps in copies.items()}
 
 
-class BatchReader(Dataset[Any]):
+class SampleReader(Dataset[Any]):
+    """Reads the samples of a batch one by one, and notes in an error which of them could not be read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        """Return the samples with these indices."""
+        samples = []
+        try:
+            for index in indices:
+                samples.append(self.dataset[index])
+        except Exception as error:
+            note_sample(error, self.dataset, index)
+            raise
+        return samples
+
+
+def reader_of(dataset: Any) -> Any:
+    """Return what reads batches as a ``DataLoader`` does: the dataset itself if it reads many samples at once."""
+    is_subset = inner_datasets(dataset) and isinstance(dataset, Subset)
+    reads_many = reads_batches(dataset) if is_subset else getattr(dataset, "__getitems__", None) is not None
+    return dataset if reads_many else SampleReader(dataset)
+
+
+def note_sample(error: Exception, dataset: Any, index: Any) -> None:
+    """Note in an error that it was raised by reading a sample."""
+    place = f"{type(dataset).__name__}[{index!r}]"
+    while type(dataset) is Subset:
+        dataset, index = dataset.dataset, dataset.indices[index]
+        place += f", which is {type(dataset).__name__}[{index!r}]"
+    add_note(error, f"{_READING} {place}.")
+
+
+def names_sample(error: Exception) -> bool:
+    """Whether an error, perhaps of a worker, says which sample could not be read."""
+    return any(re.search(rf"(?m)^{_READING} ", text) for text in [str(error), *notes_of(error)])
+
+
+class SeededReader(SampleReader):
     """Reads batches with randomness that is a function of (seed, epoch, position).
 
     Every sample is read with generators seeded from its place in the epoch's order. A dataset that reads many samples
@@ -149,11 +191,11 @@ class BatchReader(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self._reads_batches = reads_batches(dataset)
         self._draws: bool | None = None  # whether samples draw numbers from python's or numpy's generator, once known
 
-    def __getitems__(self, share: SeededShare) -> Any:
+    def __getitems__(self, share: SeededShare) -> Any:  # type: ignore[override]
         """Return the samples of a share."""
         seed, epoch_seed, first, indices = share
         if self._reads_batches:
@@ -168,7 +210,11 @@ class BatchReader(Dataset[Any]):
         with _StatesRead() as states:
             for seed, index in zip(seeds, indices, strict=True):
                 seed_generators(seed)
-                samples.append(self.dataset[index])
+                try:
+                    samples.append(self.dataset[index])
+                except Exception as error:
+                    note_sample(error, self.dataset, index)
+                    raise
         self._draws = self._draws or states.any or _has_drawn(seeds[-1])
         return samples
 
@@ -184,6 +230,7 @@ class BatchReader(Dataset[Any]):
                     samples.append(self.dataset[index])
         except Exception as raised:
             error = raised
+            note_sample(error, self.dataset, index)
         self._draws = states.any or (random.random(), np.random.random_sample()) != _FIRST_DRAWN
         if error is not None and not self._draws:  # otherwise it may be due to the numbers
             raise error

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from pytorch_accel_lite.data.reading import BatchReader
+from pytorch_accel_lite.data.reading import SampleReader
 
 T = TypeVar("T")
 
@@ -74,9 +74,9 @@ def _begin(
 
 
 def _show_users_dataset() -> None:
-    """Let ``get_worker_info().dataset`` be the user's dataset, which is inside another that seeds each sample."""
+    """Let ``get_worker_info().dataset`` be the user's dataset, which is inside another that reads its samples."""
     info: Any = get_worker_info()
-    if isinstance(info.dataset, BatchReader):
+    if isinstance(info.dataset, SampleReader):
         # The information is read-only, and what torch reads from has been passed to it apart.
         object.__setattr__(info, "dataset", info.dataset.dataset)
 

@@ -6,6 +6,7 @@ import atexit
 import gc
 import sys
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,6 +42,16 @@ def note_end(failed: bool) -> None:
 
 @atexit.register
 def _close_all() -> None:
+    _leave_job()
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1"):  # not an interactive session
+        # The interpreter forgets that Ctrl-C has ended the program, and exits with 1, if an exit handler, such as one
+        # of torch, makes it run code from a string. An interrupt in such code reminds it.
+        with suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+def _leave_job() -> None:
+    """Close all trainers, and leave the job together with the other processes unless one has failed."""
     for trainer in list(_open):
         trainer.close()
     if not _job:

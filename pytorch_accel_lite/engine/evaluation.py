@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
@@ -54,7 +55,11 @@ def evaluate_all(
             prefix = f"{name}_" if name else ""
             data.eval_loader = loader
             data.eval_dataset_name = name or None
-            with prefixed(trainer.run_history, prefix), _loss_in_evaluation_mode(trainer):
+            with (
+                explaining(trainer, run, "evaluation"),
+                prefixed(trainer.run_history, prefix),
+                _loss_in_evaluation_mode(trainer),
+            ):
                 trainer._run_eval_epoch(loader, is_training, is_intermediate)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
     finally:
@@ -84,7 +89,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers and last is not None and not last.is_last:  # the others have one batch more
             _add_losses(trainer, run, [last._replace(num_samples=0)])
-    run.batch, run.data.has_fillers = None, True
+    run.data.has_fillers = True
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)
@@ -99,7 +104,7 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
     listeners = trainer.callback_handler.listeners
     trackers = run.loss_trackers
     batch = None
-    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss, "evaluation"):
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
         if output is not SKIPPED:
             trackers.measured = batch, output["batch_size"]
             if trackers.unweighed:

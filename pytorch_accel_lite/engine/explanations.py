@@ -1,24 +1,27 @@
-"""Notes on the errors of a step, and warnings of a first batch whose loss is not what it seems."""
+"""Notes on the errors of a run, and warnings of a first batch whose loss is not what it seems."""
 
 from __future__ import annotations
 
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.base.inspection import is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.base.text import add_note, notes_of
+from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.engine.run import Run
 
 # What to do about errors whose text does not say it, by a pattern of their text.
@@ -68,6 +71,18 @@ _ADVICE = {
         "the graph of a loss is freed by its backward pass: detach() what you keep from one step to the next. In an "
         "overridden train_step, pass retain_graph=True to update() if a later loss uses the same outputs."
     ),
+    "stack expects each tensor to be equal size|resize storage that is not resizable": (
+        "the samples of a batch differ in shape. Let the dataset crop or resize them to one shape, or pass a "
+        "collate_fn that pads them."
+    ),
+    "default_collate: batch must contain": (
+        "let the dataset return tensors, NumPy arrays or numbers, or tuples, lists and dicts of them, or pass a "
+        "collate_fn that makes a batch of what it returns."
+    ),
+    r"DataLoader worker \(pid.* (is killed|exited unexpectedly)": (
+        "a worker process was ended from outside, usually because memory ran out. Lower num_workers, prefetch_factor "
+        "or per_device_batch_size; or pass num_workers=0, which reads in this process, to see an error of the dataset."
+    ),
     r"Timed out waiting \d+ms for (recv|send) operation": (
         "another process did not take part until the time limit of the process group. All must make the same calls in "
         "the same order: of update() in an overridden train_step, of evaluate(), gather() and the like in callbacks. "
@@ -76,32 +91,76 @@ _ADVICE = {
 }
 
 
-def explain(error: Exception, trainer: TrainerLike, run: Run, phase: str) -> None:
-    """Add a note to the error of a step, with the place, the batch, the model and, if possible, advice.
+Phase = Literal["training", "evaluation", "prediction"]
 
-    Before Python 3.11, tracebacks do not show notes, but ``__notes__`` holds them all the same.
 
-    :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
-    """
-    if isinstance(error, (StopTrainingError, NonFiniteLossError)):
+@contextmanager
+def explaining(trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[None]:
+    """Add a note to an error that is raised in a block."""
+    try:
+        yield
+    except Exception as error:
+        explain(error, trainer, run, phase)
+        raise
+
+
+def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) -> None:
+    """Add a note to the error of a run, with the place, the batch, the model and, if possible, advice."""
+    if isinstance(error, (StopTrainingError, NonFiniteLossError)) or not isinstance(error, Exception):
         return
-    notes: list[str] = list(getattr(error, "__notes__", []))
-    if any(re.match(r"In (training|evaluation|prediction)\b.*:(\n  |$)", note) for note in notes):
+    if checked_by(error).startswith("pytorch_accel_lite.callbacks."):
+        return
+    if any(re.match(r"In (training|evaluation|prediction)\b", note) for note in notes_of(error)):
         return
     lines = list[str]()
     with suppress(Exception):  # a failing explanation must not hide the error
         for line in _lines(error, trainer, run, phase):
             lines.append(line)  # one by one, to keep those before a failure
-    vars(error)["__notes__"] = [*notes, "\n".join(lines)]  # equivalent to add_note, which needs Python 3.11
+    if lines:
+        add_note(error, *lines)
 
 
-def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: str) -> Iterator[str]:
-    step = f", epoch {run.progress.epoch}, step {run.progress.step}" if phase == "training" else ""
+def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[str]:
+    data, number = run.data, run.batch_number
+    place = f"In {phase}" + (f" on {data.eval_dataset_name!r}" if data.eval_dataset_name else "")
+    if run.request.kind == "training" and run.progress.epoch:
+        place += f", epoch {run.progress.epoch}"
+    elif number is None:
+        return
     ranks = trainer.ranks
-    yield f"In {phase}{step}{f', on process {ranks.rank} of {ranks.world_size}' if ranks.world_size > 1 else ''}:"
-    if run.batch is not None:
+    process = f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else ""
+    if number is None:
+        if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others tell by themselves
+            yield f"{place}{process}."
+        return
+    if run.batch is None or isinstance(run.batch.data, FailedRead):
+        yield f"{place}, step {number}, reading a batch{process}:"
+        yield from _describe_reading(error, run, data.train_loader if phase == "training" else data.eval_loader)
+    else:
+        yield f"{place}, step {number}{process}:"
         samples = f"; samples {short(list(run.batch_indices))} of the dataset" if run.batch_indices else ""
         yield f"  batch: {short(run.batch.data)}{samples}"
+        yield from _describe_model(error, trainer)
+    text = f"{type(error).__name__}: {error}"
+    advice = next((answer for pattern, answer in _ADVICE.items() if re.search(pattern, text)), None)
+    if advice is not None:
+        yield f"  What to do: {advice}"
+
+
+def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
+    """Describe what was being read: the samples, from which dataset, and how they are made into a batch."""
+    dataset = getattr(loader, "dataset", loader)
+    indices = loader.next_indices() if run.batch is None else run.batch_indices
+    samples = f"; samples {short(list(indices))}" if indices is not None else ""
+    if indices is None and run.progress.samples_in_epoch and loader is run.data.train_loader:
+        samples = f"; after {run.progress.samples_in_epoch} samples of this epoch"
+    yield f"  dataset: {type(dataset).__name__}{samples}"
+    collate = getattr(loader, "collate_fn", None)
+    if collate not in (None, default_collate) and not names_sample(error):
+        yield f"  collate_fn: {short(collate)}"
+
+
+def _describe_model(error: Exception, trainer: TrainerLike) -> Iterator[str]:
     model = trainer.get_model()
     kinds = dict.fromkeys(f"{str(p.dtype).removeprefix('torch.')} on {p.device}" for p in model.parameters())
     precision = trainer.accelerator.mixed_precision
@@ -109,10 +168,6 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: str) -> Iter
     yield f"  model: {type(model).__name__}, weights {' and '.join(kinds) or 'none'}{mixed}"
     for where, arguments in _innermost_calls(error, model, trainer.loss_func).items():
         yield f"  in {where}, with {' and '.join(map(short, arguments))}"
-    text = f"{type(error).__name__}: {error}"
-    advice = next((answer for pattern, answer in _ADVICE.items() if re.search(pattern, text)), None)
-    if advice is not None:
-        yield f"  What to do: {advice}"
 
 
 def _innermost_calls(error: Exception, model: nn.Module, loss_func: Any) -> dict[str, list[Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,7 +19,6 @@ from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
-from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.lifecycle import create_config, create_eval_loaders, entering
 from pytorch_accel_lite.engine.prepared_model import prepare_model
 from pytorch_accel_lite.engine.run import Run
@@ -56,16 +56,12 @@ def inference_run(
 
 
 def compute_batches(
-    trainer: TrainerLike,
-    run: Run,
-    batches: Iterable[Batch],
-    compute: Callable[[Any], Any],
-    phase: Literal["evaluation", "prediction"],
+    trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Callable[[Any], Any], is_evaluation: bool = True
 ) -> Iterator[tuple[Batch, Any]]:
     """Yield each batch with what a step method returns for it: ``SKIPPED`` if it has failed and the run skips such."""
     listeners = trainer.callback_handler.listeners
-    is_evaluation = phase == "evaluation"
-    for batch in batches:
+    run.batch_number = 0
+    for number, batch in enumerate(batches, start=1):
         run.batch = batch
         if trainer.logical is not None:
             trainer.logical.begin_share(batch)
@@ -80,11 +76,12 @@ def compute_batches(
                 complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
         except Exception as error:
             if not _is_skipped(error, run):
-                explain(error, trainer, run, phase)
                 raise
             output = SKIPPED
         yield batch, output
         del output
+        run.batch, run.batch_number = None, number
+    run.batch_number = None
 
 
 def _is_skipped(error: Exception, run: Run) -> bool:
@@ -94,8 +91,9 @@ def _is_skipped(error: Exception, run: Run) -> bool:
     if report is None or indices is None or isinstance(error, (StopTrainingError, NonFiniteLossError)):
         return False
     text = f"{type(error).__name__}: {error}"
-    of_worker = "Original Traceback" in text  # its last line has the error itself
-    report([*indices], text.rstrip().rpartition("\n")[2] if of_worker else text)
+    # The error itself is below the last, indented line of the traceback of a worker; notes may follow it.
+    of_worker = re.search(r"(?s)Original Traceback.*\n +[^\n]*\n(\S[^\n]*)", text)
+    report([*indices], of_worker[1] if of_worker else text)
     return True
 
 

@@ -19,6 +19,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state, warn_of_project_configuration
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
@@ -30,6 +31,7 @@ from pytorch_accel_lite.engine.arguments import (
     check_same_on_all_ranks,
     check_training,
 )
+from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.prepared_model import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run
@@ -326,8 +328,8 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
 def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
     """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
 
-    The reason is printed after the metrics of the epoch, which callbacks then show; that of a pause is printed at once,
-    as saving takes time. Stops and errors within an outer run are left to that run.
+    The reason is printed last; that of a pause is printed at once, as saving takes time. Stops and errors within an
+    outer run are left to that run.
     """
     stopped = None
     ended = kind == "evaluation"  # errors do not fire its ending events
@@ -337,14 +339,15 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         except StopTrainingError as stop:
             stopped = stop
             if run.outer is None:
-                run.end.reason = str(stop) or type(stop).__name__
+                run.end.reason = reason = str(stop) or type(stop).__name__
                 run.end.stopped_by = stop.raised_by
                 run.end.pause = stop if isinstance(stop, RunPausedError) else None
                 if run.end.pause is not None:
-                    trainer.print(run.end.reason)
+                    trainer.print(reason)
+                else:
+                    text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
+                    run.end.messages.append(lambda: trainer.print(text))
                 _call_ending_event(trainer, run, "on_stop_training_error")
-                if run.end.pause is None:
-                    trainer.print(run.end.reason)
                 run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
         ended = True
         if kind == "training":
@@ -380,6 +383,8 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     """
     if run.outer is not None:
         return
+    explain(error, trainer, run, run.request.kind)
+    run.end.has_failed = True
     run.control.forget()
     together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)

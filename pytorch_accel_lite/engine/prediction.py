@@ -19,6 +19,7 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
     compute_batches,
@@ -124,7 +125,8 @@ def _predicted(
         try:
             self.call_event("on_predict_run_start")
             sync_ddp_buffers(self.model, self.ranks)
-            with evaluation_mode(self.model) if run.outer is None else nullcontext():
+            mode = evaluation_mode(self.model) if run.outer is None else nullcontext()
+            with explaining(self, run, "prediction"), mode:
                 steps = _steps_of_all(self, run, only_first, is_whole)
                 steps = steps if _keeps(self, only_first) else ([] for _ in steps)
                 yield from steps if is_whole else _suspending(self, run, steps)
@@ -188,7 +190,7 @@ def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
     listeners = trainer.callback_handler.listeners
     shares: list[Any] = []
     batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
-    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, "prediction"):
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
         if output is not SKIPPED:
             if listeners["on_predict_step_end"]:
                 trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)

@@ -145,13 +145,20 @@ class RunEnd:
     :ivar reason: why it was stopped early
     :ivar stopped_by: the callback that stopped it, as the call that created it
     :ivar pause: the request to pause that stopped it
+    :ivar has_failed: whether an error has ended it
     :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
     """
 
     reason: str | None = None
     stopped_by: str | None = None
     pause: RunPausedError | None = None
+    has_failed: bool = False
     messages: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it ended, also if it was stopped early, rather than failed or was paused."""
+        return self.pause is None and not self.has_failed
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -167,6 +174,7 @@ class Run:
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
     :ivar batch: the batch being processed; ``None`` outside a step
+    :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
     :ivar loss_trackers: the running losses of the epoch or evaluation
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar recorded_losses: the mean losses of the last epoch or evaluation
@@ -188,6 +196,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     epoch_phase: int = 0
     batch: Batch | None = None
+    batch_number: int | None = None
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
     unrecorded: LossTrackers | None = None
     recorded_losses: dict[str, float] = field(default_factory=dict)
@@ -216,6 +225,7 @@ class Run:
             schedule=replace(self.schedule, initial_options=[]),
             end=replace(self.end, messages=[]),
             batch=None,
+            batch_number=None,
             loss_trackers=LossTrackers(),
             unrecorded=None,
             recorded_losses={},

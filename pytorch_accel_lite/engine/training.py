@@ -18,7 +18,7 @@ from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.evaluation import evaluate_all, sanity_evaluation
-from pytorch_accel_lite.engine.explanations import explain
+from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, Run
@@ -66,7 +66,8 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
     if run.epoch_phase < TRAINED:
-        trainer._run_train_epoch(run.data.train_loader)
+        with explaining(trainer, run, "training"):
+            trainer._run_train_epoch(run.data.train_loader)
     if run.epoch_phase < EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < ENDED:
@@ -90,11 +91,12 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     _finish_resuming(trainer, run)
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
-    loader = create_loader(trainer, run, run.data.train_loader, training=True)  # a callback may have replaced it
-    run.data.train_loader = loader
+    # A callback may have replaced it.
+    run.data.train_loader = loader = create_loader(trainer, run, run.data.train_loader, training=True)
     done = progress.samples_in_epoch, progress.step
     set_optimizer_modes(trainer, training=True)
     batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, smallest_share(trainer, run))
+    run.batch_number = progress.step
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.step.must_warm_up_ddp:
             warm_up_ddp(trainer, run, batch)
@@ -102,7 +104,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
         if run.step.must_compare_replicas and progress.update:
             run.step.must_compare_replicas = False
             trainer.compare_replicas()
-    run.batch = None
+    run.batch_number = None
     if not progress.step:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
     if trainer.check_replicas and trainer.ranks.world_size > 1:
@@ -122,22 +124,18 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     step = run.progress.step
     listeners = trainer.callback_handler.listeners
     ends_window = batch.is_last or (step + 1) % run.window.steps == 0
-    run.batch = batch
+    run.batch, run.batch_number = batch, step
     if listeners["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     run.window.is_in_step = True
-    try:
-        if run.window.steps == 1:
+    if run.window.steps == 1:
+        output = run.step.forward_backward(trainer, run, batch)
+    else:
+        with gradient_sync(trainer.accelerator, trainer.model, ends_window):
             output = run.step.forward_backward(trainer, run, batch)
-        else:
-            with gradient_sync(trainer.accelerator, trainer.model, ends_window):
-                output = run.step.forward_backward(trainer, run, batch)
-        updates = ends_window and run.window.sizes is not None  # None: all its batches were skipped
-        if updates:
-            run.step.update(trainer, run)
-    except Exception as error:
-        explain(error, trainer, run, "training")
-        raise
+    updates = ends_window and run.window.sizes is not None  # None: all its batches were skipped
+    if updates:
+        run.step.update(trainer, run)
     run.progress.step += 1
     run.window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
@@ -150,6 +148,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
             trainer.call_event("on_train_step_checkpoint", step=step)
         if run.control.must_sync:
             run.control.sync(can_save=True)
+    run.batch, run.batch_number = None, run.progress.step
 
 
 def _describe_states(trainer: TrainerLike, run: Run) -> None:
@@ -193,8 +192,8 @@ def _is_trained_further(trainer: TrainerLike, run: Run, about: Mapping[str, Any]
         return True
     change = "" if source is None else f", or pass {source.partition('(')[0]} with other arguments or not at all"
     trainer.print(
-        f"Nothing left to do: the run was stopped. {about['stop_reason']} To train it further, increase {length}"
-        f"{change}."
+        f"Nothing left to do: the run was stopped: {about['stop_reason'].rstrip('.')}. To train it further, increase "
+        f"{length}{change}."
     )
     return False
 

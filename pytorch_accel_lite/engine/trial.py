@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -17,6 +16,7 @@ from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.engine.arguments import check_data, check_training
+from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import begin_training, create_train_loader, entering
 from pytorch_accel_lite.engine.prepared_model import prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run
@@ -71,7 +71,9 @@ def trial(
                     f"{name}() makes updates without the closure that the optimizer needs. Try another one."
                 )
             attributes.set_optimizer_modes(trainer, training=True)
-            yield run
+            run.batch_number = 0
+            with explaining(trainer, run, "training"):
+                yield run
 
 
 @contextmanager
@@ -108,9 +110,3 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     before.keep_buffers(roots)
     before.keep_tensors(parameters)
     before.keep_generators()
-
-
-def report(trainer: TrainerLike, result: object) -> None:
-    """Print what a tool has found, unless a console or a notebook shows the return value anyway."""
-    if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
-        trainer.print(result)

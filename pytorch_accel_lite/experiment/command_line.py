@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     :param arguments: by default those of this process
-    :return: the exit code: 0, or 2 for what is wrong in the file or in the arguments, without a traceback
+    :return: the exit code: 0; 2 for what is wrong in the file or in the arguments, and 130 after Ctrl-C, both without a
+        traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
@@ -80,16 +81,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
             record_error(error)
         else:
-            print(f"error: {error}", file=sys.stderr)
+            _print_error(f"error: {error}", *_notes_of(error))
         return 2
+    except KeyboardInterrupt as interrupt:
+        if notes := _notes_of(interrupt):
+            _print_error(*notes, "On the command line, add --resume latest.")
+        return 130
     return 0
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _print_error(*lines: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), file=sys.stderr)
 
 
 def _is_for_users(error: Exception) -> bool:
     """Whether the message of an error says all: it is ours, and not from within a step."""
     if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
         return True
-    return is_ours(error) and not hasattr(error, "__notes__")
+    return is_ours(error) and not any(note.startswith("In ") for note in _notes_of(error))
 
 
 def _parser() -> argparse.ArgumentParser:

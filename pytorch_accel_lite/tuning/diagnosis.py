@@ -26,7 +26,7 @@ from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import train_step
-from pytorch_accel_lite.engine.trial import report, trial
+from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.tuning.finders import repeat_epochs, update_from
 from pytorch_accel_lite.tuning.reports import Report
 
@@ -131,16 +131,14 @@ def diagnose(
     built-in callbacks, see :class:`~pytorch_accel_lite.callbacks.TimingCallback`. Must be called on every process.
 
     :param num_steps: number of steps to measure for each part
-    :return: the measurements and the advice; also printed, unless a console or a notebook shows the return value
+    :return: the measurements and the advice, to be printed in a script; consoles and notebooks show them
     """
     check_positive_int("num_steps", num_steps)
     size = per_device_batch_size
     request = RunRequest(num_epochs=1)
     callbacks = list(self.callback_handler)
     with trial(self, "diagnose", train_dataset, size, request, train_dataloader_kwargs, collate_fn) as run:
-        result = _measure(self, run, num_steps, callbacks)
-    report(self, result)
-    return result
+        return _measure(self, run, num_steps, callbacks)
 
 
 def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: Sequence[TrainerCallback]) -> Diagnosis:

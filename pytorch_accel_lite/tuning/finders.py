@@ -24,7 +24,7 @@ from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import smallest_share, train_step
-from pytorch_accel_lite.engine.trial import report, trial
+from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.plotting import plot_range_test
 from pytorch_accel_lite.steps.failed_batches import is_out_of_memory
@@ -95,8 +95,8 @@ def find_lr(
         has risen by this factor times its fall
     :param optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
         default all increase together, except in an overridden ``train_step``, where each has its own loss.
-    :return: the rates, the losses, a ``suggestion`` and ``plot()``; also printed, unless a console or a notebook shows
-        the return value
+    :return: the rates, the losses, a ``suggestion`` and ``plot()``; to be printed in a script, unlike in a console or
+        a notebook
     """
     check_range("min_lr", min_lr, above=0)
     check_range("max_lr", max_lr, above=0)
@@ -113,9 +113,7 @@ def find_lr(
     )
     size = per_device_batch_size
     with trial(self, "find_lr", train_dataset, size, request, train_dataloader_kwargs, collate_fn) as run:
-        result = _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
-    report(self, result)
-    return result
+        return _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
 
 
 def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[dict[str, Any]]:

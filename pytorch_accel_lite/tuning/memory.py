@@ -25,7 +25,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.engine.arguments import check_data, check_training
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.trial import check_can_try, report
+from pytorch_accel_lite.engine.trial import check_can_try
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
 from pytorch_accel_lite.tuning.finders import largest_fitting_size
@@ -160,7 +160,7 @@ def estimate_memory(
     :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
         trainer's GPU, if it has one. The largest batch that fits is only known with it.
     :param advise: find out what would lower the peak, by an estimate for each change
-    :return: the estimate; also printed, unless a console or a notebook shows the return value
+    :return: the estimate, to be printed in a script; consoles and notebooks show it
     :raises NotImplementedError: if the step needs the values of tensors, as ``.item()`` does
     """
     check_positive_int("world_size", world_size)
@@ -186,7 +186,6 @@ def estimate_memory(
         result = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
         if advise:
             _advise(self, result, run, batch, scenario)
-    report(self, result)
     return result
 
 
