@@ -66,6 +66,19 @@ train(TrackerCallback("mlflow"))
 assert list(Path("mlruns").rglob("train_loss_epoch"))
 """
 
+WANDB = """
+train(TrackerCallback("wandb", init_kwargs={"mode": "offline"}))
+assert list(Path("wandb").rglob("*.wandb"))
+"""
+
+TRACKIO = """
+import os
+
+os.environ["TRACKIO_DIR"] = str(Path("trackio").resolve())
+train(TrackerCallback("trackio"))
+assert list(Path("trackio").glob("*.db"))
+"""
+
 TIMM = """
 from timm.scheduler import CosineLRScheduler
 
@@ -85,6 +98,8 @@ TRIALS = {
     "dataframe": TRAIN + "assert len(train().run_history.to_dataframe()) == 2",
     "tensorboard": TRAIN + 'train(TrackerCallback("tensorboard"))\nassert list(Path("runs").rglob("*tfevents*"))',
     "mlflow": f"{TRAIN}{MLFLOW}",
+    "wandb": f"{TRAIN}{WANDB}",
+    "trackio": f"{TRAIN}{TRACKIO}",
     "timm": f"{TRAIN}{TIMM}",
     "notebook": "from tqdm.notebook import tqdm\ntqdm(total=1, display=False).update()",
     "cli": 'import pytorch_accel_lite.experiment as e\ne.Experiment.from_file(None, {"model": "torch.nn.ReLU"})',
@@ -94,7 +109,7 @@ TRIALS = {
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.
-WITH_ERROR = ["plot", "dataframe", "tensorboard", "mlflow", "cli", "optuna", "s3", "ray"]
+WITH_ERROR = ["plot", "dataframe", "tensorboard", "mlflow", "wandb", "trackio", "cli", "optuna", "s3", "ray"]
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,6 @@
-"""Public path of the callbacks for clusters that runs take part in."""
+"""Public path of the callbacks for clusters and for searches that runs take part in."""
 
+from pytorch_accel_lite.callbacks.optuna_pruning import OptunaPruningCallback
 from pytorch_accel_lite.callbacks.ray_train import RayReportCallback
 
-__all__ = ["RayReportCallback"]
+__all__ = ["OptunaPruningCallback", "RayReportCallback"]

@@ -322,18 +322,19 @@ class Trainer:
                 "first by raising StopTrainingError, or close the iterator."
             )
         size = per_device_batch_size
-        self._check_data("train_dataset", train_dataset, size, train_dataloader_kwargs, collate_fn, eval_dataset)
+        of_train, of_eval = train_dataloader_kwargs, eval_dataloader_kwargs
+        arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
         create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
         arguments.check_optimizers(self, create_scheduler_fn)
         if eval_dataset is not None:
-            self._check_data("eval_dataset", eval_dataset, size, eval_dataloader_kwargs, collate_fn, train_dataset)
+            arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
         batch_size = int(size)  # may be a numpy integer
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
         with lifecycle.entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
-            lifecycle.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            lifecycle.find_data(self, run, batch_size, of_train, of_eval, resume_from)
             lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
             lifecycle.start_or_resume(self, run, reset_run_history)
@@ -441,12 +442,6 @@ class Trainer:
         create = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
             check_scheduler(self.scheduler, request, create, steps_itself)
-
-    def _check_data(
-        self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any, other: Any = None
-    ) -> None:
-        method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
-        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, is_overridden(self, method), other)
 
     def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.

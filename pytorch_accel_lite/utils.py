@@ -4,6 +4,7 @@ from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE, import_e
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
+from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.data.workers import worker_init_fn
 from pytorch_accel_lite.distributed.collectives import remove_padding, result_of_first
 from pytorch_accel_lite.distributed.launch import record_error
@@ -21,6 +22,7 @@ __all__ = [
     "DataLoaderSlice",
     "LimitBatches",
     "ModelEma",
+    "as_json",
     "format_metric",
     "import_extra",
     "local_process_zero_first",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,18 +68,6 @@ def create_by(activation: Callable[..., nn.Module] = nn.ReLU):
     return Net(3, activation())
 
 
-def create_folder(name: str) -> None:
-    Path(name).mkdir()
-
-
-def create_model_or_not(width: int = 3) -> Net | None:
-    return Net(width)
-
-
-def create_several(parameters: Iterable[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
-    return {"all": torch.optim.SGD(parameters, lr=0.1)}
-
-
 def create_numbered(options: dict[int, int]):
     return Net(options[1] + options[2])
 
@@ -125,21 +113,12 @@ class CrashAt(TrainerCallback):
             raise ZeroDivisionError
 
 
-class CrashAtFirst(CrashAt):
-    """Crashes unless the launcher has started the process again."""
+class InterruptAt(CrashAt):
+    """Sends Ctrl-C's signal to this process, or to the launcher of a job."""
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            super().on_train_step_end(trainer, **kwargs)
-
-
-class Settings:
-    """No dataset, but what a trainer that reads data in a way of its own may need."""
-
-
-class ReadsItself(Trainer):
-    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Any:
-        return [load_data(batch_size).tensors]
+        if trainer.progress.update == self.update and trainer.ranks.rank == 0:
+            os.kill(os.getpid() if trainer.ranks.world_size == 1 else os.getppid(), signal.SIGINT)
 
 
 class OwnTrainer(Trainer):
@@ -148,14 +127,6 @@ class OwnTrainer(Trainer):
     def __init__(self, width: int = 3, **kwargs: Any) -> None:
         model = Net(width)
         super().__init__(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)
-
-
-def own_rank(failing: int) -> int:
-    """Return the rank of this process, unless it is the one that fails."""
-    rank = int(os.environ["RANK"])
-    if rank == failing:
-        raise LookupError(f"on purpose, on rank {rank} of {os.environ['WORLD_SIZE']}")
-    return rank
 
 
 class ScaledTrainer(Trainer):
@@ -197,7 +168,3 @@ class KillAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_eval_step_end = on_train_step_end = on_predict_step_end
-
-
-def is_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)

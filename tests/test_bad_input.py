@@ -252,9 +252,9 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"create_scheduler_fn=<.*StepLR.*must be a function.*For example: functools\.partial",
     ),
     "create_scheduler_fn is a name": (
-        {"create_scheduler_fn": "cosine"},
-        TypeError,
-        r"create_scheduler_fn='cosine' must be",
+        {"create_scheduler_fn": "cosinus"},
+        ValueError,
+        r"create_scheduler_fn='cosinus' is not the name of a schedule\. Did you mean 'cosine'",
     ),
     "create_scheduler_fn lacks an argument": ({"create_scheduler_fn": StepLR}, TypeError, "StepLR.*step_size"),
     "create_scheduler_fn makes no scheduler": (

@@ -291,8 +291,8 @@ def test_a_class_for_both_libraries_is_left_alone():
 
 
 def test_a_method_that_the_trainer_calls_on_itself_is_not_overridden_by_mistake():
-    with pytest.raises(TypeError, match=r"Mine\._check_data is reserved"):
-        type("Mine", (Trainer,), {"_check_data": lambda self: None})
+    with pytest.raises(TypeError, match=r"Mine\._check_scheduler is reserved"):
+        type("Mine", (Trainer,), {"_check_scheduler": lambda self: None})
 
 
 def test_methods_that_the_ancestors_users_override_are_called_as_there():

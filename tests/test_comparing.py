@@ -136,14 +136,12 @@ def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_pat
 
 
 @pytest.mark.slow
-def test_runs_are_sorted_by_a_metric_or_a_setting(runs):
+def test_runs_are_sorted_by_a_metric(runs):
     by_metric = [row["r2"] for row in compare_runs(runs, sort_by="r2").rows()]
     assert by_metric == sorted(by_metric, reverse=True)
     by_loss = [row["r2"] for row in compare_runs(runs, sort_by="r2", directions={"r2": False}).rows()]
     assert by_loss == sorted(by_loss)
-    by_setting = compare_runs(list(runs)[:3], sort_by="model.width")
-    assert [run.name for run in by_setting.runs] == ["adam-2", "sgd", "adam-10"]
-    with pytest.raises(ValueError, match=r"sort_by='r22' is neither a metric nor a setting.* Did you mean 'r2'\?"):
+    with pytest.raises(ValueError, match=r"sort_by='r22' must be a metric .* Did you mean 'r2'\?"):
         compare_runs(runs, sort_by="r22")
 
 
@@ -175,11 +173,11 @@ def test_values_that_are_not_finite_and_many_runs(tmp_path):
     assert math.isnan(found.runs[0].metrics["share"][1][-1])
     assert list(map(str, found.metrics)) == ["eval_loss_epoch (min)", "share (last)"]
     assert compare_runs(tmp_path, sort_by="share", directions={"share": True}).runs[-1].name == "0"
-    with pytest.raises(ValueError, match=r"sort_by='share': the runs do not tell .* --maximize share or --minimize"):
+    with pytest.raises(ValueError, match=r"sort_by='share' must be a metric .* --maximize share or --minimize"):
         compare_runs(tmp_path, sort_by="share")
     with pytest.raises(ValueError, match=r"directions has 'shar' .* no run has such a metric\. Did you mean 'share'\?"):
         compare_runs(tmp_path, directions={"shar": True})
-    assert "Their settings are the same, as far as they are known." in repr(found)
+    assert "Settings that differ" not in repr(found)
     page = found.save(tmp_path / "page.html").read_text()
     assert page.count('stroke-dasharray="6 3"') == 7
     assert page.count('stroke-dasharray="2 3"') == 6
@@ -218,18 +216,6 @@ def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):
     shown = repr(compare_runs(tmp_path))
     assert re.search(r"^small +load_small +small\.csv$", shown, re.MULTILINE)
     assert re.search(r"^large +load_large +large\.csv$", shown, re.MULTILINE)
-
-
-def test_files_in_one_folder_are_a_run_each(tmp_path):
-    losses = {}
-    for name, seed in (("a", 1), ("b", 2)):
-        files = [MetricsFileCallback(tmp_path / f"{name}{suffix}", every_n_updates=1) for suffix in (".jsonl", ".csv")]
-        history = train(tmp_path, seed, *files).run_history
-        losses[f"{name}.jsonl"] = history.get_latest_metric("eval_loss_epoch")
-    (tmp_path / "data.jsonl").write_text("[1, 2]\n")
-    for paths in (tmp_path, [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]):
-        found = compare_runs(paths)
-        assert {run.name: run.metrics["eval_loss_epoch"][1][-1] for run in found.runs} == losses
 
 
 @pytest.mark.parametrize(

@@ -1581,3 +1581,22 @@ class Read(IterableDataset[Any]):
 def test_workers_that_each_read_a_whole_stream_are_warned_of(stream, warns):
     with pytest.warns(UserWarning, match="Read gives the same batch to two workers") if warns else nullcontext():
         train(make_trainer(), train_dataset=stream, train_dataloader_kwargs={"num_workers": 2})
+
+
+class Promises(Stream):
+    """A stream whose length is not that of what it yields."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(8)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(("length", "warns"), [(20, True), (8, False)])
+def test_a_stream_that_is_shorter_than_its_length_is_warned_of(length, warns):
+    message = "ended after 4 steps of this epoch, but their length is 10 steps"
+    with pytest.warns(UserWarning, match=message) if warns else nullcontext():
+        train(make_trainer(), train_dataset=Promises(length))
+    train(make_trainer(), train_dataset=Promises(20), epochs=None, max_num_train_steps=3)

@@ -7,22 +7,24 @@ import io
 import json
 import math
 import random
+import re
 import threading
 import time
 from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.tracking import GeneralTracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
-from tests.launching import SOAK, Fork
+from tests.launching import SOAK, Fork, run_code
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
 
@@ -496,11 +498,55 @@ def test_pictures_after_the_run_hide_nothing_of_it(tmp_path):
     assert [step for step, _ in scalars(tmp_path / "run")["train_loss_epoch"]] == [3, 6]
 
 
+LOGGED = r"""
+import os, sys
+from pathlib import Path
+
+name, folder = sys.argv[1:]
+os.chdir(folder)
+os.environ |= {"TRACKIO_DIR": f"{folder}/trackio", "HOME": folder, "WANDB_API_KEY": ""}
+
+from pytorch_accel_lite.callbacks import TrackerCallback
+from tests.tasks import make_trainer, train
+
+kwargs = {"mode": "offline"} if name == "wandb" else {}
+trainer = make_trainer([TrackerCallback(name, "project", every_n_updates=2, config={"idea": 7}, init_kwargs=kwargs)])
+train(trainer, epochs=2, eval_dataset=True)
+assert trainer.accelerator.trackers == []
+print(*trainer.run_history["train_loss_epoch"], *trainer.run_history["eval_loss_epoch"], sep="\n")
+"""
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("name", "files"), [("wandb", "wandb/**/*.wandb"), ("trackio", "trackio/*.db")])
+def test_trackers_that_need_no_account_hold_what_was_recorded(tmp_path, name, files):
+    if find_spec(name) is None or name not in LOGGER_TYPE_TO_CLASS:
+        pytest.skip(f"needs {name}, and a version of accelerate that knows it")
+    output = run_code(LOGGED, name, str(tmp_path))
+    (file,) = tmp_path.glob(files)
+    values = re.findall(r"^\d\.\d+$", output, re.MULTILINE)
+    assert len(values) == 4
+    for text in [*values, "train_loss_epoch", "eval_loss_epoch", "idea"]:
+        assert text.encode() in file.read_bytes()
+
+
+@pytest.mark.programs
+def test_a_tracker_without_an_account_says_how_to_do_without(tmp_path):
+    if find_spec("wandb") is None:
+        pytest.skip("needs wandb")
+    with pytest.raises(AssertionError, match=r"could not start: .* pass init_kwargs=\{'mode': 'offline'\}\."):
+        run_code(LOGGED.replace('{"mode": "offline"}', "{}"), "wandb", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: TrackerCallback("tensorbord"), ValueError, "tensorbord' is not known. Did you mean 'tensorboard'"),
-        (lambda: TrackerCallback("wandb"), ImportError, "needs wandb. Install it with: pip install wandb"),
+        (
+            lambda: TrackerCallback("aim"),
+            ImportError,
+            r"'aim' \(installed: .*'mlflow'.*\) needs aim. Install it with: pip install aim",
+        ),
         (lambda: TrackerCallback(3), TypeError, "tracker=3 must be the name"),
         (lambda: TrackerCallback(every_n_updates=0), ValueError, "every_n_updates=0"),
         (lambda: MetricsFileCallback("metrics.txt"), ValueError, r"path='metrics.txt' must end in .jsonl"),

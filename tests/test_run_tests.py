@@ -76,7 +76,6 @@ def test_each_combination_has_its_results_and_the_tables_list_all(trained):
     worst = json.loads(Path("tests/best/plain/small/worst.json").read_text())
     losses = ((plain - data["small"].tensors[1]) ** 2).flatten()
     assert [sample["index"] for sample in worst] == losses.topk(3).indices.tolist()
-    assert len(Path("tests/results.md").read_text().splitlines()) == 10
     with open("tests/results.csv") as file:
         assert [row["dataset"] for row in csv.DictReader(file)] == ["small", "large"] * 4
     assert len(trained.callbacks) == 2
@@ -163,7 +162,7 @@ def test_averages_of_the_best_and_the_last(trained):
     of_best = loaded([Path(f"best_model-epoch{epoch:04d}.pt") for epoch in (2, 3)])
     assert torch.equal(averaged("average_last_3"), (sum(of_last[::-1]) / 3).float())
     assert torch.equal(averaged("average_best_2"), (sum(of_best[::-1]) / 2).float())
-    with pytest.raises(FileNotFoundError, match=r"There are 3 of the 4 last weights: .* max_checkpoints=4 or more"):
+    with pytest.raises(FileNotFoundError, match=r"There are 3 of the 4 last weights: .* max_checkpoints=4"):
         run_tests(trained, parts.load_data(6), ["average_last_4"])
 
 
@@ -268,7 +267,6 @@ def test_the_last_weights_are_in_the_newest_state_of_all_callbacks(tmp_path, mon
             "the setting 'a' sets 'scal', .*Trainer has no 'scal'. Did you mean 'scale'",
         ),
         ({"inference": {"a": {"model.layer": 3}}}, "sets 'model.layer', but Net has no 'layer'. Did you mean 'layers'"),
-        ({"inference": {"a/b": {}}}, "The name 'a/b' cannot be that of a folder"),
     ],
 )
 def test_what_cannot_be_tested_is_refused_before_anything_is_written(trained, arguments, error):

@@ -28,6 +28,8 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TimingCallback,
 )
+from tests.launching import two_are_enough
+from tests.ranks import rank
 from tests.tasks import Stream, listener, make_data, make_model, make_trainer, told, train
 from tests.terminals import Terminal
 
@@ -217,6 +219,26 @@ def test_a_stream_has_rows_within_its_epoch_with_the_means_since_the_row_before(
     assert [float(row[2]) for row in within] == pytest.approx(means, rel=0.01, abs=1e-4)
     assert [len(row) for row in within] == [6 if step % (2 * every) == 0 else 5 for step in steps]
     assert last[0] == "1"
+
+
+def rows_of_a_stream() -> list[float]:
+    """Train where only the first process shows a table; return the losses of this process."""
+    seen: list[float] = []
+    gather = listener(on_train_step_end=lambda t, batch_output, **_: seen.append(batch_output["loss"].item()))
+    callbacks = [ProgressTableCallback(show_always=rank() == 0), gather]
+    kwargs = {"train_dataset": Stream(120), "train_dataloader_kwargs": {}}
+    train(make_trainer(callbacks), None, max_num_train_steps=25, **kwargs)
+    return seen
+
+
+@two_are_enough
+def test_rows_within_an_epoch_are_means_over_all_processes(ranks):
+    results = ranks(rows_of_a_stream)
+    within = [row for row in rows(results.output.splitlines()) if row[0] == "step"]
+    assert [row[1] for row in within] == ["10", "20"]
+    for row, start in zip(within, (0, 10), strict=True):
+        losses = [loss for result in results for loss in result[start : start + 10]]
+        assert float(row[2]) == pytest.approx(sum(losses) / len(losses), rel=0.01, abs=1e-4)
 
 
 def test_rows_within_an_epoch_can_be_asked_for(capsys):

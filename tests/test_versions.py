@@ -17,7 +17,14 @@ else:
     import tomli as tomllib  # which pytest needs there
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_INSTALLED_THERE = {"pytorch-accelerated", "mypy", "ruff", "onnxscript", "onnxruntime"}  # tests/oldest.txt says why
+NOT_INSTALLED_THERE = {
+    "pytorch-accelerated",
+    "mypy",
+    "ruff",
+    "onnxscript",
+    "onnxruntime",
+    "trackio",
+}  # see tests/oldest.txt
 
 
 def requirements(lines: list[str]) -> Iterator[Requirement]:

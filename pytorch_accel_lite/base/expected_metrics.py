@@ -16,6 +16,7 @@ class Watched(Protocol):
     """A metric that a callback watches."""
 
     name: str
+    greater_is_better: bool | None
 
     def settle(self, known: bool | None, warns: bool) -> None:
         """Settle which values are better, as far as known from the run."""

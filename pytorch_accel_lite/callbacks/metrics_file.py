@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,14 @@ def plain(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def as_json(value: Any) -> Any:
+    """Return a nested value as JSON can hold it: numbers and lists in place of tensors, and texts for all else."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else plain(value)
 
 
 def as_number_or_text(value: Any) -> Any:

@@ -194,11 +194,7 @@ class ProgressBarCallback(TrainerCallback):
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._close(trainer)
 
-    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._close(trainer)
-
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._close(trainer)
+    on_stop_training_error = on_exception = on_training_run_end
 
     def _close(self, trainer: TrainerLike) -> None:
         for bar in (self.pbar, self.eval_pbar):

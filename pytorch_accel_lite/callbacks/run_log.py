@@ -25,7 +25,7 @@ from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.time_budget import TimeBudget
-from pytorch_accel_lite.callbacks.metrics_file import plain
+from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.callbacks.run_page import pages
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
@@ -152,20 +152,11 @@ class RunLogCallback(TrainerCallback):
         rows = history.rows() if hasattr(history, "rows") else []
         self._record |= {"progress": trainer.progress.state_dict(), "metrics": rows}
         with self._budget.measured():
-            text = json.dumps(_as_json(self._record), indent=2, allow_nan=False)
+            text = json.dumps(as_json(self._record), indent=2, allow_nan=False)
             curves = _curves(trainer) if rows else []
             for name, content in {"run.json": text + "\n", **pages(json.loads(text), curves)}.items():
                 with replacing(self.directory / name) as temporary:
                     temporary.write_text(content)
-
-
-def _as_json(value: Any) -> Any:
-    """Return a nested value as JSON can hold it: keys and values other than text and finite numbers become strings."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    return plain(value)
 
 
 def _now() -> str:

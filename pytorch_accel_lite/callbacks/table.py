@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -89,7 +90,9 @@ class ProgressTableCallback(LogMetricsCallback):
         self._announce(trainer, "Starting training run")
         self._table = _RunTable(trainer, self.metrics, self._shows_table)
         self._running_means = {}
-        self._row_every = (self.row_every_n_updates or _default_interval(trainer)) if self._shows_table else None
+        self._row_every = self.row_every_n_updates or _default_interval(trainer)
+        if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
+            self._row_every = None  # on all processes, which add up their losses for a row
         trainer.callback_handler.set_listening(self, self._row_every is not None, "on_update_end")
         trainer.current_run.end.messages.append(lambda: self._end(trainer))
 
@@ -213,13 +216,10 @@ class _RunTable:
 
     def _is_best(self, metrics: dict[str, Any], where: str) -> bool:
         """Return whether the value to be marked is the best so far, and remember it if so."""
-        if self._key not in metrics:
-            return False
-        value = float(metrics[self._key])
-        if self._best is None:
-            is_better = value == value  # not NaN
-        else:
-            is_better = value > self._best[0] if self._greater else value < self._best[0]
+        value = float(metrics.get(self._key or "", math.nan))
+        worst = -math.inf if self._greater else math.inf
+        best = worst if self._best is None else self._best[0]
+        is_better = value > best if self._greater else value < best
         if is_better:
             self._best = value, where
         return is_better

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,14 @@ from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.engine.history import NewMetrics
+
+#: What makes trackers with accounts write only to this machine.
+_WITHOUT_ACCOUNT = {
+    "wandb": "init_kwargs={'mode': 'offline'}",
+    "swanlab": "init_kwargs={'mode': 'offline'}",
+    "comet_ml": "init_kwargs={'online': False}",
+    "clearml": "the environment variable CLEARML_OFFLINE_MODE=1",
+}
 
 
 class TrackerCallback(StepLogger):
@@ -35,9 +44,10 @@ class TrackerCallback(StepLogger):
     :param every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other
         callbacks; ``None`` logs only epochs
     :param config: your own hyper-parameters, logged with the run's configuration
-    :param init_kwargs: further arguments for the tracker, such as a run name or tags
+    :param init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets
+        Weights & Biases and SwanLab write to this machine only, without an account
     :raises ValueError: if the tracker is unknown
-    :raises ImportError: if the tracker's package is not installed
+    :raises ImportError: if the tracker's package is not installed; lists those that are
     """
 
     def __init__(
@@ -98,10 +108,18 @@ class TrackerCallback(StepLogger):
         assert trainer is not None
         if self._started is not None or not trainer.accelerator.is_main_process:
             return
-        tracker = self._create(trainer)
         if self.tracker == "tensorboard" and self._first_update:
             time.sleep(1)  # it reads the files of attempts in the order of the seconds in which they were created
-        tracker.start()
+        try:
+            tracker = self._create(trainer)
+            tracker.start()
+        except Exception as error:
+            if self.tracker not in _WITHOUT_ACCOUNT:
+                raise
+            raise RuntimeError(
+                f"TrackerCallback({self.tracker!r}) could not start: {str(error).rstrip('.')}. To log to this machine "
+                f"only, without an account, pass {_WITHOUT_ACCOUNT[self.tracker]}."
+            ) from error
         self._started = tracker
         trainer.accelerator.trackers.append(tracker)
         if not self._first_update:
@@ -265,7 +283,8 @@ class TrackerCallback(StepLogger):
 
 
 def _check_tracker(name: str) -> None:
-    if name not in LOGGER_TYPE_TO_CLASS:
-        known = list(LOGGER_TYPE_TO_CLASS)
+    known = list(LOGGER_TYPE_TO_CLASS)
+    if name not in known:
         raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, known)} Choose from: {', '.join(known)}.")
-    import_extra(name, name.replace("_", "-"), f"tracker={name!r}")  # some trackers are extras
+    installed = ", ".join(repr(other) for other in known if find_spec(other)) or "none"
+    import_extra(name, name.replace("_", "-"), f"tracker={name!r} (installed: {installed})")  # some are extras

@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import datetime
 import os
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, parse_location
-from pytorch_accel_lite.checkpoint.manifest import stored_checksum, verify_state
+from pytorch_accel_lite.checkpoint.manifest import MANIFEST, read_manifest, stored_checksum, verify_state
 from pytorch_accel_lite.checkpoint.remote import local_copy
 from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state
 
 
-def print_contents(state: StrPath) -> None:
-    """Print the contents of a training state.
+def _states_in(folder: Path) -> list[str]:
+    """Return a line for each training state in a folder and its subfolders, in the order of time."""
+    paths = [path.parent for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
+    lines = []
+    for manifest, path in sorted(((read_manifest(path), path) for path in paths), key=lambda pair: pair[0]["saved_at"]):
+        progress = manifest["progress"]
+        lines.append(f"{path}: epoch {progress['epoch']}, update {progress['update']:,}, saved {_saved(manifest)}")
+    return lines
 
-    :param state: its directory, or its URL in a remote store
+
+def _saved(manifest: dict[str, Any]) -> str:
+    return datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
+
+
+def print_contents(state: StrPath) -> None:
+    """Print the contents of a training state, or list the states in a folder.
+
+    :param state: its directory, or its URL in a remote store; or a folder of states, of a run, or of runs
     """
-    with local_copy(parse_location(state)) as directory:
+    location = parse_location(state)
+    if isinstance(location, Path) and not (location / MANIFEST).exists() and (lines := _states_in(location)):
+        print("\n".join(lines))
+        return
+    with local_copy(location) as directory:
         manifest = verify_state(directory)
         opened = open_state(directory, manifest)
         weights = opened.read_weights()
     shared = opened.shared
-    saved = datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
-    print(f"training state {os.fspath(state)}, format {manifest['format_version']}, saved {saved}")
+    print(f"training state {os.fspath(state)}, format {manifest['format_version']}, saved {_saved(manifest)}")
     for title in ("versions", "progress", "machine"):
         print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in manifest.get(title, {}).items()))
     print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")

@@ -31,8 +31,9 @@ class OwnShard:
 
     Pass it in place of a dataset, or return it from ``create_train_dataloader``, for example for a ``DataLoader`` over
     an ``IterableDataset`` that shards itself, or for a list of ready batches.
-    Iterables other than a ``torch.utils.data.DataLoader``, and subclasses with an ``__iter__`` of their own, are read
-    as if they were sharded already; without this mark, a message says so.
+
+    What that method returns other than a ``torch.utils.data.DataLoader``, and subclasses with an ``__iter__`` of their
+    own, are read as if they were sharded already; without this mark, a message says so.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import accepts, find_length
+from pytorch_accel_lite.base.inspection import accepts, find_length, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
@@ -276,17 +276,18 @@ def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
 
 
 def check_data(
+    trainer: TrainerLike,
     name: str,
     dataset: Any,
     batch_size: int,
     loader_kwargs: Any,
     collate_fn: Any,
-    builds_loader: bool = False,
     other: Any = None,
 ) -> None:
     """Check a dataset, or a loader, and the arguments for reading it.
 
-    :param builds_loader: whether an overridden method creates the dataloader, so that the dataset may be anything
+    If an overridden method creates the dataloader, the dataset may be anything.
+
     :param other: the other data of the run, which ``batch_size`` and ``collate_fn`` are for, too
     """
     name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
@@ -295,6 +296,8 @@ def check_data(
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch from a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
+    method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
+    builds_loader = is_overridden(trainer, method)
     parts = _by_name(name, dataset)
     if not parts:
         raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")

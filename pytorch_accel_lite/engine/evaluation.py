@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.engine.inference import (
@@ -139,7 +140,7 @@ def evaluate(
         its curves and rows do not contain them.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
-    self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("evaluation", num_epochs=1)
     with (
         _collecting_values(self) as result,

@@ -19,6 +19,7 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
@@ -107,7 +108,7 @@ def _predicted(
 
     :param is_whole: whether the caller does nothing but collect them
     """
-    self._check_data("dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    check_data(self, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
     options = loader_kwargs or {}

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
@@ -97,6 +98,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     set_optimizer_modes(trainer, training=True)
     batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, smallest_share(trainer, run))
     run.batch_number = progress.step
+    length = find_length(loader) or 0
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.step.must_warm_up_ddp:
             warm_up_ddp(trainer, run, batch)
@@ -105,8 +107,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
             run.step.must_compare_replicas = False
             trainer.compare_replicas()
     run.batch_number = None
-    if not progress.step:
-        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
+    _check_length(run, loader, length if progress.update < limit else 0)
     if trainer.check_replicas and trainer.ranks.world_size > 1:
         trainer.compare_replicas()
     run.control.sync(now=True)
@@ -117,6 +118,20 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     run.unrecorded = None
     run.epoch_phase = TRAINED
     trainer.call_event("on_train_epoch_end")
+
+
+def _check_length(run: Run, loader: Any, length: int) -> None:
+    """Check that an epoch had batches, and warn if a stream has ended before its length, which schedules rely on."""
+    steps = run.progress.step
+    if not steps:
+        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
+    workers = getattr(loader.source, "num_workers", 0)  # each may leave out an incomplete batch
+    if steps + workers < length:
+        warn_outside(
+            f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
+            "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "
+            "define none, and pass max_num_train_steps."
+        )
 
 
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from pytorch_accel_lite.experiment.cross_validation import CrossValidation, Fold, cross_validate
 from pytorch_accel_lite.experiment.experiment import Experiment
-from pytorch_accel_lite.experiment.launching import LaunchError, launch
 from pytorch_accel_lite.experiment.run_comparison import RunComparison, compare_runs
-from pytorch_accel_lite.experiment.search import OptunaPruningCallback, retry_killed_trials, suggest_overrides
+from pytorch_accel_lite.experiment.search import retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, load_yaml
+from pytorch_accel_lite.integrations import OptunaPruningCallback
 
 __all__ = [
     "CrossValidation",
     "Experiment",
     "ExperimentError",
     "Fold",
-    "LaunchError",
     "OptunaPruningCallback",
     "RunComparison",
     "compare_runs",
     "cross_validate",
-    "launch",
     "load_yaml",
     "retry_killed_trials",
     "run_tests",

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.checkpoint import print_contents
+from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
 from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
-from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
-from pytorch_accel_lite.experiment.results import as_json, write_json, write_predictions
+from pytorch_accel_lite.experiment.results import write_json, write_predictions
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
-from pytorch_accel_lite.experiment.run_folders import describe_states, natural_order
+from pytorch_accel_lite.experiment.run_folders import natural_order
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import format_metric, record_error
+from pytorch_accel_lite.utils import as_json, format_metric, record_error
 
 _EPILOG = """\
 Every value of the file can be overridden by an option, such as --optimizer.lr 3e-4
@@ -110,7 +109,7 @@ def _is_for_users(error: Exception) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite",
-        description="Train, evaluate and predict as a file describes it.",
+        description="Train, evaluate and predict as described in a file.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -121,11 +120,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, add_help=not file, allow_abbrev=False)
         command.set_defaults(run=run, command=name, describe=command.format_help)
         if file:
-            command.add_argument("file", nargs="?", metavar="FILE", help="the experiment, in YAML, before its options")
-            command.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine")
-            command.add_argument("--devices", metavar="idle|0,2", help="on these GPUs, one for each process")
             command.add_argument(
-                "--restarts", type=int, default=0, metavar="N", help="after failures; add --resume latest"
+                "file", nargs="?", metavar="FILE", help="an experiment in YAML, or the folder of a run"
             )
             command.add_argument("-h", "--help", action="store_true", help="with FILE, also lists what it can contain")
         return command
@@ -155,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run a command that has an experiment, in this process or in several."""
+    """Run a command that has an experiment."""
     prints = getattr(options, "print_config", False)
     if options.help:
         print(options.describe())
@@ -170,21 +166,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     experiment = Experiment.from_file(options.file, rest, tool=None if options.command == "train" else options.command)
     if prints:
         print(("" if options.file else _STARTING_FILE) + experiment.text, end="")
-    elif options.processes is not None or options.devices is not None or options.restarts:
-        return _launch(options, rest)
     else:
         options.run(experiment, options)
-    return 0
-
-
-def _launch(options: argparse.Namespace, rest: list[str]) -> int:
-    own = [f"--{name}={vars(options)[name]}" for name in ("weights", "on") if vars(options).get(name) is not None]
-    command = ["-m", "pytorch_accel_lite", options.command, options.file, *own, *rest]
-    try:
-        launch_command(command, options.processes, options.devices, options.restarts)
-    except LaunchError as error:
-        print(f"error: {error.reason}" if error.exit_code == 2 and error.reason else error, file=sys.stderr)
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0
 
 
@@ -260,22 +243,18 @@ def _test(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    folder = Path(options.path)
-    tables = []
-    if folder.is_dir() and not (folder / "manifest.json").exists():
-        with suppress(ValueError):  # if there are none
-            tables.append(str(compare_runs(folder)))
-        tables += filter(None, [describe_states(folder)])
-    if tables:
-        print("\n\n".join(tables))
-    else:
+    try:
+        print(compare_runs(options.path), end="\n\n")
+    except (FileNotFoundError, ValueError):  # it has no runs
         print_contents(options.path)
+    else:
+        with suppress(DamagedStateError):  # it has no states
+            print_contents(options.path)
 
 
 def _compare(options: argparse.Namespace) -> None:
-    paths = sorted(options.runs, key=natural_order)
     directions = {**dict.fromkeys(options.maximize, True), **dict.fromkeys(options.minimize, False)}
-    comparison = compare_runs(paths, directions=directions, sort_by=options.sort)
+    comparison = compare_runs(sorted(options.runs, key=natural_order), directions=directions, sort_by=options.sort)
     beside = Path(os.path.commonpath([run.folder.resolve().parent for run in comparison.runs]))
     path = comparison.save(options.page or beside / "comparison.html")
     print(comparison)

@@ -166,16 +166,9 @@ def cross_validate(
     :param predictions: whether to predict the samples that were held out
     :param train_arguments: arguments of :meth:`Trainer.train`, such as ``num_epochs``
     :raises RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``; resume it later
-    :raises TypeError: if the dataset has no length
     :raises ValueError: if the splitter cannot split the dataset, or a fold tests what it trains on; if ``make_trainer``
         returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
-    is_array = isinstance(dataset, (torch.Tensor, np.ndarray, dict, str))
-    if is_array or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(
-            f"dataset: {type(dataset).__name__} cannot be divided into folds. Pass one dataset with __len__ and "
-            "__getitem__, such as TensorDataset(inputs, targets)."
-        )
     folder = Path(save_dir)
     named = _describe(splitter)
     if seed is not None:
@@ -255,20 +248,12 @@ def _split(splitter: Any, size: int, y: Any, groups: Any) -> list[Split]:
     labels, groups = (None if values is None else np.asarray(values) for values in (y, groups))
     pairs = splitter.split(np.zeros((size, 1)), labels, groups) if hasattr(splitter, "split") else splitter
     splits = [(_indices(train), _indices(test)) for train, test in pairs]
-    if not splits:
-        raise ValueError("splitter gave no fold.")
     for number, (train, test) in enumerate(splits, 1):
-        both = {*train} & {*test}
-        outside = {*train, *test} - {*range(size)}
-        wrong = ""
-        if not train or not test:
-            wrong = f"has {len(train)} samples to train on and {len(test)} to test"
-        elif both:
-            wrong = f"would be tested on {len(both)} of the samples that it is trained on, such as sample {min(both)}"
-        elif outside:
-            wrong = f"has the index {min(outside)}, but the dataset has {size} samples"
-        if wrong:
-            raise ValueError(f"splitter: fold {number} {wrong}.")
+        if wrong := {*train} & {*test} or {*train, *test} - {*range(size)}:
+            raise ValueError(
+                f"splitter: fold {number} has sample {min(wrong)} to train on and to test, or a dataset of {size} "
+                "samples does not have it."
+            )
     return splits
 
 
@@ -298,15 +283,12 @@ def _new_trainer(make_trainer: Callable[[Path], Trainer], folder: Path, seen: li
     :param seen: the trainers and models of the folds before it
     """
     trainer = make_trainer(folder)
-    called = f"make_trainer({os.fspath(folder)!r}) returned"
-    if not isinstance(trainer, Trainer):
-        raise TypeError(f"{called} {trainer!r}, which is not a Trainer.")
     made = [trainer, trainer.get_model(keep_torch_compile=False)]
     for part in made:
         if any(reference() is part for reference in seen):
             raise ValueError(
-                f"{called} the {type(part).__name__} of an earlier fold, which has been trained on samples that it "
-                "would now be tested on. Create a new one each time."
+                f"make_trainer({os.fspath(folder)!r}) returned the {type(part).__name__} of an earlier fold, "
+                "which has been trained on samples that it would now be tested on. Create a new one each time."
             )
     seen += map(weakref.ref, made)
     return trainer

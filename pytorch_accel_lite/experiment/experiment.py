@@ -21,12 +21,12 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.checkpoint import try_lock
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.parsing import TOOLS, Parser
-from pytorch_accel_lite.experiment.results import write_text
+from pytorch_accel_lite.experiment.results import write_json, write_text
 from pytorch_accel_lite.experiment.run_folders import folders_of, new_folder
 from pytorch_accel_lite.experiment.yaml_files import (
+    DIRECTIONS,
     PARTS,
     RESOLVED,
     Document,
@@ -138,9 +138,7 @@ class Experiment:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if "accelerator" in self._parser.parts:
             made["accelerator"] = self._make_accelerator()
-        elif self._given("trainer.init_args").get("mixed_precision") is not None:
-            pass  # which the trainer checks
-        elif getattr(kind, "_create_accelerator", None) is Trainer._create_accelerator:  # noqa: SLF001
+        elif self._given("trainer.init_args").get("mixed_precision") is None:  # which the trainer checks
             _check_precision()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
         return trainer
@@ -157,11 +155,6 @@ class Experiment:
     def eval_dataset(self) -> Any:
         """The dataset of ``data.eval``, or ``None``."""
         return self.dataset("eval") if "data.eval" in self._parser.parts else None
-
-    @cached_property
-    def test_dataset(self) -> Any:
-        """The dataset of ``data.test``, or ``None``."""
-        return self.dataset("test") if "data.test" in self._parser.parts else None
 
     def dataset(self, name: str) -> Any:
         """Return the dataset of ``data.train``, ``data.eval`` or ``data.test``.
@@ -209,10 +202,6 @@ class Experiment:
             )
         self.trainer.train(self.train_dataset, **self.train_arguments)
         return self.trainer
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the resolved contents to a file, atomically."""
-        write_text(path, self.text)
 
     # ------------------------------------------------------------------------------------ making the parts
 
@@ -305,12 +294,6 @@ def create_parser(
     path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | Sequence[str] = (), tool: str | None = None
 ) -> Parser:
     """Read a file and what overrides it, and return a parser for what it names."""
-    for variable in os.environ:
-        if variable.startswith(_FORMER_PREFIX):
-            option = variable.removeprefix(_FORMER_PREFIX).lower().replace("__", ".")
-            raise ExperimentError(
-                f"environment variable {variable}: variables no longer override an experiment. Pass --{option} instead."
-            )
     file = None if path is None else Path(path, RESOLVED) if Path(path).is_dir() else Path(path)
     document = Document() if file is None else read(file)
     if file is not None:
@@ -325,7 +308,6 @@ def create_parser(
 
 
 _LINE = "command line"
-_FORMER_PREFIX = "PYTORCH_ACCEL_LITE_"  # of environment variables that overrode a file in version 0.2
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -351,7 +333,6 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def _give_back(folder: Path) -> None:
     """Leave a folder to the next run, as none has begun in it."""
     (folder / RESOLVED).unlink(missing_ok=True)
-    (folder / ".lock").unlink(missing_ok=True)
     with suppress(OSError):  # which others have written to
         folder.rmdir()
 
@@ -410,7 +391,7 @@ def _naming(place: str) -> Iterator[None]:
 class ExperimentRecord(TrainerCallback):
     """Writes the resolved file of an experiment into its ``output_dir``, and into each training state.
 
-    A run that resumes prints what differs. While a run trains, no other may use its ``output_dir``.
+    A run that resumes prints what differs.
 
     :param experiment: the experiment
     :param claim: leaves the folder of a new run to the next one; detached when the run begins
@@ -419,32 +400,22 @@ class ExperimentRecord(TrainerCallback):
     def __init__(self, experiment: Experiment, claim: weakref.finalize[..., Any] | None = None) -> None:
         self._experiment = experiment
         self._claim = claim
-        self._lock: Any = None
-        self._print: Any = print
 
     def __repr__(self) -> str:
         return f"ExperimentRecord({self._experiment.config['output_dir']!r})"
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Lock the folder."""
-        self._print = trainer.print
-        if trainer.train_dataloader is not None:
-            trainer.ranks.run_together(self._take_folder, only_first=True)
-
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Write the file."""
+        """Write the file, and whether greater values are better of each metric of which it is known."""
         experiment, folder = self._experiment, self._experiment.output_dir
-        trainer.ranks.run_together(lambda: experiment.save(folder / RESOLVED), only_first=True)
+        metrics = trainer.current_run.request.metrics
+        directions = metrics.directions | {watched.name: watched.greater_is_better for watched in metrics.watched}
+        known = {name: direction for name, direction in directions.items() if direction is not None}
+        trainer.ranks.run_together(lambda: write_text(folder / RESOLVED, experiment.text), only_first=True)
+        trainer.ranks.run_together(lambda: write_json(folder / DIRECTIONS, known, indent=2), only_first=True)
         if self._claim is not None:
             self._claim.detach()
         if folder.name != Path(experiment.config["output_dir"]).name and not trainer.progress.update:
             trainer.print(f"This run is in {folder}, as {experiment.config['output_dir']} has one already.")
-
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Leave the folder to others."""
-        self._leave_folder()
-
-    on_exception = on_training_run_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return the resolved file, for a training state."""
@@ -456,23 +427,4 @@ class ExperimentRecord(TrainerCallback):
         changed = [key for key in before | now if before.get(key) != now.get(key) and key != "train.resume_from"]
         lines = [f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed]
         if lines:
-            self._print("The experiment differs from the one that is resumed:", *lines, sep="\n  ")
-
-    def _take_folder(self) -> None:
-        folder = self._experiment.output_dir
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")  # noqa: SIM115
-        if not try_lock(file):
-            file.close()
-            raise RuntimeError(
-                f"Another run is training in output_dir={os.fspath(folder)!r}. Wait for it, end it, or give this run "
-                "another output_dir."
-            )
-        weakref.finalize(self, file.close)  # a run that fails before it begins never leaves the folder
-        self._lock = file
-
-    def _leave_folder(self) -> None:
-        if self._claim is not None:
-            self._claim()  # unless the run had begun
-        if self._lock is not None:
-            self._lock.close()
+            self._experiment.trainer.print("The experiment differs from the one that is resumed:", *lines, sep="\n  ")

@@ -7,11 +7,8 @@ import inspect
 import os
 import re
 import sys
-import sysconfig
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -22,7 +19,6 @@ from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import suggest
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_STANDARD_LIBRARY = os.path.realpath(sysconfig.get_path("stdlib"))
 # Where a class is looked for that is named without its module.
 _MODULES = {
     "loss_func": ("torch.nn", "torch.nn.functional"),
@@ -90,9 +86,6 @@ def full_name(thing: Any) -> str:
     return f"{thing.__module__}.{name}"
 
 
-# ------------------------------------------------------------------------------------------------------- kinds
-
-
 def _has_steps(kind: type) -> bool:
     return hasattr(kind, "step") or issubclass(kind, (Mapping, Sequence))  # which hold several
 
@@ -103,7 +96,6 @@ _NEEDED: dict[str, tuple[str, Callable[[type], bool]]] = {
     "loss_func": ("a loss function", lambda kind: issubclass(kind, Callable)),  # type: ignore[arg-type]
     "optimizer": ("an optimizer, with step()", _has_steps),
     "scheduler": ("a scheduler, with step()", _has_steps),
-    "data": ("a dataset", lambda kind: hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")),
     "callbacks": ("a TrainerCallback", lambda kind: issubclass(kind, TrainerCallback)),
     "trainer": ("a pytorch_accel_lite.Trainer", lambda kind: issubclass(kind, Trainer)),
     "accelerator": ("an accelerate.Accelerator", lambda kind: issubclass(kind, Accelerator)),
@@ -111,55 +103,11 @@ _NEEDED: dict[str, tuple[str, Callable[[type], bool]]] = {
 
 
 def check_kinds(document: Document, parts: Mapping[str, Any]) -> None:
-    """Check the classes and functions of all parts, without calling them.
+    """Check that the classes of all parts are of the kind that is needed. What a function returns is not known.
 
-    A class must be of the kind that its part needs. A function must not be one of Python's standard library, nor be
-    annotated to return something else; what it returns is not known otherwise.
-
-    :raises ExperimentError: if one cannot be what its part needs
+    :raises ExperimentError: if one is not
     """
     for key, thing in parts.items():
-        section = key.partition(".")[0]
-        what, fits = _NEEDED[section]
-        if section == "data" and _reads_itself(parts["trainer"]):
-            fits = callable
-        if reason := _misfit(thing, fits, section == "loss_func"):
-            wanted = f"{what}, or a function that returns one" if section != "loss_func" else what
-            raise ExperimentError(f"{document.place(key)} must be {wanted}, not {reason}.")
-
-
-def _reads_itself(trainer: Any) -> bool:
-    """Whether a trainer may read its data in a way of its own, so that they may be anything."""
-    names = ("create_train_dataloader", "create_eval_dataloader")
-    return any(getattr(trainer, name, None) is not getattr(Trainer, name) for name in names)
-
-
-def _misfit(thing: Any, fits: Callable[[type], bool], is_called_later: bool) -> str:
-    """Return why a class or a function cannot be what is needed; an empty text if it can.
-
-    :param is_called_later: whether a function is needed itself, rather than what it returns
-    """
-    if inspect.isclass(thing):
-        return "" if fits(thing) else f"the class {thing.__qualname__}"
-    if _is_of_standard_library(thing):
-        return f"{thing.__qualname__}() of Python's standard library"
-    try:
-        returned = typing.get_type_hints(thing).get("return", Any)
-    except (NameError, TypeError, AttributeError):  # imported for type checkers only
-        return ""
-    kinds = typing.get_args(returned) if typing.get_origin(returned) in (Union, types.UnionType) else [returned]
-    if is_called_later or any(_may_fit(typing.get_origin(kind) or kind, fits) for kind in kinds):
-        return ""
-    annotation = inspect.formatannotation(returned).replace("NoneType", "None")
-    return f"what {thing.__qualname__}() is annotated to return: {annotation}"
-
-
-def _may_fit(kind: Any, fits: Callable[[type], bool]) -> bool:
-    is_open = kind in (Any, object) or not inspect.isclass(kind) or getattr(kind, "_is_protocol", False)
-    return is_open or fits(kind)
-
-
-def _is_of_standard_library(function: Any) -> bool:
-    module = str(getattr(function, "__module__", ""))
-    file = getattr(sys.modules.get(module), "__file__", None) or _STANDARD_LIBRARY  # built-in modules have none
-    return module.partition(".")[0] in sys.stdlib_module_names and os.path.realpath(file).startswith(_STANDARD_LIBRARY)
+        what, fits = _NEEDED.get(key.partition(".")[0], ("", bool))
+        if inspect.isclass(thing) and not fits(thing):
+            raise ExperimentError(f"{document.place(key)} must be {what}, not the class {thing.__qualname__}.")

@@ -161,16 +161,14 @@ class Parser:
         parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, beside the default ones")
         trainer = self._trainer_class()
         parser.add_method_arguments(trainer, "train", "train", skip={*_OF_TRAIN})
-        by_name: Any = ScheduleName | None
-        parser.add_argument("--train.create_scheduler_fn", type=by_name, help="the name of a schedule")
+        parser.add_argument("--train.create_scheduler_fn", type=ScheduleName | None, help="the name of a schedule")
         if self._tool is not None:
             function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
             shared = {*inspect.signature(trainer.train).parameters, "self", *_OF_TESTS}
             skip = shared & set(inspect.signature(function).parameters)
             parser.add_function_arguments(function, self._tool, skip=skip)
-        where = "where the run writes its files; a second run has a folder beside it, such as runs/experiment-run2"
-        parser.add_argument("--output_dir", type=str, default="runs/experiment", help=where)
-        parser.add_argument("--overwrite", type=bool, default=False, help="use the folder of the newest run")
+        parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
+        parser.add_argument("--overwrite", type=bool, default=False, help="replace the newest run")
         return parser
 
     def _trainer_class(self) -> Any:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Row = dict[str, Any]
-_GAP = "  "
 
 
 class Results:
@@ -57,23 +56,10 @@ def text_table(columns: Sequence[Sequence[str]]) -> list[str]:
     blocks = [labels]
     for cells in others:
         width = max(map(len, cells))
-        if len(blocks[-1][0]) + len(_GAP) + width > shutil.get_terminal_size().columns and blocks[-1] is not labels:
+        if len(blocks[-1][0]) + 2 + width > shutil.get_terminal_size().columns and blocks[-1] is not labels:
             blocks.append(labels)
-        blocks[-1] = [line + _GAP + cell.rjust(width) for line, cell in zip(blocks[-1], cells, strict=True)]
-    lines = [line.rstrip() for block in blocks for line in ["", *block]]
-    return lines[1:]
-
-
-def as_json(value: Any) -> Any:
-    """Return a nested value as JSON can hold it: numbers and lists in place of tensors, and texts for all else."""
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
-    return value if isinstance(value, (str, int, float, type(None))) else str(value)
+        blocks[-1] = [line + "  " + cell.rjust(width) for line, cell in zip(blocks[-1], cells, strict=True)]
+    return [line.rstrip() for block in blocks for line in ["", *block]][1:]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

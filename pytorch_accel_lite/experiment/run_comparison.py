@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from pytorch_accel_lite.experiment.results import Results, format_column, text_table, write_text
 from pytorch_accel_lite.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.experiment.yaml_files import ClassPath
-from pytorch_accel_lite.plotting import is_monitor, overlay_style, page_style, svg_overlays
-from pytorch_accel_lite.utils import format_metric, import_extra, suggest
+from pytorch_accel_lite.plotting import is_monitor, overlay_style, render, svg_overlays
+from pytorch_accel_lite.utils import format_metric, suggest
 
 _MISSING = "-"
 _LONGEST = 36  # characters of a setting in a table
@@ -130,12 +130,7 @@ class RunComparison(Results):
 
     def _notes(self) -> list[str]:
         """Return what is said below the tables."""
-        notes = []
-        if len(self.runs) > 1 and not self.differences:
-            notes.append("Their settings are the same, as far as they are known.")
-        if self.left_out:
-            notes.append(f"Left out, without metrics: {', '.join(self.left_out)}")
-        return notes
+        return [f"Left out, without metrics: {', '.join(self.left_out)}"] if self.left_out else []
 
     def _page(self) -> str:
         shared: dict[str, Any] = {}
@@ -146,12 +141,9 @@ class RunComparison(Results):
         curves = []
         with suppress(ImportError):  # without matplotlib
             curves = svg_overlays({name: [of_run.get(name, ([], [])) for of_run in of_each] for name in names})
-        jinja2 = import_extra("jinja2", "", "A page")
-        loader = jinja2.FileSystemLoader(Path(__file__).parent)
-        environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        page: str = environment.get_template("comparison.html").render(
+        return render(
+            "comparison.html",
             title=f"{len(self.runs)} runs compared",
-            page_style=page_style(),
             styles=[overlay_style(number) for number in range(len(self.runs))],
             metrics=self._of_metrics(),
             settings=self._of_settings() if self.differences else None,
@@ -159,7 +151,6 @@ class RunComparison(Results):
             curves=curves,
             notes=self._notes(),
         )
-        return page
 
 
 def compare_runs(
@@ -171,10 +162,9 @@ def compare_runs(
     """Compare runs by what they have left in their folders.
 
     A run is found by its metrics: the file of a ``MetricsFileCallback``, which runs from files have by default, or the
-    ``run.json`` of a ``RunLogCallback``. Its settings are those in ``experiment.yaml``, or else in ``run.json``. In a
-    folder without either, each file of metrics is a run.
+    ``run.json`` of a ``RunLogCallback``. Its settings are those in ``experiment.yaml``, or else in ``run.json``.
 
-    :param paths: folders of runs, folders that contain some, files with metrics, or patterns such as ``"runs/*"``
+    :param paths: folders of runs, folders that contain some, or patterns such as ``"runs/*"``
     :param directions: whether greater values are better, by metric name, where the runs do not tell; losses are better
         the smaller they are
     :param sort_by: a metric, to have the best run first, or a setting that differs; by default they are in the given
@@ -201,7 +191,7 @@ def compare_runs(
     metrics.sort(key=lambda metric: metric.kind == "last")
     differences = _differences(runs) if len(runs) > 1 else []
     if sort_by is not None:
-        runs = _sorted(runs, sort_by, metrics, greater_is_better, differences)
+        runs = _sorted(runs, sort_by, metrics, greater_is_better)
     return RunComparison(runs, metrics, differences, left_out)
 
 
@@ -222,31 +212,20 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _sorted(
-    runs: Sequence[RecordedRun],
-    sort_by: str,
-    metrics: Sequence[ComparedMetric],
-    directions: Mapping[str, bool],
-    differences: Sequence[str],
+    runs: Sequence[RecordedRun], sort_by: str, metrics: Sequence[ComparedMetric], directions: Mapping[str, bool]
 ) -> list[RecordedRun]:
-    by_name = {metric.name: metric for metric in metrics}
-    names = [*by_name, *differences]
-    if sort_by not in names:
+    """Return the runs with the best value of a metric first, and those without one last."""
+    by_name = {metric.name: metric for metric in metrics if metric.name in directions}
+    if sort_by not in by_name:
         raise ValueError(
-            f"sort_by={sort_by!r} is neither a metric nor a setting that differs.{suggest(sort_by, names)} There "
-            f"are {', '.join(names)}."
-        )
-    if sort_by in by_name and sort_by not in directions:
-        raise ValueError(
-            f"sort_by={sort_by!r}: the runs do not tell whether greater values of this metric are better. Pass "
-            f"directions={{{sort_by!r}: True}} or False, on the command line --maximize {sort_by} or --minimize "
-            f"{sort_by}."
+            f"sort_by={sort_by!r} must be a metric of which it is known whether greater values are better: "
+            f"{', '.join(by_name)}.{suggest(sort_by, by_name)} Pass directions={{{sort_by!r}: True}} or False, on the "
+            f"command line --maximize {sort_by} or --minimize {sort_by}, if the runs do not tell."
         )
 
-    def order(run: RecordedRun) -> tuple[int, Any]:
-        value = by_name[sort_by].value_in(run) if sort_by in by_name else run.settings.get(sort_by)
-        if isinstance(value, (int, float)):
-            return 0, -value if directions.get(sort_by) else value
-        return (2, "") if value is None else (1, str(value))
+    def order(run: RecordedRun) -> float:
+        value = by_name[sort_by].value_in(run)
+        return math.inf if value is None else -value if directions[sort_by] else value
 
     return sorted(runs, key=order)
 

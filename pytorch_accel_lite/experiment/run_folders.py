@@ -6,22 +6,18 @@ import csv
 import glob
 import json
 import os
-import pydoc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pytorch_accel_lite.experiment.results import Row, text_table
-from pytorch_accel_lite.experiment.yaml_files import RESOLVED, flat
+from pytorch_accel_lite.experiment.results import Row
+from pytorch_accel_lite.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
 
-_SUFFIXES = (".jsonl", ".csv")
 #: Callbacks that only observe a run: what they print, draw and write does not change it.
 _OBSERVERS = (
     "Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|LossScale|MetricsFile|ModelSummary"
@@ -48,13 +44,14 @@ def new_folder(base: Path, text: str) -> Path:
 
     :param text: the resolved experiment, which is written there
     """
-    for number in count(max(folders_of(base), default=0) + 1):
+    number = max(folders_of(base), default=0)
+    while True:
+        number += 1
         folder = base if number == 1 else base.with_name(f"{base.name}-run{number}")
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), open(folder / RESOLVED, "x") as file:
             file.write(text)
             return folder
-    raise AssertionError  # numbers do not end
 
 
 @dataclass
@@ -67,7 +64,7 @@ class RecordedRun:
     :param source: the file that the configuration is from; those of different kinds have different keys
     :param directions: whether greater values are better, as far as known, by metric name
     :param outcome: how it ended, if it kept a record of that
-    :param name: its folder, or the file with its metrics, relative to what all runs that are compared have in common
+    :param name: its folder, relative to what all runs that are compared have in common
     """
 
     folder: Path
@@ -91,29 +88,16 @@ class RecordedRun:
         return metrics
 
 
-def describe_states(folder: Path) -> str:
-    """Return a table of the training states in a folder, or in the runs in it, in the order of time."""
-    rows = []
-    for depth in ("*", "*/*", "*/*/*"):
-        for path in folder.glob(f"{depth}/manifest.json"):
-            manifest = _parsed(path, json.loads, "JSON")
-            progress, saved = manifest["progress"], datetime.fromtimestamp(manifest["saved_at"])
-            rows.append((saved, [os.fspath(path.parent), str(progress["epoch"]), f"{progress['update']:,}"]))
-    cells = [[*row, saved.isoformat(" ", "minutes")] for saved, row in sorted(rows)]
-    columns = zip(["training state", "epoch", "update", "saved"], *cells, strict=True)
-    return "\n".join(text_table([*columns])) if rows else ""
-
-
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs in folders, and the folders that have none.
 
-    :param paths: folders of runs, folders that contain some, files with metrics, or patterns such as ``runs/*``
+    :param paths: folders of runs, folders that contain some, or patterns such as ``runs/*``
     :raises FileNotFoundError: if a path does not exist
     :raises ValueError: if there is no run, or a file cannot be read
     """
     patterns = [os.fspath(path) for path in paths]
     by_path = {path: _runs_at(path) for path in _expanded(patterns)}
-    runs = {location.resolve(): run for in_path in by_path.values() for location, run in in_path.items()}
+    runs = {run.folder.resolve(): run for in_path in by_path.values() for run in in_path}
     left_out = [os.fspath(path) for path, in_path in by_path.items() if not in_path and path.is_dir()]
     if not runs:
         raise ValueError(
@@ -141,55 +125,30 @@ def natural_order(text: object) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in parts]
 
 
-def _runs_at(path: Path) -> dict[Path, RecordedRun]:
-    """Return the run with a file of metrics; the runs in a folder; or else those in its subfolders."""
-    if path.is_file():
-        rows = _read_rows(path) if path.suffix in _SUFFIXES else []
-        return {path: _read_run(path.parent, rows)} if rows else {}
-    runs = _runs_in(path)
-    if not runs:
-        for child in sorted(path.iterdir(), key=natural_order):
-            if child.is_dir() and not child.name.startswith("."):
-                runs |= _runs_in(child)
-    return runs
+def _runs_at(path: Path) -> list[RecordedRun]:
+    """Return the run in a folder, or else those in its subfolders."""
+    children = sorted(path.iterdir(), key=natural_order) if path.is_dir() else []
+    folders = [child for child in children if child.is_dir() and not child.name.startswith(".")]
+    runs = [run for folder in (path, *folders) if (run := _run_in(folder)) is not None]
+    return runs[:1] if runs and runs[0].folder == path else runs
 
 
-def _runs_in(folder: Path) -> dict[Path, RecordedRun]:
-    """Return the run that a folder is of; or else one for each file of metrics in it."""
-    for suffix in _SUFFIXES:
-        path = folder / f"metrics{suffix}"
-        if path.is_file() and (rows := _read_rows(path)):
-            return {folder: _read_run(folder, rows)}
-    if rows := [_as_numbers(row) for row in _read_record(folder).get("metrics") or []]:
-        return {folder: _read_run(folder, rows)}
-    others: dict[str, Path] = {}
-    for suffix in _SUFFIXES:
-        others |= {path.stem: path for path in sorted(folder.glob(f"*{suffix}")) if path.stem not in others}
-    by_path = {path: _read_rows(path) for path in others.values() if _is_of_epochs(path)}
-    return {path: _read_run(folder, rows) for path, rows in by_path.items() if rows}
-
-
-def _is_of_epochs(path: Path) -> bool:
-    """Whether the first row of a file is that of an epoch; the file may be of any other kind."""
-    with path.open(errors="replace") as file:
-        names = re.findall(r'"([^"]*)":' if path.suffix == ".jsonl" else r'[^",\n]+', file.readline())
-    return "epoch" in names and names[0] != "update"
-
-
-# ------------------------------------------------------------------------------------------------------ one run
-
-
-def _read_run(folder: Path, rows: list[Row]) -> RecordedRun:
-    """Return the run in a folder that has these metrics."""
+def _run_in(folder: Path) -> RecordedRun | None:
+    """Return the run whose metrics are in a folder, if there are any."""
     record = _read_record(folder)
+    rows: list[Row] = []
+    for path in (folder / "metrics.jsonl", folder / "metrics.csv"):
+        rows = rows or (_read_rows(path) if path.is_file() else [])
+    rows = rows or [_as_numbers(row) for row in record.get("metrics") or []]
+    if not rows:
+        return None
     experiment = _parsed(folder / RESOLVED, yaml.safe_load, "YAML")
-    directions = [*_directions_in(experiment), *record.get("directions", {}).items()]
     return RecordedRun(
         folder,
         rows,
         settings=_settings_of(experiment, record),
         source=RESOLVED if experiment else "run.json" if record else "",
-        directions={name: direction for name, direction in directions if direction is not None},
+        directions=_parsed(folder / DIRECTIONS, json.loads, "JSON") | record.get("directions", {}),
         outcome=str(record.get("attempts", [{"outcome": ""}])[-1]["outcome"]).partition(":")[0],
     )
 
@@ -221,7 +180,7 @@ def _as_numbers(row: Mapping[str, Any]) -> Row:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     """Return the contents of the ``run.json`` of a folder, which may be in a folder of its own in it."""
-    for path in (folder / "run.json", *sorted(folder.glob("*/run.json"))):
+    for path in (folder / "run.json", *sorted(folder.glob("*log/run.json"))):
         if path.is_file():
             return _parsed(path, json.loads, "JSON")
     return {}
@@ -257,20 +216,3 @@ def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> di
     versions = record.get("versions", {}).items()
     settings |= {f"version of {name}": str(number).partition("+")[0] for name, number in versions}
     return {key: value for key, value in settings.items() if not _BESIDE_THE_POINT.fullmatch(key)}
-
-
-def _directions_in(content: Any) -> Iterator[tuple[str, bool | None]]:
-    """Yield whether greater values are better of the metrics that an experiment names, as far as it tells."""
-    if isinstance(content, list):
-        content = dict(enumerate(content))
-    if not isinstance(content, Mapping):
-        return
-    for inner in content.values():
-        yield from _directions_in(inner)
-    metrics = content.get("metrics")
-    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
-        if isinstance(metric, Mapping) and "class_path" in metric:
-            with suppress(pydoc.ErrorDuringImport):  # where the class cannot be imported here
-                yield name, getattr(pydoc.locate(metric["class_path"]), "higher_is_better", None)
-    if "watch_metric" in content:
-        yield content["watch_metric"], content.get("greater_is_better")

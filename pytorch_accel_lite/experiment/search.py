@@ -1,145 +1,15 @@
-"""Searching for settings with Optuna: values from a search space, and pruning of trials that do badly."""
+"""Searching for settings with Optuna: values from a search space, and trials that were killed."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pytorch_accel_lite.callbacks import StopTrainingError, TrainerCallback, WatchedMetric
-from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra, result_of_first
 
-#: User attributes of a trial: the paths that it writes to, and the number of the killed trial that it continues.
-_PATHS = "paths"
+#: The user attribute of a trial with the number of the killed trial that it continues.
 _CONTINUES = "continues"
-
-
-class _Objective(WatchedMetric):
-    """The metric that a study optimises: unless the metric itself says otherwise, its direction is that of the study.
-
-    :ivar is_maximised: whether the study maximises it; ``None`` without a study
-    """
-
-    is_maximised: bool | None = None
-
-    def settle(self, known: bool | None, warns: bool) -> None:
-        """Determine which values are better; see :meth:`WatchedMetric.settle`."""
-        if self.is_maximised is None:
-            super().settle(known, warns)
-        elif known in (None, self.is_maximised):
-            self.greater_is_better = self.is_maximised
-        else:
-            raise ValueError(
-                f"The study {'maximises' if self.is_maximised else 'minimises'}, but metric={self.name!r} is better "
-                f"the {'smaller' if self.is_maximised else 'larger'} it is. Create the study with "
-                f"direction={'minimize' if self.is_maximised else 'maximize'!r}."
-            )
-
-
-class OptunaPruningCallback(TrainerCallback):
-    """Report a metric to an Optuna trial after each epoch, and end the run in order if the trial is to be pruned.
-
-    The event is completed by all callbacks, and the run ends like any that is stopped early, so models and states are
-    saved. Call :meth:`check_pruned` after ``train``. A trial that resumes from a training state also reports the values
-    of the epochs before it. Whether greater values are better is what the study says.
-
-    :param trial: the trial; ``None`` on all processes but the first
-    :param metric: name of the metric in the run history, the objective of the study
-    :ivar is_pruned: whether the run was ended because the trial is to be pruned
-    :raises ImportError: if Optuna is not installed (extra ``optuna``)
-    :raises ValueError: before a run, if the study maximises a metric of which smaller values are known to be better,
-        or the reverse; or if a callback writes to a path to which another trial of the study has written
-    """
-
-    def __init__(self, trial: Any, metric: str = "eval_loss_epoch") -> None:
-        self._optuna = import_extra("optuna", "optuna", "OptunaPruningCallback")
-        self.trial = trial
-        self.metric = metric
-        self.is_pruned = False
-        self._watched = _Objective(self, "metric", metric)
-
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
-        """Require the metric, in the direction of the study."""
-        if request.kind == "training":
-            self.is_pruned = False
-            self._watched.is_maximised = trainer.ranks.broadcast_object(self._maximises)
-            request.metrics.watch(self._watched)
-        self._request = request
-
-    def _maximises(self) -> bool | None:
-        """Return whether the study maximises the metric; ``None`` without a study, as for a FixedTrial."""
-        study = getattr(self.trial, "study", None)
-        return None if study is None else study.direction == self._optuna.study.StudyDirection.MAXIMIZE
-
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Check that no other trial has the folder."""
-        if self._request.kind == "training":
-            trainer.ranks.run_together(self._check, only_first=True)
-
-    def _check(self) -> None:
-        study = getattr(self.trial, "study", None)  # a FixedTrial has none
-        if study is None:
-            return
-        mine = sorted(path if "://" in path else os.path.realpath(path) for path in self._request.paths)
-        self.trial.set_user_attr(_PATHS, mine)  # before looking at those of others, which may start now
-        failed = self._optuna.trial.TrialState.FAIL
-        for other in study.get_trials(deepcopy=False):
-            shared = [path for path in mine if path in other.user_attrs.get(_PATHS, ())]
-            if shared and other.number != self.trial.number and other.state != failed:
-                raise ValueError(
-                    f"Trial {self.trial.number} would write to {shared[0]!r}, but that belongs to trial {other.number} "
-                    "of the study. Give each trial its own folder: suggest_overrides(trial, space, 'runs/search') "
-                    "does. To continue a trial that was killed, call retry_killed_trials(study) first."
-                )
-
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Report the values of the epochs before the one that is resumed."""
-        self._watched.start(trainer)
-        history = trainer.run_history
-        if trainer.progress.update and hasattr(history, "curves") and self.metric in history:
-            epochs, values = history.curves([self.metric])[self.metric]
-            earlier = dict(zip(epochs, map(float, values), strict=True))
-            trainer.ranks.run_together(lambda: self._report_all(earlier), only_first=True)
-
-    def _report_all(self, values: Mapping[int, float]) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The reported value is ignored")  # those that the trial has already
-            for epoch, value in values.items():
-                self.trial.report(value, epoch)
-
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Report the value of the epoch, and end the run on all processes if the trial is to be pruned."""
-        value = self._watched.new_value(trainer)
-        if value is None:
-            return
-        epoch = trainer.progress.epoch
-        self.is_pruned = trainer.ranks.broadcast_object(lambda: self._report(value, epoch))
-        if self.is_pruned:
-            raise StopTrainingError(f"Optuna prunes this trial: {self.metric} {value:.6g} in epoch {epoch}.")
-
-    def _report(self, value: float, epoch: int) -> bool:
-        self._report_all({epoch: value})  # an epoch that is repeated after a kill has been reported
-        return bool(self.trial.should_prune())
-
-    def check_pruned(self) -> None:
-        """Tell the study that the trial was pruned. Call it after ``train``.
-
-        :raises optuna.TrialPruned: if it was
-        """
-        if self.is_pruned:
-            raise self._optuna.TrialPruned
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which values have been reported, and whether the trial was pruned."""
-        return {**self._watched.state_dict(), "is_pruned": self.is_pruned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`."""
-        if self._watched.load_state_dict(state, self):
-            self.is_pruned = state.get("is_pruned", False)
 
 
 def suggest_overrides(
@@ -158,8 +28,6 @@ def suggest_overrides(
     """
 
     def suggest() -> dict[str, Any]:
-        if trial is None:
-            raise ValueError("trial=None is for all processes but the first. Pass the trial.")
         values = {key: _suggest(trial, key, range_of) for key, range_of in space.items()}
         if folder is not None:
             number = trial.user_attrs.get(_CONTINUES, trial.number)

@@ -7,8 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import (
-    DamagedStateError,
-    read_checkpoint,
-    read_learned,
-    verify_state,
-    write_checkpoint,
-)
+from pytorch_accel_lite.checkpoint import read_checkpoint, read_learned, write_checkpoint
 from pytorch_accel_lite.trainer import Trainer
 
 _AVERAGE = re.compile(r"average_(best|last)_([1-9]\d*)")
@@ -58,28 +51,16 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
         if isinstance(callback, SaveTrainingStateCallback) and kind == "last":
             if isinstance(callback.save_dir, str):
                 raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
-            of_each.append(list(islice(_states(callback.save_dir), count)))
+            manifests = sorted(callback.save_dir.glob("update-*/manifest.json"), reverse=True)
+            manifests.sort(key=os.path.getmtime, reverse=True)  # those of one moment stay in the order of their names
+            of_each.append([path.parent for path in manifests[:count]])
     if enough := [paths for paths in of_each if len(paths) == count]:
-        return enough[0] if kind == "best" else max(enough, key=lambda paths: verify_state(paths[0])["saved_at"])
-    most = max(map(len, of_each), default=0)
-    saver = "SaveBestModelCallback" if kind == "best" else "SaveTrainingStateCallback"
-    keeping = f" with {'keep' if kind == 'best' else 'max_checkpoints'}={count} or more" if count > 1 else ""
-    there_are = f"{most} of the {count} {kind} weights" if count > 1 else f"no {kind} weights yet"
+        return enough[0] if kind == "best" else max(enough, key=lambda paths: os.path.getmtime(paths[0]))
+    saver = "SaveBestModelCallback(keep" if kind == "best" else "SaveTrainingStateCallback(max_checkpoints"
     raise FileNotFoundError(
-        f"There are {there_are}: they are saved by a {saver}{keeping} while the experiment trains. Train it first, or "
-        "pass the path of a checkpoint or a training state."
+        f"There are {max(map(len, of_each), default=0)} of the {count} {kind} weights: they are saved by a {saver}="
+        f"{count}) while the experiment trains. Train it first, or pass the path of a checkpoint or a training state."
     )
-
-
-def _states(folder: Path) -> Iterator[Path]:
-    """Yield the training states in a folder, the newest first, without damaged ones."""
-    for path in sorted(folder.glob("update-*"), key=lambda path: (path.stat().st_mtime, path.name), reverse=True):
-        try:
-            verify_state(path)
-        except DamagedStateError as error:
-            print(f"{error} It is not used.")
-        else:
-            yield path
 
 
 def load_weights(trainer: Trainer, paths: Sequence[Path], average: Path) -> None:

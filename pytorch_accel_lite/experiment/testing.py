@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,20 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.callbacks import TrainerCallback, WorstSamplesCallback, read_failures
-from pytorch_accel_lite.experiment.results import (
-    Row,
-    added_callbacks,
-    as_json,
-    write_json,
-    write_predictions,
-    write_text,
-)
+from pytorch_accel_lite.experiment.results import Row, added_callbacks, write_json, write_predictions, write_text
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of, source_of
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import format_metric, suggest
-
-_NAME = re.compile(r"[\w.=+-]+")
+from pytorch_accel_lite.utils import as_json, suggest
 
 
 def run_tests(
@@ -52,8 +42,7 @@ def run_tests(
     Each combination has a folder, ``save_dir/checkpoint/setting/dataset``, with ``metrics.json``, ``worst.json`` and
     ``predictions/``, which :func:`~pytorch_accel_lite.callbacks.read_predictions` reads. A combination that is finished
     is skipped, unless its checkpoint or its settings have changed; predictions that were interrupted are resumed at the
-    first sample that is missing, and metrics are computed again. ``results.md`` and ``results.csv`` have a row for each
-    combination.
+    first sample that is missing, and metrics are computed again. ``results.csv`` has a row for each combination.
 
     :param trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
     :param datasets: datasets by name; or one, which is called ``test``
@@ -83,9 +72,6 @@ def run_tests(
         )
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
     settings = inference or {"default": {}}
-    for word in (*by_name, *settings):
-        if not _NAME.fullmatch(word):
-            raise ValueError(f"The name {word!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
     for setting, attributes in settings.items():
         for attribute in attributes:
             _owner(trainer, setting, attribute)
@@ -108,7 +94,7 @@ def run_tests(
                 about = {"inference": dict(attributes), "depends_on": depends_on}
                 with _attributes(trainer, setting, attributes):
                     rows.append(row | test.run(paths, dataset, folder / checkpoint / setting / name, about))
-    trainer.ranks.run_together(lambda: _write_tables(rows, folder), only_first=True)
+    trainer.ranks.run_together(lambda: _write_table(rows, folder), only_first=True)
     return rows
 
 
@@ -251,11 +237,8 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
     return metrics if content == source else None
 
 
-def _write_tables(rows: list[Row], folder: Path) -> None:
+def _write_table(rows: list[Row], folder: Path) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[format_metric(row[name]) if name in row else "" for name in columns] for row in rows]
-    write_text(folder / "results.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()

@@ -26,11 +26,9 @@ PARTS = (
     "trainer",
     "accelerator",
 )
-# The most values that aliases may add to those of a file: reading as many takes some seconds.
-_MAX_REPEATED = 10_000
-
-#: Name of the resolved file that a run leaves in its folder.
+#: Files that a run leaves in its folder: the resolved one, and whether greater values are better, by metric.
 RESOLVED = "experiment.yaml"
+DIRECTIONS = "directions.json"
 
 
 class ExperimentError(ValueError):
@@ -176,21 +174,12 @@ def _spelt_out(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
 def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = path.read_text()
-    except OSError as error:
-        kept = path / RESOLVED
-        advice = f"Did you mean {kept}?" if kept.is_file() else "Check the path."
-        raise ExperimentError(f"{named_at}{path} cannot be read: {error.strerror or error}. {advice}") from error
-    except UnicodeDecodeError as error:
-        raise ExperimentError(f"{path} is not a text file, and so no experiment in YAML.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExperimentError(f"{named_at}{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
     places: dict[str, str] = {}
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        for number, (key, place) in enumerate(_places(node, path) if node else ()):
-            if number > len(text) + _MAX_REPEATED:  # as each value that is written out takes a character or more
-                within = places.get(key.partition(".")[0], place)
-                raise ExperimentError(
-                    f"{within}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer of them."
-                )
+        for key, place in _places(node, path) if node else ():
             places.setdefault(short(key), place)
         content = load_yaml(text)
     except yaml.YAMLError as error:
@@ -198,7 +187,7 @@ def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
         line = f", line {mark.line + 1}" if mark else ""
         raise ExperimentError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from error
     except RecursionError as error:
-        raise ExperimentError(f"{path} is nested too deeply.") from error
+        raise ExperimentError(f"{path} is nested too deeply, or has an alias (*) of what contains it.") from error
     if not isinstance(content, dict):
         raise ExperimentError(f"{path} must contain keys and values, such as 'model: my_module.MyModel'.")
     return content, places
@@ -237,20 +226,12 @@ def dump_yaml(content: Any) -> str:
         raise ExperimentError(f"{error.args[1]!r} cannot be written into a file.") from error
 
 
-def _places(
-    node: Any, path: Path, key: str = "", where: str = "", above: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, str]]:
+def _places(node: Any, path: Path, key: str = "", where: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path of each key and each item under a node, with its file and line, also of those that aliases repeat.
 
     :param where: the place of the key that the node is the value of
-    :param above: the nodes that contain this one
-    :raises ExperimentError: if a key is there twice, or an alias repeats what it is in itself
+    :raises ExperimentError: if a key is there twice
     """
-    if node in above:
-        raise ExperimentError(
-            f"{path}, line {node.start_mark.line + 1}: the value with this anchor contains an alias (*) of itself. "
-            "Remove the alias."
-        )
     values: list[tuple[str, str, Any]] = []
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:  # a name that is no scalar is refused when the file is loaded
@@ -265,7 +246,7 @@ def _places(
             raise ExperimentError(f"{place}: {inner} is there twice. Remove one of them.")
         seen.add(inner)
         yield inner, place
-        yield from _places(value, path, inner, place, (*above, node))
+        yield from _places(value, path, inner, place)
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:

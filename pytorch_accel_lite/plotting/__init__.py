@@ -1,6 +1,7 @@
 """Plots of what a run recorded (extra ``plot``). None needs a display."""
 
-from pytorch_accel_lite.plotting.curves import overlay_style, page_style, plot_curves, svg_overlays
+from pytorch_accel_lite.base.templates import render
+from pytorch_accel_lite.plotting.curves import overlay_style, plot_curves, svg_overlays
 from pytorch_accel_lite.plotting.figures import new_figure
 from pytorch_accel_lite.plotting.images import as_picture, plot_confusion_matrix, plot_sheet
 from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor
@@ -13,12 +14,12 @@ __all__ = [
     "is_monitor",
     "new_figure",
     "overlay_style",
-    "page_style",
     "plot_confusion_matrix",
     "plot_curves",
     "plot_range_test",
     "plot_schedule",
     "plot_search",
     "plot_sheet",
+    "render",
     "svg_overlays",
 ]

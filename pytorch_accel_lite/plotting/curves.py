@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.templates import render
 from pytorch_accel_lite.plotting.figures import (
     COLOURS,
     GRID,
@@ -64,11 +63,6 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
     panels = panels_of(curves, directions or {})
     styles = _styles(panels)
     return [_as_svg(panel, number, styles) for number, panel in enumerate(panels)]
-
-
-def page_style() -> str:
-    """Return the CSS of the pages of this package, which defines the colours of :func:`svg_overlays`."""
-    return render("run.css")
 
 
 def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]) -> list[str]:

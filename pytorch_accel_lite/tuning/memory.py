@@ -171,7 +171,7 @@ def estimate_memory(
         gradient_clip_norm=gradient_clip_norm,
     )
     _check(self, request)
-    check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
+    check_data(self, "train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
     memory = _device_memory(self, device_memory)
     request.gradient_accumulation_steps = min(gradient_accumulation_steps, 2)  # more of them take as much as two
     run = Run.create(self.ranks, request, train_dataset, collate_fn=collate_fn)
