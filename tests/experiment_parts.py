@@ -114,11 +114,11 @@ class CrashAt(TrainerCallback):
 
 
 class InterruptAt(CrashAt):
-    """Sends Ctrl-C's signal to this process, or to the launcher of a job."""
+    """Sends the signal of Ctrl-C."""
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update == self.update and trainer.ranks.rank == 0:
-            os.kill(os.getpid() if trainer.ranks.world_size == 1 else os.getppid(), signal.SIGINT)
+        if trainer.progress.update == self.update:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 class OwnTrainer(Trainer):

@@ -162,7 +162,7 @@ def test_averages_of_the_best_and_the_last(trained):
     of_best = loaded([Path(f"best_model-epoch{epoch:04d}.pt") for epoch in (2, 3)])
     assert torch.equal(averaged("average_last_3"), (sum(of_last[::-1]) / 3).float())
     assert torch.equal(averaged("average_best_2"), (sum(of_best[::-1]) / 2).float())
-    with pytest.raises(FileNotFoundError, match=r"There are 3 of the 4 last weights: .* max_checkpoints=4"):
+    with pytest.raises(FileNotFoundError, match=r"There are 3 of the 4 last weights: .*max_checkpoints=4"):
         run_tests(trained, parts.load_data(6), ["average_last_4"])
 
 

@@ -91,6 +91,7 @@ _ADVICE = {
 }
 
 
+_MOST_SAMPLES = 64  # whose indices are shown
 Phase = Literal["training", "evaluation", "prediction"]
 
 
@@ -138,7 +139,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
         yield from _describe_reading(error, run, data.train_loader if phase == "training" else data.eval_loader)
     else:
         yield f"{place}, step {number}{process}:"
-        samples = f"; samples {short(list(run.batch_indices))} of the dataset" if run.batch_indices else ""
+        samples = f"; {_list_samples(run.batch_indices)} of the dataset" if run.batch_indices else ""
         yield f"  batch: {short(run.batch.data)}{samples}"
         yield from _describe_model(error, trainer)
     text = f"{type(error).__name__}: {error}"
@@ -151,13 +152,18 @@ def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
     """Describe what was being read: the samples, from which dataset, and how they are made into a batch."""
     dataset = getattr(loader, "dataset", loader)
     indices = loader.next_indices() if run.batch is None else run.batch_indices
-    samples = f"; samples {short(list(indices))}" if indices is not None else ""
+    samples = f"; {_list_samples(indices)}" if indices is not None else ""
     if indices is None and run.progress.samples_in_epoch and loader is run.data.train_loader:
         samples = f"; after {run.progress.samples_in_epoch} samples of this epoch"
     yield f"  dataset: {type(dataset).__name__}{samples}"
     collate = getattr(loader, "collate_fn", None)
     if collate not in (None, default_collate) and not names_sample(error):
         yield f"  collate_fn: {short(collate)}"
+
+
+def _list_samples(indices: list[Any]) -> str:
+    most = [short(index) for index in indices[:_MOST_SAMPLES]]
+    return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
 
 
 def _describe_model(error: Exception, trainer: TrainerLike) -> Iterator[str]:

@@ -223,6 +223,8 @@ def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
     trainer = experiment.trainer
     arguments = experiment.tool_arguments(options.command)
     result = getattr(trainer, options.command)(experiment.train_dataset, **arguments)
+    if options.command != "find_batch_size":  # which prints what it found
+        trainer.print(result)
     if options.command == "find_lr":
         path = experiment.output_dir / "find_lr.png"
         path.parent.mkdir(parents=True, exist_ok=True)
