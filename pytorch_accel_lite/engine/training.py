@@ -126,7 +126,8 @@ def _check_length(run: Run, loader: Any, length: int | None) -> None:
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    is_stream = isinstance(getattr(loader.source, "dataset", None), IterableDataset)
+    # One that divides itself among the processes may have the length of all data.
+    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
     if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop a last batch
         warn_outside(
             f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
