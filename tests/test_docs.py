@@ -45,7 +45,6 @@ def write_files(page: Path, folder: Path) -> None:
 
 WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "schemes"]
 
-
 CODE = [pytest.param(page, marks=CAN_SHARD if page.name == "sharding.md" else (), id=page.name) for page in WITH_CODE]
 
 
