@@ -965,7 +965,7 @@ def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments,
 def test_the_reason_of_an_early_stop_names_the_threshold_and_the_patience_that_led_to_it(mode, by):
     callback = EarlyStoppingCallback(watch_metric="score", greater_is_better=False, threshold_mode=mode)
     assert scripted([0.0073, 0.0073, 0.0031], callback).stop_reason == (
-        f"Stopping: score has not improved by more than {by} (early_stopping_threshold) for 1 epoch "
+        f"score has not improved by more than {by} (early_stopping_threshold) for 1 epoch "
         "(early_stopping_patience); best 0.0073, smaller is better."
     )
 

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,6 @@ def write_files(page: Path, folder: Path) -> None:
 
 WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "schemes"]
 
-
 CODE = [pytest.param(page, marks=CAN_SHARD if page.name == "sharding.md" else (), id=page.name) for page in WITH_CODE]
 
 
@@ -55,6 +55,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wave", raising=False)  # of Python, which a page has a module of the name of
     write_files(page, tmp_path)
     run_the_code(page)
 

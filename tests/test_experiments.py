@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -514,6 +515,11 @@ WRONG = [
     ),
     ("train: &all\n  num_epochs: [*all]", [], "small.yaml is nested too deeply, or has an alias (*)"),
     ("train: &all\n  ? *all\n  : 3", [], "small.yaml, line 1: found unhashable key"),
+    (
+        "a: &a [" + "x, " * 9 + "]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in pairwise("abcdefghi")),
+        [],
+        "small.yaml, line 5: aliases (*) repeat more than 10,000 values. Use fewer.",
+    ),
     ("train: " + "[" * 3000 + "]" * 3000, [], "small.yaml is nested too deeply"),
     (
         FILE.replace("width: 5", "activation: {class_path: fractions.Fraction}"),

@@ -164,8 +164,9 @@ def test_a_type_error_within_a_callback_stays_as_it_is():
         raise TypeError("of my own")
 
     for others in ([], [TrainerCallback(), callback_class(on_train_epoch_end=lambda self, trainer: None)]):
-        with pytest.raises(TypeError, match=r"^of my own$"):
+        with pytest.raises(TypeError) as caught:
             train(make_trainer([callback_class(on_train_epoch_end=fails), *others]))
+        assert str(caught.value) == "of my own"
 
 
 @pytest.mark.parametrize("base", [TrainerCallback, *SHIPPED], ids=lambda base: base.__name__)

@@ -142,3 +142,6 @@ def test_a_folder_of_runs_of_a_run_or_of_states_is_listed(file, capsys):
     Path("empty").mkdir()
     code, _, errors = run("inspect", "empty", capsys=capsys)
     assert (code, "'empty' is not a training state: it has no manifest.json." in errors) == (2, True)
+    Path("runs/small/run.json").write_text("{")
+    code, _, errors = run("inspect", "runs", capsys=capsys)
+    assert (code, "runs/small/run.json is not JSON" in errors) == (2, True)

@@ -459,7 +459,7 @@ def test_a_schedule_by_name_resumes_with_another_batch_size_where_it_was(tmp_pat
         ),
         ({"warmup_steps": 5}, ValueError, "warmup_steps=5 is for schedules by name, .* Pass 'constant', or"),
         ({"create_scheduler_fn": StepLR, "warmup_steps": 5}, ValueError, "Give your own scheduler its warm-up"),
-        ({"create_scheduler_fn": "wsd", "warmup_steps": 1.5}, TypeError, "warmup_steps=1.5 must be a whole number"),
+        ({"create_scheduler_fn": "wsd", "warmup_steps": 1.5}, TypeError, "warmup_steps=1.5 must be an integer"),
         ({"create_scheduler_fn": "wsd", "warmup_steps": -0.5}, ValueError, "warmup_steps=-0.5 must be at least 0"),
         (
             {"create_scheduler_fn": "wsd", "scheduler_interval": "epoch", "scheduler_metric": "train_loss_epoch"},

@@ -73,7 +73,7 @@ def test_a_warning_returns_the_task_of_an_array_to_the_queue(tmp_path, capsys, n
     calls = install_scontrol(tmp_path)
     assert train(tmp_path, number, requeue=True).code == 128 + number
     assert calls.read_text() == "requeue 17_3\n"
-    assert capsys.readouterr().out.endswith("Job 17_3 is back in Slurm's queue.\n")
+    assert "\nJob 17_3 is back in Slurm's queue.\nThe run is saved in " in capsys.readouterr().out
     assert (tmp_path / "states" / "update-000000002").is_dir()
 
 

@@ -123,21 +123,24 @@ _REPLACED = {
     "get_train_dataloader": "create_train_dataloader",
     "get_eval_dataloader": "create_eval_dataloader",
     "val_dataloader": "create_eval_dataloader",
-    "configure_optimizers": "",
-    "create_optimizer": "",
-    "create_optimizer_and_scheduler": "",
     "_clip_gradients": "clip_gradients",
     "_prepare_model_optimizer_and_dataloaders": "_create_accelerator training_run_start",
     "_perform_forward_and_backward_passes": "calculate_train_batch_loss backward_step",
     "_run_evaluation": "evaluation_run_start evaluation_run_end evaluate",
     "_update_loss_tracker": "calculate_train_batch_loss calculate_eval_batch_loss",
     "_add_epoch_loss_to_run_history": "train_epoch_end eval_epoch_end",
-    "_check_eval_batch_size": "",
 }
 _OF_OPTIMIZERS = (
     "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
     "train()."
 )
+#: Further ones, in place of which there is nothing to override, with what to do.
+_GONE = {
+    "configure_optimizers": _OF_OPTIMIZERS,
+    "create_optimizer": _OF_OPTIMIZERS,
+    "create_optimizer_and_scheduler": _OF_OPTIMIZERS,
+    "_check_eval_batch_size": "Remove it: nothing needs it.",
+}
 
 
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
@@ -239,15 +242,15 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     """
     own = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: value for c in reversed(own) for name, value in vars(c).items()}
+    never_called = {name: advice for name, advice in _GONE.items() if name in defined}
     for name in defined.keys() & _REPLACED.keys():
         methods = _REPLACED[name].split()
         if not defined.keys() & set(methods):
-            advice = _OF_OPTIMIZERS if "optimizer" in name else "Remove it: nothing needs it."
-            if methods:
-                advice = f"Override {' or '.join(methods)} instead."
-            warnings.warn(
-                f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}", stacklevel=3
-            )
+            never_called[name] = f"Override {' or '.join(methods)} instead."
+    for name, advice in never_called.items():
+        warnings.warn(
+            f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}", stacklevel=3
+        )
     for name, value in defined.items() if not is_ours(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)

@@ -84,7 +84,7 @@ class GradientSpikeCallback(TrainerCallback):
         if self._in_a_row >= self.max_skips_in_a_row:
             raise StopTrainingError(
                 f"The gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as large "
-                " as usual, or not finite. Lower the learning rate, or raise factor."
+                "as usual, or not finite. Lower the learning rate, or raise factor."
             )
 
     def _clip(self, trainer: TrainerLike, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:

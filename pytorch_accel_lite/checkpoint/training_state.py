@@ -44,24 +44,12 @@ from pytorch_accel_lite.checkpoint.shards import Parts, StoredTensor, find_tenso
 from pytorch_accel_lite.distributed import Ranks
 
 MODEL = "model.safetensors"
-
-
 TRAINER = "trainer.pt"
-
-
 TENSORS = "trainer.safetensors"
-
-
 RANK = "rank{:05d}.pt"
-
-
 SHARDS = "shards{:05d}.safetensors"
-
-
 #: In the name of a sharded tensor of the model, which other tensors follow by their own names.
 SHARD_OF_MODEL = "model."
-
-
 _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 
 

@@ -83,8 +83,6 @@ def _show_users_dataset() -> None:
 
 #: Seconds after which a forked process that has not started is replaced; doubled for every attempt.
 SECONDS_TO_BEGIN = 2.0
-
-
 _ATTEMPTS = 6
 
 

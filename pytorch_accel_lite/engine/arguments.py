@@ -12,12 +12,11 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedType, check_cuda_fp8_capability, is_bf16_available, is_fp8_available
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, find_length, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -25,6 +24,7 @@ from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
+from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, parts_of
@@ -120,7 +120,7 @@ def _check_new_precision(wanted: str) -> None:
             f"mixed_precision={wanted!r}: this process already has {existing!r}, of an earlier Trainer or Accelerator, "
             "and cannot change it. Restart the program or the notebook's kernel, and pass it to the first one."
         )
-    device = PartialState(cpu=launched_on_cpus()).device
+    device = current_process().device
     on_cpu = device.type == "cpu"
     needs = ""
     if wanted == "fp8" and (on_cpu or not is_fp8_available() or not check_cuda_fp8_capability()):

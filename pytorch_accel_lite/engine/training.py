@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
@@ -98,7 +99,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     set_optimizer_modes(trainer, training=True)
     batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, smallest_share(trainer, run))
     run.batch_number = progress.step
-    length = find_length(loader) or 0
+    length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.step.must_warm_up_ddp:
             warm_up_ddp(trainer, run, batch)
@@ -107,7 +108,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
             run.step.must_compare_replicas = False
             trainer.compare_replicas()
     run.batch_number = None
-    _check_length(run, loader, length if progress.update < limit else 0)
+    _check_length(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and trainer.ranks.world_size > 1:
         trainer.compare_replicas()
     run.control.sync(now=True)
@@ -120,13 +121,14 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.call_event("on_train_epoch_end")
 
 
-def _check_length(run: Run, loader: Any, length: int) -> None:
+def _check_length(run: Run, loader: Any, length: int | None) -> None:
     """Check that an epoch had batches, and warn if a stream has ended before its length, which schedules rely on."""
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    workers = getattr(loader.source, "num_workers", 0)  # each may leave out an incomplete batch
-    if steps + workers < length:
+    # One that divides itself among the processes may have the length of all data.
+    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
+    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop a last batch
         warn_outside(
             f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
             "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "

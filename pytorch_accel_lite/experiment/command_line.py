@@ -15,7 +15,7 @@ from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
 from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.experiment.results import write_json, write_predictions
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
-from pytorch_accel_lite.experiment.run_folders import natural_order
+from pytorch_accel_lite.experiment.run_folders import NoRunsError, natural_order
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
@@ -255,7 +255,7 @@ def _test(experiment: Experiment, options: argparse.Namespace) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     try:
         print(compare_runs(options.path), end="\n\n")
-    except (FileNotFoundError, ValueError):  # it has no runs
+    except (NoRunsError, FileNotFoundError):
         print_contents(options.path)
     else:
         with suppress(DamagedStateError):  # it has no states

@@ -54,6 +54,10 @@ def new_folder(base: Path, text: str) -> Path:
             return folder
 
 
+class NoRunsError(ValueError):
+    """There are no runs in the folders given."""
+
+
 @dataclass
 class RecordedRun:
     """What a run has left behind.
@@ -100,7 +104,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
     runs = {run.folder.resolve(): run for in_path in by_path.values() for run in in_path}
     left_out = [os.fspath(path) for path, in_path in by_path.items() if not in_path and path.is_dir()]
     if not runs:
-        raise ValueError(
+        raise NoRunsError(
             f"No runs found in {', '.join(patterns)}: there are no metrics. They are in the metrics.jsonl or "
             "metrics.csv of a MetricsFileCallback, which runs from files have by default, or in the run.json of a "
             "RunLogCallback, once an epoch has been completed."

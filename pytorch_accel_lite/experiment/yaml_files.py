@@ -29,6 +29,7 @@ PARTS = (
 #: Files that a run leaves in its folder: the resolved one, and whether greater values are better, by metric.
 RESOLVED = "experiment.yaml"
 DIRECTIONS = "directions.json"
+_MAX_REPEATED = 10_000  # values that aliases may repeat in a file
 
 
 class ExperimentError(ValueError):
@@ -179,7 +180,9 @@ def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
     places: dict[str, str] = {}
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        for key, place in _places(node, path) if node else ():
+        for number, (key, place) in enumerate(_places(node, path) if node else ()):
+            if number > len(text) + _MAX_REPEATED:  # as each value that is written out takes a character or more
+                raise ExperimentError(f"{place}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer.")
             places.setdefault(short(key), place)
         content = load_yaml(text)
     except yaml.YAMLError as error:
