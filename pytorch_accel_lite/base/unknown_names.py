@@ -165,13 +165,13 @@ def suggest_arguments(cls: C) -> C:
 
 
 def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
-    known = inspect.signature(method).parameters.keys()
+    known = _arguments_of(cls, method)
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython and pytest hide this frame
-        if not kwargs.keys() <= known:
-            unknown = sorted(kwargs.keys() - known)
+        if not kwargs.keys() <= set(known):
+            unknown = sorted(kwargs.keys() - set(known))
             where = _called(cls, method.__name__)
             raise TypeError(
                 " ".join(
@@ -191,9 +191,15 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
     return call
 
 
+def _arguments_of(cls: type, method: Callable[..., Any]) -> list[str]:
+    """Return the arguments of a method, which may take those of ``train`` as ``**arguments``."""
+    names = list(inspect.signature(method).parameters)[1:]
+    return [*names, *(_arguments_of(cls, vars(cls)["train"]) if "arguments" in names else ())]
+
+
 def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
     candidates = [word, *_our_names(word)]
-    known = list(inspect.signature(method).parameters)[1:]
+    known = _arguments_of(cls, method)
     renamed = next((ours for ours in candidates if ours in known), None)
     if renamed:
         return f"it is called {renamed}."

@@ -1,19 +1,221 @@
-"""Checks of training: gradients, and whether the program learns."""
+"""Checks of training: the loss, its gradients, learning rates, and whether the program learns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.batches import Batch
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Pass, Probe, listed, parts_by_name
+from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch
+from pytorch_accel_lite.base.loss_shapes import LossShapeError
+from pytorch_accel_lite.engine.snapshot import replaced
+from pytorch_accel_lite.tuning.probing import (
+    LOSSES_OF_ELEMENTS,
+    Finding,
+    LossCall,
+    NotApplicableError,
+    Pass,
+    Probe,
+    distance,
+    doubt,
+    listed,
+    mistake,
+    parts_by_name,
+    remark,
+    select,
+    with_parts,
+)
 
-#: By how much of itself the loss of a single batch has fallen after a number of updates, if no more are needed.
-_ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
+# ---------------------------------------------------------------------------------------------------- the loss
+
+
+def check_broadcast(probe: Probe) -> Iterator[Finding]:
+    """Make a training step and note the shapes of what it compares.
+
+    Outputs of shape (N, 1) and targets of shape (N,) are broadcast to (N, N): each output is compared with the targets
+    of all samples, and the model learns their mean.
+
+    Make the shapes equal, for example with targets.unsqueeze(1) or outputs.squeeze(1).
+    """
+    size = probe.batch.num_samples or 0
+    try:
+        watch = probe.watch_step(probe.batch)
+    except LossShapeError as error:
+        yield mistake(str(error))
+        return
+    for call in watch.losses:
+        shapes = outputs, targets = tuple(call.outputs.shape), tuple(call.targets.shape)
+        if call.name in LOSSES_OF_ELEMENTS and outputs != targets and call.targets.numel() > 1:
+            both = np.broadcast_shapes(outputs, targets)
+            text = f"{call.name} broadcasts outputs of shape {outputs} and targets of shape {targets} to {both}."
+            yield (doubt if both in shapes else mistake)(text, shapes=shapes)
+    outer = [shapes for shapes in watch.outer if shapes[0][0] == size]
+    # A layer that is as wide as the batch is large is no mistake.
+    if outer and size > 2 and probe.watch_step(select(probe.batch, range(size - 1))).outer:
+        yield mistake(
+            f"The step combines values of shapes {outer[0][0]} and {outer[0][1]}, which gives {size} x {size} numbers: "
+            "those of each sample with every other.",
+            shapes=outer[0],
+        )
+
+
+def check_initial_loss(probe: Probe) -> Iterator[Finding]:
+    """Look at the first loss, and at the outputs that torch's loss functions are given.
+
+    A new classifier knows nothing: its cross-entropy is about ln(classes). Probabilities where a loss function expects
+    logits, or the reverse, slow learning down or prevent it.
+    """
+    calls = probe.watch_step(probe.batch).losses
+    if not calls:
+        raise NotApplicableError("The step calls no loss function of torch.")
+    for call in calls:
+        if call.outputs.numel() and call.targets.numel():
+            yield from _look_at_loss(call)
+
+
+#: The values that the last function of a model can give.
+_RANGES = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "softmax": (0.0, 1.0)}
+
+
+def _look_at_loss(call: LossCall) -> Iterator[Finding]:
+    name, last, outputs = call.name, call.activation, call.outputs.float()
+    classes = outputs.shape[1] if outputs.ndim > 1 and name != "binary_cross_entropy_with_logits" else 1
+    are_probabilities = classes > 1 and bool(((outputs.sum(1) - 1).abs() < 1e-3).all() and (outputs >= 0).all())
+    are_logarithms = classes > 1 and bool(((outputs.exp().sum(1) - 1).abs() < 1e-2).all())
+    usual = math.log(max(classes, 2))
+    takes_logits = name in ("cross_entropy", "binary_cross_entropy_with_logits")
+    if takes_logits and (are_probabilities or (classes == 1 and last in ("sigmoid", "softmax"))):
+        text = f"{name} is given probabilities, and applies a softmax or a sigmoid to them again."
+        yield mistake(text, "Give it logits: remove the last function of the model.")
+    elif takes_logits and call.mean > 1.5 * usual + 1:  # a smaller one is that of a trained model
+        text = f"The first {name} is {call.mean:.4g}; that of a model that knows nothing is {usual:.3g}."
+        advice = "Look at the scale of the inputs, and of the initial weights of the last layer."
+        yield doubt(text, advice, loss=call.mean, usual=usual)
+    elif (name == "kl_div" and are_probabilities) or (name == "nll_loss" and classes > 1 and not are_logarithms):
+        given = "probabilities" if are_probabilities else "values"
+        text = f"{name} is given {given} in place of their logarithms."
+        yield mistake(text, "Give it log_softmax(outputs, 1), or use cross_entropy with the logits.")
+    elif name in LOSSES_OF_ELEMENTS and last in _RANGES:
+        (least, most), low, high = _RANGES[last], float(call.targets.min()), float(call.targets.max())
+        margin = 1e-3 + 0.02 * (high - low)
+        if low < least - margin or high > most + margin:
+            text = f"Targets range from {low:.3g} to {high:.3g}, but the model's last function is a {last}."
+            yield mistake(text, "Remove the last activation, or scale the targets.", targets=(low, high))
+
+
+def check_mean_loss(probe: Probe) -> Iterator[Finding]:
+    """Compute loss and gradients of a batch, of the batch two and three times, and of its halves, without dropout.
+
+    The trainer takes a loss for a mean. With a sum, batch size, accumulation and processes change the training.
+
+    Take the mean over the batch: reduction='mean', and no further division. If it is one over something else, such as
+    tokens, return their number as num_items_in_batch.
+    """
+    batch = probe.batch
+    rows = [*range(probe.require_samples(batch, 4))]
+    once, twice, thrice = (probe.train(select(batch, rows * times), True, gradients=True) for times in (1, 2, 3))
+    once.refuse_randomness()
+    first, second, third = losses = (once.loss, twice.loss, thrice.loss)
+    text = ""
+    if abs(second - first) > 1e-2 * abs(first):
+        if abs(third - 2 * second + first) < 1e-2 * abs(second - first):
+            text = "is a sum over the batch"
+        elif max(abs(2 * second - first), abs(3 * third - first)) < 1e-3 * abs(first):
+            text = "is divided by the batch size once too often"
+    if text:
+        text = f"The loss of a batch is {first:.6g}; with each sample twice, {second:.6g}: it {text}."
+        yield mistake(text, losses=losses)
+        return
+    if distance(twice.gradients, once.gradients) > 1e-2:
+        raise NotApplicableError("The loss compares the samples of a batch with each other, as contrastive losses do.")
+    whole, parts, off = _compare_halves(probe)
+    items = [sum(int(call.targets.ne(call.ignored).sum()) for call in part.watch.losses) for part in parts]
+    if off > 1e-2 and (not all(items) or distance(whole.gradients, _mean_of(parts, items)) > 1e-2):
+        raise NotApplicableError("The loss is not the mean of those of its halves: it compares or weights samples.")
+    if off > 1e-2:
+        yield doubt(
+            f"The gradients of a batch differ by {off:.0%} from those of its halves: the loss is a mean over targets "
+            f"that are not ignored, of which the halves have {items[0]} and {items[1]}.",
+            items=items,
+        )
+
+
+def _halves(batch: Batch) -> list[Batch]:
+    middle = (batch.num_samples or 0) // 2
+    return [select(batch, range(middle)), select(batch, range(middle, 2 * middle))]
+
+
+def _compare_halves(probe: Probe) -> tuple[Pass, list[Pass], float]:
+    """Return a batch, its halves, and how far its gradients are from theirs, weighted as the trainer does."""
+    halves = _halves(probe.batch)
+    even = select(probe.batch, range(2 * (halves[0].num_samples or 0)))
+    whole, *parts = (probe.train(part, quiet=True, gradients=True) for part in (even, *halves))
+    counts = [part.output.get("num_items_in_batch", 1) for part in parts]
+    return whole, parts, distance(whole.gradients, _mean_of(parts, [float(count) for count in counts]))
+
+
+def _mean_of(passes: list[Pass], weights: Sequence[float]) -> dict[str, torch.Tensor]:
+    """Return the weighted mean of gradients."""
+    mean: dict[str, torch.Tensor] = {}
+    for found, weight in zip(passes, weights, strict=True):
+        for name, gradient in found.gradients.items():
+            mean[name] = mean.get(name, 0.0) + gradient * (weight / (sum(weights) or 1.0))
+    return mean
+
+
+def check_processes(probe: Probe) -> Iterator[Finding]:
+    """Compare the gradients of an update of two logical processes, with half of the batch each, with those of one.
+
+    Otherwise the number of processes changes the training.
+
+    Look at what the program overrides of the backward pass and the update, and at what its callbacks do.
+    """
+    probe.require_samples(probe.batch, 4)
+    whole, _, off = _compare_halves(probe)
+    whole.refuse_randomness()
+    if off > 1e-2:
+        raise NotApplicableError("The loss of a batch is not the mean of those of its halves.")
+    halves = _halves(probe.batch)
+    with probe.training(quiet=True) as update:
+        alone = update(select(probe.batch, range(2 * (halves[0].num_samples or 0))))
+    with probe.training(quiet=True, logical_processes=2) as update:
+        off = distance(alone.gradients, update(halves).gradients)
+    if off > 1e-2:
+        text = f"The gradients of two processes differ by {off:.0%} from those of one, though the loss is a mean."
+        yield mistake(text, difference=off)
+
+
+def check_precision(probe: Probe) -> Iterator[Finding]:
+    """Compare the loss and the gradients in mixed precision with those in float32, and look for float16 parameters.
+
+    What overflows or loses its digits trains badly or not at all.
+
+    Keep the weights in float32. Use bf16, or compute what overflows or is sensitive, such as sums, exponentials and
+    norms, in float32: with torch.autocast(..., enabled=False).
+    """
+    accelerator, model = probe.trainer.accelerator, probe.trainer.get_model()
+    halves = [name for parameter, name in probe.optimized.items() if parameter.dtype is torch.float16]
+    if halves:
+        yield mistake(f"{listed(halves)} are float16, in which most updates are rounded to 0.", parameters=halves)
+        return
+    if not accelerator.native_amp:
+        raise NotApplicableError("The program does not use mixed precision.")
+    mixed = probe.train(probe.batch, quiet=True, gradients=True)
+    original = getattr(model, "_original_forward", model.forward)  # which Accelerate has wrapped
+    with replaced(accelerator, native_amp=False), replaced(model, forward=original):
+        full = probe.train(probe.batch, quiet=True, gradients=True)
+    off = distance(full.gradients, mixed.gradients)
+    is_infinite = not math.isfinite(mixed.loss) or not math.isfinite(off)
+    if math.isfinite(full.loss) and (is_infinite or off > 0.5):
+        losses = mixed.loss, full.loss
+        text = f"The loss is {losses[0]:.4g}, and {losses[1]:.4g} in float32; gradients differ by {off:.0%}."
+        yield (mistake if is_infinite and accelerator.scaler is None else doubt)(text, losses=losses, gradients=off)
+
+
+# --------------------------------------------------------------------------------------------------- gradients
 
 
 def check_gradients(probe: Probe) -> Iterator[Finding]:
@@ -21,119 +223,132 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
 
     A parameter without a gradient, or in no optimizer, stays as it is.
     """
-    called: set[nn.Module] = set()
-    with ExitStack() as hooks:
-        for part in probe.modules.values():
-            hooks.callback(part.register_forward_pre_hook(lambda part, *_: called.add(part)).remove)
-        largest, left = _largest_gradients(probe)
+    largest: dict[str, float] = {}
+    called: set[str] = set()
+    with probe.training() as update:
+        for number in range(4):
+            found = update(probe.batches[number % len(probe.batches)], number)
+            called |= found.watch.modes.keys()
+            for name, gradient in found.gradients.items():
+                value = float(gradient.abs().max()) if gradient.numel() else 0.0
+                largest[name] = value if math.isnan(value) else max(largest.get(name, 0.0), value)
+            if not all(map(math.isfinite, largest.values())):
+                break
+        left = [name for p, name in probe.optimized.items() if p.grad is not None and bool(p.grad.any())]
     infinite = [name for name, value in largest.items() if not math.isfinite(value)]
     if infinite:
-        yield Finding(
-            f"Gradients of {listed(infinite)} are infinite or NaN.",
-            "Look for a square root or a norm at 0, a logarithm of 0, a division by 0, or too large a learning rate.",
-            details={"parameters": infinite},
-        )
+        advice = "Look for a root or a norm at 0, a logarithm of 0, a division by 0, or too large a learning rate."
+        yield mistake(f"Gradients of {listed(infinite)} are infinite or NaN.", advice, parameters=infinite)
         return
     if left:
-        yield Finding(
-            f"After an update, {listed(left)} still have gradients, to which those of the next are added.",
-            "Clear them: optimizer_zero_grad() must call optimizer.zero_grad().",
-            details={"parameters": left},
-        )
+        text = f"After an update, {listed(left)} still have gradients, to which those of the next are added."
+        yield mistake(text, "Clear them: optimizer_zero_grad() must call optimizer.zero_grad().", parameters=left)
     yield from _find_idle(probe, largest, called)
     yield from _find_forgotten(probe, largest)
 
 
-def _largest_gradients(probe: Probe) -> tuple[dict[str, float], list[str]]:
-    """Return the largest element of the gradient of each parameter in a few updates, and whose gradients are left."""
-    largest: dict[str, float] = {}
-    left: list[str] = []
-    with probe.training() as update:
-        for number in range(4):
-            for name, gradient in update(probe.batches[number % len(probe.batches)], number).items():
-                value = float(gradient.to_dense().abs().max()) if gradient.numel() else 0.0
-                largest[name] = value if math.isnan(value) else max(largest.get(name, 0.0), value)
-            if not all(map(math.isfinite, largest.values())):
-                break
-        left += [name for p, name in probe.optimized.items() if p.grad is not None and bool(p.grad.any())]
-    return largest, left
-
-
-def _find_idle(probe: Probe, largest: Mapping[str, float], called: Container[nn.Module]) -> Iterator[Finding]:
+def _find_idle(probe: Probe, largest: Mapping[str, float], called: set[str]) -> Iterator[Finding]:
     """Look for parameters of the optimizer that are not trained."""
     optimized = probe.optimized
-    owners = {parameter: part for part in probe.modules.values() for parameter in part.parameters(recurse=False)}
-    without = {parameter: name for parameter, name in optimized.items() if name not in largest}
-    is_unused = {p: p in owners and owners[p] not in called and not _is_read(owners[p]) for p in without}
-    lost, unused = ([name for p, name in without.items() if is_unused[p] is which] for which in (False, True))
-    zero = [name for p, name in optimized.items() if largest.get(name) == 0.0]
-    if len(zero) < len(optimized):
-        zero = [name for p, name in optimized.items() if name in zero and p.ndim > 1]
-    if lost:
-        yield Finding(
-            f"{len(lost)} of {len(optimized)} optimized parameters get no gradient: {listed(lost)}.",
-            "Look for detach(), .data, .item(), torch.no_grad(), argmax or a new tensor between them and the loss, and "
-            "whether the optimizer was given the parameters of this model.",
-            details={"parameters": lost},
-        )
-    if unused:
-        yield Finding(
-            f"The forward pass does not use {listed(unused)}.",
-            "Call the layer in forward(), or remove it.",
-            fails=False,
-            details={"parameters": unused},
-        )
-    # Gradients of a bias may cancel; detectors leave out what no target matches.
+    # Parameters of the user's own modules may be used without calling these, unlike those of a layer of torch.
+    layers = {name for name, part in probe.modules.items() if type(part).__module__.startswith("torch.nn.modules")}
+    layers -= {n for n, part in probe.modules.items() if isinstance(part, (nn.ParameterList, nn.ParameterDict))}
+    without = [name for name in optimized.values() if name not in largest]
+    unused = [name for name in without if name.rpartition(".")[0] in layers - called]
+    lost = [name for name in without if name not in unused]
+    is_all_zero = not any(largest.get(name, 1.0) for name in optimized.values())
+    # Those of a bias may cancel, and detectors leave out what no target matches.
     is_plain = all(isinstance(part, torch.Tensor) for part in parts_by_name(probe.batch.data).values())
-    if (zero and is_plain and not lost) or len(zero) == len(optimized):
-        yield Finding(
-            f"The gradient of {listed(zero)} is zero in every update.",
-            "Look for units that are never active (a ReLU on the outputs), saturated activations, or a weight of 0.",
-            fails=len(zero) == len(optimized),
-            details={"parameters": zero},
+    zero = [name for p, name in optimized.items() if largest.get(name) == 0.0 and (p.ndim > 1 or is_all_zero)]
+    if lost:
+        advice = (
+            "Look for detach(), .data, .item(), torch.no_grad(), argmax or a new tensor between them and the loss, "
         )
+        advice += "and whether the optimizer was given the parameters of this model."
+        yield mistake(f"Optimized parameters get no gradient: {listed(lost)}.", advice, parameters=lost)
+    if unused:
+        text = f"The forward pass does not use {listed(unused)}."
+        yield doubt(text, "Call the layer in forward(), or remove it.", parameters=unused)
+    if zero and (is_all_zero or (is_plain and not lost)):
+        text = f"The gradient of {listed(zero)} is zero in every update."
+        advice = "Look for units that are never active (a ReLU on the outputs), saturated activations, weights of 0."
+        yield (mistake if is_all_zero else doubt)(text, advice, parameters=zero)
 
 
 def _find_forgotten(probe: Probe, largest: Mapping[str, float]) -> Iterator[Finding]:
-    """Look for parameters that should be in an optimizer."""
-    model, loss = (
-        set(module.parameters()) if isinstance(module, nn.Module) else set()
-        for module in (probe.trainer.get_model(), probe.trainer.loss_func)
-    )
-    others = {p: name for p, name in probe.names.items() if p.requires_grad and p not in probe.optimized}
-    for group, fails in ((loss - model, True), (model, False)):
-        forgotten = [name for p, name in others.items() if p in group and largest.get(name)]
+    """Look for parameters that should be in an optimizer, and for those that the model does not know of."""
+    loss, of_model = probe.trainer.loss_func, set(probe.trainer.get_model().parameters())
+    of_loss = set(loss.parameters() if isinstance(loss, nn.Module) else ()) - of_model
+    for group, finding in ((of_loss, mistake), (of_model, doubt)):
+        others = {p: name for p, name in probe.names.items() if p in group and p not in probe.optimized}
+        forgotten = [name for name in others.values() if largest.get(name)]
         if forgotten:
-            yield Finding(
-                f"No optimizer has {listed(forgotten)}, for which gradients are computed.",
-                "Give them to the optimizer, or freeze them with requires_grad_(False).",
-                fails=fails,
-                details={"parameters": forgotten},
-            )
+            text = f"No optimizer has {listed(forgotten)}, for which gradients are computed."
+            advice = "Give them to the optimizer, or freeze them with requires_grad_(False)."
+            yield finding(text, advice, parameters=forgotten)
     hidden = [name for name, p in _hidden_parameters(probe) if p.requires_grad and p not in probe.names]
     if hidden:
-        yield Finding(
-            f"The model does not know of the parameters {listed(hidden)}, which are in a plain list or dict.",
-            "Use nn.ModuleList or nn.ModuleDict.",
-            details={"parameters": hidden},
-        )
-
-
-def _is_read(part: nn.Module) -> bool:
-    """Whether parameters of a part may be used without calling it: its own, rather than those of a layer of torch."""
-    return not type(part).__module__.startswith("torch.nn") or isinstance(part, (nn.ParameterList, nn.ParameterDict))
+        text = f"The model does not know of the parameters {listed(hidden)}, which are in a plain list or dict."
+        yield mistake(text, "Use nn.ModuleList or nn.ModuleDict.", parameters=hidden)
 
 
 def _hidden_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of modules in plain lists and dicts of modules."""
     for name, part in probe.modules.items():
         for attribute, value in vars(part).items():
-            if attribute.startswith("_") or not isinstance(value, (list, tuple, dict)):
-                continue
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(inner, nn.Module):
-                    for own, parameter in inner.named_parameters():
-                        yield ".".join(filter(None, (name, attribute, str(key), own))), parameter
+            values = value if isinstance(value, dict) else dict(enumerate(value if isinstance(value, list) else ()))
+            for key, inner in values.items() if not attribute.startswith("_") else ():
+                for own, parameter in inner.named_parameters() if isinstance(inner, nn.Module) else ():
+                    yield f"{name}.{attribute}.{key}.{own}".lstrip("."), parameter
+
+
+# ---------------------------------------------------------------------------------------------- learning rates
+
+
+def check_schedule(probe: Probe) -> Iterator[Finding]:
+    """Compute the learning rate of every update of the run.
+
+    A schedule whose length is in epochs, but which is stepped after every update, ends long before the run; one that is
+    too long never gets where it should.
+
+    Give its length in updates, with TrainerPlaceholderValues, or pass scheduler_interval='epoch'.
+    """
+    try:
+        curve = max(probe.curves, key=max)
+    except TypeError as error:
+        raise NotApplicableError(f"The schedule cannot be computed without the run: {error}") from error
+    except ValueError as error:
+        yield mistake(f"The schedule raised an error: {error}.")
+        return
+    if len(curve) == 1 and curve[0]:
+        raise NotApplicableError("The run has no schedule, or one whose rates cannot be known before it.")
+    create = getattr(probe.create_scheduler_fn, "func", probe.create_scheduler_fn)
+    name, peak, updates = getattr(create, "__name__", str(create)).lower(), max(curve), len(curve)
+    given = max(float(group.get("initial_lr", group.get("lr", 0.0))) for group in probe.trainer.optimizer.param_groups)
+    small = next((number for number in range(curve.index(peak), updates) if curve[number] < 0.01 * peak), updates)
+    lowest = min(curve[updates // 2 :])
+    is_cyclic = any(kind in name for kind in ("cyclic", "restart", "lambda"))
+    rises = curve[-1] > max(2 * lowest, 0.02 * peak) and not is_cyclic
+    is_fixed = len(set(curve)) == 1 and not any(kind in name for kind in ("constant", "lambda"))
+    problems = {
+        "is negative at times": min(curve) < 0,
+        "is 0 in every update": peak == 0,
+        f"is at most {peak:.3g}, that of the optimizer {given:.3g}": 0 < peak < 0.01 * given,
+        "still rises at the end of the run: the warm-up never ends": updates >= 10 and curve.index(peak) == updates - 1,
+        f"falls to {lowest:.3g} and rises again to {curve[-1]:.3g} at the end of the run": updates >= 10 and rises,
+        f"is below a hundredth of its peak, {peak:.3g}, from update {small}": updates >= 10 and small < 0.5 * updates,
+        f"is {peak:.3g} in every update: the schedule never changes it": updates >= 10 and is_fixed,
+    }
+    found = [number for number, is_so in enumerate(problems.values()) if is_so]
+    if found:
+        text = f"The learning rate {[*problems][found[0]]}. The run has {updates} updates."
+        yield (mistake if found[0] < 2 else doubt)(text, first=curve[0], highest=peak, last=curve[-1], updates=updates)
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+
+#: By how much of itself the loss of a single batch has fallen after a number of updates, if no more are needed.
+_ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
 
 
 def check_learns(probe: Probe) -> Iterator[Finding]:
@@ -141,71 +356,75 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
 
     A program that cannot fit a few samples cannot fit many.
     """
-    if probe.has_own_step:
-        raise NotApplicableError(f"{type(probe.trainer).__name__}.train_step makes its own updates.")
-    if probe.rates and not any(probe.rates):
-        yield Finding("The learning rate is 0.", "Give the optimizer, or the schedule, another one.")
-        return
-    before, after, made = _fit(probe, 1.0)
-    details = {"updates": made, "before": before.number, "after": after.number}
-    text = f"After {made} updates on one batch, its loss is {after.number:.4g}, from {before.number:.4g}"
-    fallen, scale = before.number - after.number, max(abs(before.number), 1e-6)
-    risen = _rise_of_loss_function(before, after)
-    if fallen > 0 and risen:
-        yield Finding(f"{text}, but {risen}.", "Look at the sign of the loss.", details=details)
-        return
-    if fallen > 5e-3 * scale or abs(before.number) < 1e-4:
-        return
-    if made < 20:
-        raise NotApplicableError(f"There was time for only {made} updates.")
-    diverged = not math.isfinite(after.number) or fallen < -scale
-    factor = 1e-2 if diverged else max(100.0, 1e-3 / max(probe.rates or [1.0]))
-    start, end, _ = _fit(probe, factor)
-    if math.isfinite(end.number) and start.number - end.number > 5e-2 * scale:
-        yield Finding(
-            f"{text}; with {factor:g} times the learning rate it falls to {end.number:.4g}.",
-            f"{'Lower' if diverged else 'Raise'} the learning rate; find_lr() suggests one.",
-            fails=diverged,
-            details=details | {"factor": factor},
-        )
-        return
-    yield Finding(
-        f"{text}, and {factor:g} times the learning rate does not help.",
-        "Look at the gradients, at what the optimizer has, at zero_grad(), and at what is done between them.",
-        details=details,
-    )
+    if len(getattr(probe.run.step, "optimizers", {})) > 1:
+        raise NotApplicableError("The program has several optimizers, whose losses need not fall.")
+    losses, of_torch = _fit(probe)
+    before, after = _ends(losses)
+    details = {"updates": len(losses), "before": before, "after": after}
+    text = f"After {len(losses)} updates on one batch, its loss is {after:.4g}, from {before:.4g}"
+    first, last = of_torch[0], of_torch[-1]
+    scale = max(abs(before), 1e-6)
+    if after < before and last > 1.2 * first + 0.1:
+        text = f"{text}, but torch's loss functions give {last:.4g}, from {first:.4g}."
+        yield mistake(text, "Look at the sign of the loss.", **details)
+    elif before - after > 5e-3 * scale or abs(before) < 1e-4:
+        # Targets that belong to other samples in each update cannot be learnt, unless a program does not use them.
+        shuffled, _ = _fit(probe, len(losses), order=torch.Generator().manual_seed(0))
+        is_told = shuffled != losses[: len(shuffled)]
+        more = f", and {_ends(shuffled)[1]:.4g} with targets that are shuffled in each" if is_told else ""
+        yield remark(f"{text}{more}.", **details, shuffled=_ends(shuffled)[1])
+    elif len(losses) < 20:
+        raise NotApplicableError(f"There was time for only {len(losses)} updates.")
+    else:
+        yield from _try_other_rates(probe, text, not math.isfinite(after) or after - before > scale, details)
 
 
-def _rise_of_loss_function(before: Pass, after: Pass) -> str:
-    """Tell whether the only loss function of torch in a step gives a larger value than before."""
-    calls = [before.watch.losses, after.watch.losses]
-    values = [call[0].value for call in calls if len(call) == 1]
-    if len(values) < 2 or any(value is None for value in values):
-        return ""
-    first, last = (float(value.mean()) for value in values if value is not None)
-    return f"{calls[0][0].name} has risen from {first:.4g} to {last:.4g}" if last > 1.2 * first + 0.1 else ""
+def _try_other_rates(probe: Probe, text: str, diverged: bool, details: Mapping[str, float]) -> Iterator[Finding]:
+    factor = 1e-2 if diverged else max(100.0, 1e-3 / max([*probe.rates, 1e-12]))
+    before, after = _ends(_fit(probe, factor=factor)[0])
+    if math.isfinite(after) and before - after > 5e-2 * abs(before):
+        advice = f"{'Lower' if diverged else 'Raise'} the learning rate; find_lr() suggests one."
+        text = f"{text}; with {factor:g} times the learning rate it falls to {after:.4g}."
+        yield (mistake if diverged else doubt)(text, advice, **details, factor=factor)
+    else:
+        advice = "Look at the gradients, at what the optimizer has, at zero_grad(), and at what is done between them."
+        yield mistake(f"{text}, and {factor:g} times the learning rate does not help.", advice, **details)
 
 
-def _fit(probe: Probe, factor: float) -> tuple[Pass, Pass, int]:
-    """Train on one batch with multiplied rates; return its loss before and after, with the same random numbers."""
-    batch = probe.batch
-    limit = probe.seconds_left - min(10.0, 0.4 * probe.seconds_left)
+def _ends(losses: list[float]) -> tuple[float, float]:
+    """Return the mean losses of the first and of the last updates, as a single one may depend on random numbers."""
+    return sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
+
+
+def _fit(
+    probe: Probe, most: int = 300, factor: float = 1.0, order: torch.Generator | None = None
+) -> tuple[list[float], list[float]]:
+    """Train on one batch; return the losses of the updates, and what torch's loss functions gave.
+
+    :param factor: what to multiply the learning rates with
+    :param order: shuffles the targets before each update
+    """
+    limit = probe.seconds_left - min(10.0, 0.3 * probe.seconds_left)
+    losses: list[float] = []
+    of_torch: list[float] = []
     with probe.training() as update:
         for group, rate in zip(probe.trainer.optimizer.param_groups, probe.rates, strict=False):
             group["lr"] = rate * factor
-        before = _measure(probe, batch)
-        made = 0
-        while made < 300 and probe.seconds_left > limit:
-            update(batch, made)
-            made += 1
-            if made in _ENOUGH:
-                after = _measure(probe, batch)
-                if before.number - after.number > _ENOUGH[made] * abs(before.number):
-                    return before, after, made
-        return before, _measure(probe, batch), made
+        while len(losses) < most and (probe.seconds_left > limit or not losses):
+            found = update(probe.batch if order is None else _shuffled(probe.batch, order), len(losses))
+            losses.append(found.loss)
+            of_torch.append(sum(call.mean for call in found.watch.losses))
+            before, after = _ends(losses)
+            if order is None and before - after > _ENOUGH.get(len(losses), math.inf) * abs(before):
+                break
+    return losses, of_torch
 
 
-def _measure(probe: Probe, batch: Batch) -> Pass:
-    passes = [probe.train(batch, seed=seed) for seed in range(3)]
-    passes[0].loss = torch.tensor(sum(found.number for found in passes) / 3)
-    return passes[0]
+def _shuffled(batch: Batch, order: torch.Generator) -> Batch:
+    """Return a batch with its targets shuffled among the samples, as far as it is known which these are."""
+    size = batch.num_samples or 0
+    names = (*TARGET_KEYS, 1) if not isinstance(batch.data, torch.Tensor) else ()
+    parts = {name: part for name, part in parts_by_name(batch.data).items() if name in names}
+    rows = torch.randperm(size, generator=order)
+    shuffled = {n: p[rows] for n, p in parts.items() if isinstance(p, torch.Tensor) and p.shape[:1] == (size,)}
+    return batch._replace(data=with_parts(batch.data, shuffled))

@@ -237,6 +237,17 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
         yield "Torch uses a single thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, makes it use more cores."
 
 
+def handler_of_steps(callbacks: Iterable[TrainerCallback]) -> CallbackHandler:
+    """Return a handler that calls only the methods which the user wrote for the events of a step."""
+    handler = CallbackHandler()
+    for callback in callbacks:
+        overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
+        if overridden:
+            handler.callbacks.append(callback)
+            handler.set_listening(callback, False, *(event for event in EVENTS if event not in overridden))
+    return handler
+
+
 def _time_callbacks(
     trainer: TrainerLike, run: Run, batches: Sequence[Batch], callbacks: Iterable[TrainerCallback]
 ) -> tuple[dict[str, float], dict[str, str]]:
@@ -245,12 +256,7 @@ def _time_callbacks(
     Only methods that the user wrote for the events of a step are called. A callback that fails, because it needs an
     event before, is not called again. What they change of themselves, the trainer and its history is restored.
     """
-    handler = CallbackHandler()
-    for callback in callbacks:
-        overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
-        if overridden:
-            handler.callbacks.append(callback)
-            handler.set_listening(callback, False, *(event for event in EVENTS if event not in overridden))
+    handler = handler_of_steps(callbacks)
     if trainer.ranks.world_size > 1:  # one whose callback fails would leave the others waiting
         return {}, dict.fromkeys(handler.callback_list, "several processes")
     totals: dict[str, float] = defaultdict(float)

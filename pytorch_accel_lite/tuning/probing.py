@@ -1,27 +1,35 @@
-"""Trying a training program in several ways: what the checks of ``trainer.check()`` work with."""
+"""Trying a training program without leaving a trace: what the checks of ``trainer.check()`` work with."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from accelerate.utils.operations import honor_type
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from pytorch_accel_lite.base.batches import Batch, complete_output, find_batch_size, is_as_long, parts_in, tensors_in
+from pytorch_accel_lite.base.batches import (
+    Batch,
+    Share,
+    complete_output,
+    find_batch_size,
+    is_as_long,
+    parts_in,
+    tensors_in,
+)
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback
+from pytorch_accel_lite.base.events import CallbackHandler, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import mix, seed_all
 from pytorch_accel_lite.base.splitting import select_samples
@@ -33,26 +41,18 @@ from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import keep_training
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.schedulers.preview import schedule_values
+from pytorch_accel_lite.steps.logical import LogicalProcesses
+from pytorch_accel_lite.tuning.diagnosis import handler_of_steps
 
-#: Numbers of samples that checks compute with, the first that is not another dimension of the batch.
-_SIZES = (8, 6, 7, 10, 12, 14, 5, 4)
-#: Functions of torch that compare outputs with targets, which are their first arguments.
-LOSSES = frozenset(
-    {
-        *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-    }
-)
-_RANDOM = frozenset(
-    {
-        *("rand", "randn", "randint", "rand_like", "randn_like", "randperm"),
-        *("normal", "bernoulli", "uniform", "multinomial"),
-    }
-)
-_DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+#: Functions of torch that compare outputs, their first argument, with targets, their second.
+_LOSSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+LOSSES_OF_ELEMENTS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}
+_DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+_RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "randperm", "normal", "bernoulli", "uniform"}
+_ARITHMETIC = {"sub", "rsub", "mul", "add", "div", "truediv"}
+_ACTIVATIONS = {"relu", "sigmoid", "softmax", "tanh"}
 #: Relative differences up to this are those of float32, computed in another order.
 TOLERANCE = 2e-4
-_ARITHMETIC = ("sub", "rsub", "mul", "add", "div", "truediv")
 
 
 class NotApplicableError(Exception):
@@ -61,50 +61,102 @@ class NotApplicableError(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check has found.
+    """Something that a check has found; see :func:`mistake`, :func:`doubt` and :func:`remark`.
 
+    :param status: ``"failed"`` for a mistake, ``"warned"`` for what may be one, ``"passed"`` for a remark
     :param message: what was seen, with numbers and names
-    :param advice: what to change
-    :param fails: whether it is a mistake; otherwise it is a warning
+    :param advice: what to change; by default what the docstring of the check says
     :param details: the same for programs, by name
     """
 
+    status: Literal["failed", "warned", "passed"]
     message: str
     advice: str = ""
-    fails: bool = True
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
+def mistake(message: str, advice: str = "", **details: Any) -> Finding:
+    """Return a finding that is a mistake, so that the check fails."""
+    return Finding("failed", message, advice, details)
+
+
+def doubt(message: str, advice: str = "", **details: Any) -> Finding:
+    """Return a finding that may be a mistake, of which the check warns."""
+    return Finding("warned", message, advice, details)
+
+
+def remark(message: str, **details: Any) -> Finding:
+    """Return something worth knowing of a check that passes."""
+    return Finding("passed", message, "", details)
+
+
+# ------------------------------------------------------------------------------------------- what a step calls
+
+
+@dataclass(eq=False)
 class LossCall:
     """A call of one of torch's loss functions.
 
-    :param made_by: name of the function that computed the outputs, as autograd has it, such as ``"SoftmaxBackward0"``
+    :param activation: the function that gave the outputs, such as ``"softmax"``, or an empty string
     """
 
     name: str
     outputs: torch.Tensor
     targets: torch.Tensor
     ignored: int
-    made_by: str
-    value: torch.Tensor | None
+    activation: str
+    mean: float = float("nan")
 
 
 class Watch(TorchFunctionMode):
-    """Notes the calls of torch's functions that tell of mistakes.
+    """Notes what a step calls, within a ``with`` block.
 
-    :ivar losses: the calls of loss functions
+    :ivar calls: positional and named arguments, and the outputs, of each call of the model
+    :ivar modes: whether each part of the model was in training mode when it was called, by name
+    :ivar first_input: what the first layer with weights was given
+    :ivar losses: the calls of torch's loss functions
     :ivar dropouts: the functions that dropped out units
-    :ivar random: the functions that drew other random numbers
+    :ivar drawn: the functions that drew other random numbers, outside of the model
+    :ivar drawn_by_model: those within it
     :ivar outer: shapes of outputs and of other values that arithmetic expanded to a square
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+        self.modes: dict[str, bool] = {}
+        self.first_input: torch.Tensor | None = None
         self.losses: list[LossCall] = []
         self.dropouts: list[str] = []
-        self.random: list[str] = []
+        self.drawn: list[str] = []
+        self.drawn_by_model: list[str] = []
+        self._is_in_model = False
         self.outer: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._activated: dict[int, tuple[str, torch.Tensor]] = {}
+        self._model, self._names = model, names
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Watch:
+        self._hooks.callback(register_module_forward_pre_hook(self._note_part).remove)
+        self._hooks.callback(self._model.register_forward_hook(self._note_call, with_kwargs=True).remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    def _note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._is_in_model = False
+        self.calls.append((args, kwargs, output))
+
+    def _note_part(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+        self._is_in_model |= part is self._model
+        if part in self._names:
+            self.modes[self._names[part]] = part.training
+        is_layer = isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase))
+        if is_layer and self.first_input is None and args and isinstance(args[0], torch.Tensor):
+            self.first_input = args[0].detach()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,30 +165,25 @@ class Watch(TorchFunctionMode):
             self._note_shapes(*args[:2])
         elif name in _DROPOUT:
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            if training and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)):
-                self.dropouts.append(name)
+            self.dropouts += [name] * bool(training and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)))
         elif name == "scaled_dot_product_attention":
-            if args[4] if len(args) > 4 else kwargs.get("dropout_p"):
-                self.dropouts.append(name)
-        elif name in _RANDOM:
-            self.random.append(name)
-        is_loss = name in LOSSES
-        call = self._loss_call(name, args, kwargs) if is_loss else None
-        if call is not None:
-            self.losses.append(call)
+            self.dropouts += [name] * bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+        (self.drawn_by_model if self._is_in_model else self.drawn).extend([name] * (name in _RANDOM))
+        call = self._note_loss(name, args, kwargs) if name in _LOSSES | LOSSES_OF_ELEMENTS else None
         result = func(*args, **kwargs)
+        if name in _ACTIVATIONS and isinstance(result, torch.Tensor):
+            self._activated[result.data_ptr()] = name, result  # whose memory is used again without a reference
         if call is not None and isinstance(result, torch.Tensor):
-            self.losses[-1] = LossCall(**{**vars(call), "value": result.detach()})
+            call.mean = float(result.detach().float().mean())
         return result
 
-    def _loss_call(self, name: str, args: Any, kwargs: Any) -> LossCall | None:
-        outputs = args[0] if args else kwargs.get("input")
-        targets = args[1] if len(args) > 1 else kwargs.get("target")
-        if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
-            return None
-        at = 4 if name == "cross_entropy" or name == "nll_loss" else None
-        ignored = args[at] if at and len(args) > at else kwargs.get("ignore_index", -100)
-        return LossCall(name, outputs.detach(), targets.detach(), ignored, _maker(outputs), None)
+    def _note_loss(self, name: str, args: Any, kwargs: Any) -> LossCall:
+        outputs = args[0] if args else kwargs["input"]
+        targets = args[1] if len(args) > 1 else kwargs["target"]
+        ignored = args[4] if len(args) > 4 and name in _LOSSES else kwargs.get("ignore_index", -100)
+        activation = self._activated.get(outputs.data_ptr(), ("",))[0]
+        self.losses.append(LossCall(name, outputs.detach(), targets.detach(), ignored, activation))
+        return self.losses[-1]
 
     def _note_shapes(self, first: Any, second: Any) -> None:
         if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
@@ -147,68 +194,78 @@ class Watch(TorchFunctionMode):
             self.outer.append((tuple(first.shape), tuple(second.shape)))
 
 
-def _maker(tensor: torch.Tensor) -> str:
-    """Return the name of the function that computed a tensor, whatever has reshaped the result."""
-    function: Any = tensor.grad_fn
-    shaping = (
-        "View",
-        "Squeeze",
-        "Unsqueeze",
-        "Select",
-        "Slice",
-        "Permute",
-        "Transpose",
-        "TBackward",
-        "Reshape",
-        "Clone",
-    )
-    while function is not None and function.name().startswith((*shaping, "ToCopy", "UnsafeView", "Alias")):
-        function = function.next_functions[0][0] if function.next_functions else None
-    return "" if function is None else str(function.name())
-
-
 @dataclass(eq=False)
 class Pass:
-    """What a forward pass, and a backward pass if there was one, gave.
+    """What a forward pass, its backward pass if there was one, or an update gave.
 
-    :param loss: a scalar in training; ``None`` if an evaluation has none
     :param output: what the step returned
-    :param calls: positional and named arguments, and the outputs, of each call of the model
+    :param watch: what it called
     :param gradients: by name of the parameter
     """
 
-    loss: torch.Tensor | None
     output: dict[str, Any]
-    calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]]
     watch: Watch
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.outputs = [output for *_, output in self.calls] or self.output.get("model_outputs")
+    @property
+    def outputs(self) -> Any:
+        """The outputs of the model, in the order of its calls, or else those that the step returned."""
+        return [output for *_, output in self.watch.calls] or self.output.get("model_outputs")
 
     @property
-    def number(self) -> float:
-        """The loss as a number."""
-        if self.loss is None:
+    def loss(self) -> float:
+        """The loss, in an evaluation the mean over the samples."""
+        if self.output.get("loss") is None:
             raise NotApplicableError("The evaluation has no loss.")
-        return float(self.loss.float().mean())
+        return float(self.output["loss"].detach().float().mean())
+
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """All outputs of the model, and the loss."""
+        loss = self.output.get("loss")
+        numbers = [*tensors_in([self.outputs]), *([] if loss is None else [loss])]
+        return [tensor.detach() for tensor in numbers if tensor.is_floating_point()]
+
+    def rows(self, size: int) -> list[torch.Tensor]:
+        """Return the outputs that have a row for each of ``size`` samples, and none for each pair of samples."""
+        tensors = [tensor.detach() for tensor in tensors_in([self.outputs]) if tensor.is_floating_point()]
+        rows = [tensor for tensor in tensors if len(tensor) == size and size not in tensor.shape[1:]]
+        if not rows:
+            raise NotApplicableError("The model's outputs do not have a row for each sample.")
+        return rows
+
+    @property
+    def is_random(self) -> bool:
+        """Whether random numbers were drawn, which differ between batches of different sizes."""
+        return bool(self.watch.drawn or self.watch.drawn_by_model or self.watch.dropouts)
 
     def refuse_randomness(self) -> None:
-        """Raise an error if random numbers were drawn, which differ between batches of different sizes."""
-        if self.watch.random or self.watch.dropouts:
+        """Raise an error if random numbers were drawn."""
+        if self.is_random:
             raise NotApplicableError("The step draws random numbers of its own.")
 
 
 class _Recorder(TrainerCallback):
-    """Notes the gradients of each update."""
+    """Notes the gradients of an update, and what the step has returned."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self.names = names
+        self.output: dict[str, Any] = {}
         self.gradients: dict[str, torch.Tensor] = {}
 
     def on_optimizer_step_start(self, trainer: Any, **kwargs: Any) -> None:
-        found = {name: p.grad for p, name in self.names.items() if p.grad is not None}
-        self.gradients |= {name: gradient.detach().clone() for name, gradient in found.items()}
+        self.gradients |= gradients_of(self.names)
+
+    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        self.output = batch_output
+
+
+def gradients_of(names: Mapping[nn.Parameter, str], scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Return copies of gradients by name, divided by a scale."""
+    return {name: p.grad.detach().to_dense() / scale for p, name in names.items() if p.grad is not None}
+
+
+# ------------------------------------------------------------------------------------------------- the program
 
 
 class Probe:
@@ -216,15 +273,19 @@ class Probe:
 
     :ivar trainer: the trainer, prepared for training
     :ivar run: a run that exists only for the checks
-    :ivar arguments: those of :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`, by name
-    :ivar watch: what the latest pass has called, even if it failed
+    :ivar create_scheduler_fn: that argument of ``train()``
+    :ivar latest_watch: what the latest pass has called, even if it failed
+    :ivar failed_callbacks: what the user's own callbacks raised in updates, by class
     """
 
-    def __init__(self, trainer: TrainerLike, run: Run, arguments: Mapping[str, Any], seconds: float) -> None:
+    def __init__(
+        self, trainer: TrainerLike, run: Run, callbacks: list[TrainerCallback], create_scheduler_fn: Any, seconds: float
+    ) -> None:
         self.trainer = trainer
         self.run = run
-        self.arguments = arguments
-        self.watch = Watch()
+        self.create_scheduler_fn = create_scheduler_fn
+        self.failed_callbacks: dict[str, str] = {}
+        self._callbacks = callbacks
         self._end = time.monotonic() + seconds
 
     @property
@@ -232,7 +293,17 @@ class Probe:
         """Seconds until the checks must end."""
         return self._end - time.monotonic()
 
-    # ------------------------------------------------------------------------------------------ batches
+    @property
+    def has_own_step(self) -> bool:
+        """Whether the program makes its own updates, so that a batch has no loss without them."""
+        return is_overridden(self.trainer, "train_step")
+
+    def refuse_own_step(self) -> None:
+        """Raise an error if a batch has no loss without updates."""
+        if self.has_own_step:
+            raise NotApplicableError(f"{type(self.trainer).__name__}.train_step makes its own updates.")
+
+    # batches
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -244,7 +315,7 @@ class Probe:
 
     @cached_property
     def batch(self) -> Batch:
-        """A training batch of at most 16 samples, if it can be divided."""
+        """A few samples of a training batch, as many as no other dimension has; or all if it cannot be divided."""
         return self._few(self.batches[0])
 
     @cached_property
@@ -260,56 +331,33 @@ class Probe:
         if not is_divisible(batch):
             return batch
         others = {length for tensor in tensors_in(batch.data) for length in tensor.shape[1:]}
-        few = next((number for number in _SIZES if number <= size and number not in others), min(size, 16))
+        few = next((number for number in (8, 7, 6, 5, 4) if number <= size and number not in others), min(size, 8))
         return select(batch, range(few))
 
-    def require_samples(self, batch: Batch, least: int = 2) -> Batch:
-        """Return a batch that can be divided into samples, of which it has enough."""
-        if not is_divisible(batch):
-            raise NotApplicableError("The batch cannot be divided into samples.")
-        if (batch.num_samples or 0) < least:
-            raise NotApplicableError(f"The batch has fewer than {least} samples.")
-        return batch
+    def require_samples(self, batch: Batch, least: int = 2) -> int:
+        """Return the number of samples of a batch, which must have enough, and be divisible into them."""
+        if not is_divisible(batch) or (batch.num_samples or 0) < least:
+            raise NotApplicableError(f"The batch cannot be divided into at least {least} samples.")
+        return batch.num_samples or 0
 
-    # ------------------------------------------------------------------------------------------- passes
+    # parameters and modules
 
     @cached_property
-    def curves(self) -> list[list[float]]:
-        """The learning rates that the run will use, by parameter group and update; constant without a schedule."""
-        groups = self.trainer.optimizer.param_groups
-        rates = [float(group.get("lr", 0.0)) for group in groups]
-        create, config = self.arguments["create_scheduler_fn"], self.run.required_config
-        updates = config.max_num_train_steps
-        if create is None or isinstance(create, Mapping) or updates is None:
-            return [[rate] for rate in rates]
-        epochs = config.num_epochs or 1
-        if config.scheduler_interval == "update":
-            return schedule_values(create, min(updates, 20_000), rates, epochs)
-        return schedule_values(create, epochs, rates, epochs)
-
-    @cached_property
-    def rates(self) -> list[float]:
-        """The highest learning rate of each parameter group."""
-        try:
-            return [max(curve) for curve in self.curves]
-        except Exception:  # the check of the schedule tells
-            return [float(group.get("lr", 0.0)) for group in self.trainer.optimizer.param_groups]
-
-    @contextmanager
-    def without_mixed_precision(self) -> Iterator[None]:
-        """Compute in float32 in a block."""
-        model = self.trainer.get_model()
-        original = getattr(model, "_original_forward", model.forward)  # which Accelerate has wrapped
-        with replaced(self.trainer.accelerator, native_amp=False), replaced(model, forward=original):
-            yield
+    def modules(self) -> dict[str, nn.Module]:
+        """The parts of the model and of the trainer's other modules, such as the loss function, by name."""
+        parts = dict(self.trainer.get_model().named_modules())
+        for attribute, module in attributes.modules(self.trainer).items():
+            parts |= {f"{attribute}.{name}".rstrip("."): part for name, part in module.named_modules()}
+        return parts
 
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
-        """The names of all parameters, including those of the loss function and other attributes of the trainer."""
-        names = {parameter: name for name, parameter in self.trainer.get_model().named_parameters()}
-        for attribute, module in attributes.modules(self.trainer).items():
-            for name, parameter in module.named_parameters():
-                names.setdefault(parameter, f"{attribute}.{name}")
+        """The names of their parameters."""
+        own = ((f"{name}.{key}", p) for name, part in self.modules.items() for key, p in part._parameters.items())
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in own:
+            if parameter is not None:
+                names.setdefault(parameter, name.lstrip("."))
         for number, parameter in enumerate(attributes.all_optimized_parameters(self.trainer)):
             names.setdefault(parameter, f"parameter {number} of the optimizer")
         return names
@@ -320,151 +368,155 @@ class Probe:
         trained = attributes.all_optimized_parameters(self.trainer)
         return {parameter: self.names[parameter] for parameter in trained if parameter.requires_grad}
 
-    @property
-    def has_own_step(self) -> bool:
-        """Whether the program makes its own updates, so that a batch has no loss without them."""
-        return is_overridden(self.trainer, "train_step")
+    # forward and backward passes
 
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The parts of the model and of the trainer's other modules, by name."""
-        parts = dict(self.trainer.get_model().named_modules())
-        for attribute, module in attributes.modules(self.trainer).items():
-            parts |= {f"{attribute}.{name}".rstrip("."): part for name, part in module.named_modules()}
-        return parts
+    def train(self, batch: Batch, quiet: bool = False, gradients: bool = False, seed: int = 0) -> Pass:
+        """Compute the loss of a training batch, as a training step does, and its gradients if wanted.
 
-    def train(
-        self, batch: Batch, mode: Literal["training", "quiet"] = "training", gradients: bool = False, seed: int = 0
-    ) -> Pass:
-        """Compute the loss of a training batch, as a training step does, and its gradients.
-
-        :param mode: ``"quiet"`` leaves out dropout, and normalises with the statistics of batch norm
+        :param quiet: whether to compute in evaluation mode, without dropout and with the statistics of batch norm
         """
-        if self.has_own_step:
-            raise NotApplicableError(f"{type(self.trainer).__name__}.train_step makes its own updates.")
-        compute = self.trainer.calculate_train_batch_loss
-        if mode == "quiet" and self._is_quiet_when_evaluating:
-            return self._pass(compute, batch, "evaluation mode", gradients, seed)
-        return self._pass(compute, batch, mode, gradients, seed)
+        self.refuse_own_step()
+        mode = "quiet" if quiet else "training"
+        return self._pass(self.trainer.calculate_train_batch_loss, batch, mode, gradients, seed)
 
-    @cached_property
-    def _is_quiet_when_evaluating(self) -> bool:
-        """Whether the training loss can be computed in evaluation mode, unlike that of torchvision's detectors."""
-        try:
-            self._pass(self.trainer.calculate_train_batch_loss, self.batch, "evaluation mode", True, 0)
-        except Exception:
-            return False
-        return True
+    def evaluate(self, batch: Batch, seed: int = 0, after: Batch | None = None) -> Pass:
+        """Compute the loss of a batch as an evaluation does, or without an evaluation dataset as a training step does.
 
-    def evaluate(self, batch: Batch, seed: int = 0) -> Pass:
-        """Compute the loss of a batch as an evaluation does, or as a training step does if that fails."""
-        if not self._evaluates:
-            return self.train(batch, "quiet", seed=seed)
+        :param after: a batch to compute just before
+        """
+        compute, mode = self.trainer.calculate_eval_batch_loss, "evaluation"
+        if self.run.data.eval_loader is None:
+            self.refuse_own_step()
+            compute, mode = self.trainer.calculate_train_batch_loss, "quiet"
         with attributes.evaluating_optimizers(self.trainer), torch.no_grad():
-            return self._pass(self.trainer.calculate_eval_batch_loss, batch, "evaluation", False, seed)
+            return self._pass(compute, batch, mode, seed=seed, after=after)
 
-    def call_model(self, batch: Batch, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model in evaluation mode."""
+    def watch_step(self, batch: Batch) -> Watch:
+        """Return what a training step calls, also one that makes its own updates."""
+        if not self.has_own_step:
+            return self.train(batch).watch
+        with self.training() as update:
+            return update(batch).watch
 
-        def compute(_: Any) -> dict[str, Any]:
-            return {"loss": None, "model_outputs": self.trainer.model(*args, **kwargs)}
-
-        with torch.no_grad():
-            return self._pass(compute, batch, "evaluation", False, 0).output["model_outputs"]
-
-    @cached_property
-    def _evaluates(self) -> bool:
-        if self.has_own_step and self.run.data.eval_loader is None:
-            raise NotApplicableError("There is no evaluation dataset, and train_step makes its own updates.")
-        try:
-            with torch.no_grad():
-                self._pass(self.trainer.calculate_eval_batch_loss, self.eval_batch, "evaluation", False, 0)
-        except Exception:
-            if self.run.data.eval_loader is not None:
-                raise
-            return False
-        return True
-
-    def _pass(self, compute: Callable[[Any], Any], batch: Batch, mode: str, gradients: bool, seed: int) -> Pass:
+    def _pass(
+        self,
+        compute: Callable[[Any], Any],
+        batch: Batch,
+        mode: str,
+        gradients: bool = False,
+        seed: int = 0,
+        after: Batch | None = None,
+    ) -> Pass:
         trainer = self.trainer
-        model = trainer.get_model()
-        calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
-        self.watch = watch = Watch()
-
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            calls.append((args, kwargs, output))
-
-        with ExitStack() as before, replaced(self.run, batch=batch):
-            before.enter_context(StepSnapshot(trainer))
-            before.enter_context(preserving_modes(self.modules.values()))
-            before.callback(model.register_forward_hook(note, with_kwargs=True).remove)
+        with StepSnapshot(trainer), self._preserving_attributes(), replaced(self.run, batch=batch):
             self._set_mode(mode)
-            seed_all(mix(seed))
-            with watch, mixed_precision(trainer.accelerator):
-                output = compute(batch.data)
-            is_training = mode != "evaluation"
-            complete_output(output, batch.data, batch.num_samples, "the step", training=is_training)
-            result = Pass(output["loss"], output, calls, watch)
-            if gradients:
-                trainer.backward_step(output["loss"])
-                scaler = trainer.accelerator.scaler
-                scale = 1.0 if scaler is None else scaler.get_scale()
-                found = {name: p.grad for p, name in self.names.items() if p.grad is not None}
-                result.gradients = {name: gradient.detach() / scale for name, gradient in found.items()}
-        return result
+            with mixed_precision(trainer.accelerator):
+                if after is not None:
+                    compute(after.data)
+                seed_all(mix(seed))
+                with self._watching() as watch:
+                    output = compute(batch.data)
+            complete_output(output, batch.data, batch.num_samples, "the step", training=gradients)
+            if not gradients:
+                return Pass(output, watch)
+            trainer.backward_step(output["loss"])
+            scaler = trainer.accelerator.scaler
+            return Pass(output, watch, gradients_of(self.names, 1.0 if scaler is None else scaler.get_scale()))
 
     def _set_mode(self, mode: str) -> None:
         if mode == "evaluation":
             self.trainer.eval_epoch_start()
-            loss = self.trainer.loss_func
-            for part in loss.modules() if isinstance(loss, nn.Module) else ():
-                part.training = False
-            return
-        self.trainer.train_epoch_start()
-        for part in self.modules.values() if mode != "training" else ():
-            if mode == "evaluation mode" or isinstance(part, (_DropoutNd, _BatchNorm)):
-                part.training = False
-            if isinstance(part, nn.RNNBase) and not part.dropout and self.trainer.device.type == "cuda":
-                part.training = True  # cuDNN computes gradients in no other mode
+        else:
+            self.trainer.train_epoch_start()
+        for part in self.modules.values() if mode == "quiet" else ():
+            # cuDNN computes gradients of recurrent layers in training mode only.
+            part.training = isinstance(part, nn.RNNBase) and not part.dropout
+        loss = self.trainer.loss_func
+        for part in loss.modules() if mode == "evaluation" and isinstance(loss, nn.Module) else ():
+            part.training = False
 
-    # ------------------------------------------------------------------------------------------ updates
+    def _watching(self) -> Watch:
+        self.latest_watch = Watch(self.trainer.get_model(), {part: name for name, part in self.modules.items()})
+        return self.latest_watch
 
     @contextmanager
-    def training(self) -> Iterator[Callable[[Batch, int], dict[str, torch.Tensor]]]:
-        """Train for a block: yields a function that makes an update and returns its gradients, by name.
+    def _preserving_attributes(self, *others: Any) -> Iterator[None]:
+        with preserving_attributes(self.trainer, *dict.fromkeys(self.modules.values()), *others):
+            yield
 
-        Its arguments are a batch and a seed.
+    # updates
+
+    @cached_property
+    def curves(self) -> list[list[float]]:
+        """The learning rates that the run will use, by parameter group and update; a single one if they are unknown."""
+        rates = [float(group.get("lr", 0.0)) for group in self.trainer.optimizer.param_groups]
+        create, config = self.create_scheduler_fn, self.run.required_config
+        updates, epochs = config.max_num_train_steps, config.num_epochs or 1
+        if create is None or isinstance(create, Mapping) or updates is None or config.scheduler_metric is not None:
+            return [[rate] for rate in rates]
+        by_update = config.scheduler_interval == "update"
+        return schedule_values(create, min(updates, 20_000) if by_update else epochs, rates, epochs)
+
+    @property
+    def rates(self) -> list[float]:
+        """The highest learning rate of each parameter group."""
+        try:
+            return [max(curve) for curve in self.curves]
+        except Exception:  # the check of the schedule tells
+            return [float(group.get("lr", 0.0)) for group in self.trainer.optimizer.param_groups]
+
+    @contextmanager
+    def training(self, quiet: bool = False, logical_processes: int | None = None) -> Iterator[Callable[..., Pass]]:
+        """Train for a block: yields a function that makes an update from a batch, with a seed as its second argument.
+
+        The user's own callbacks are called in each step.
+
+        :param quiet: whether to train in evaluation mode, without dropout and with the statistics of batch norm
+        :param logical_processes: number of processes, of which each has a batch of its own, in a list
         """
         trainer, run = self.trainer, self.run
         recorder = _Recorder(self.names)
-        handler = CallbackHandler([recorder])
-        with Snapshot() as before, replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()):
+
+        def update(batch: Any, seed: int = 0) -> Pass:
+            seed_all(mix(seed))
+            recorder.gradients = {}
+            with self._watching() as watch:
+                train_step(trainer, run, _shares(batch) if logical_processes else batch._replace(is_last=True))
+            return Pass(recorder.output, watch, recorder.gradients)
+
+        with Snapshot() as before:
             keep_training(trainer, before)
-            before.enter_context(preserving_attributes(*self._with_attributes()))
-            run.window.sizes = None
+            before.enter_context(self._preserving_attributes(*self._callbacks))
+            before.enter_context(replaced(run, step=run.step, loss_trackers=run.loss_trackers, epoch_phase=0))
+            before.enter_context(replaced(run, window=copy.copy(run.window), progress=Progress()))
+            trainer.callback_handler, trainer.run_history = self._handler(recorder), InMemoryRunHistory()
+            if logical_processes is not None:
+                trainer.seed = trainer.seed or 0
+                trainer.logical = LogicalProcesses(trainer, logical_processes)
             run.step = trainer._create_step(run)
             run.loss_trackers = create_trackers(trainer)
             run.progress.start_epoch()
-            trainer.train_epoch_start()
-
-            def update(batch: Batch, seed: int) -> dict[str, torch.Tensor]:
-                seed_all(mix(seed))
-                recorder.gradients = {}
-                train_step(trainer, run, batch._replace(is_last=True))
-                return recorder.gradients
-
+            self._set_mode("quiet" if quiet else "training")
             yield update
 
-    def _with_attributes(self) -> list[nn.Module]:
-        """Return the user's own modules, which may keep more than parameters and buffers."""
-        own = [part for part in self.modules.values() if not type(part).__module__.startswith("torch.nn")]
-        return list(dict.fromkeys(own))
+    def _handler(self, recorder: _Recorder) -> CallbackHandler:
+        """Return a handler that calls the user's own callbacks, as long as they raise no error."""
+        handler = handler_of_steps(self._callbacks)
+        handler.add_callback(recorder)
 
-    @contextmanager
-    def leaving_no_trace(self) -> Iterator[None]:
-        """Restore what passes and updates do not, such as attributes that the model or the trainer sets."""
-        with preserving_attributes(self.trainer, *self._with_attributes()):
-            yield
+        @contextmanager
+        def tolerating(callback: Any) -> Iterator[None]:
+            try:
+                yield
+            except StopTrainingError:
+                pass
+            except Exception as error:  # it may need an event that comes before
+                if callback not in self._callbacks:
+                    raise
+                self.failed_callbacks[type(callback).__name__] = describe_error(error)
+
+        handler.timer = tolerating
+        return handler
 
 
 # -------------------------------------------------------------------------------------- samples and comparisons
@@ -483,83 +535,21 @@ def is_divisible(batch: Batch) -> bool:
     return any(is_as_long(part, size) for part in parts_in([batch.data]))
 
 
-def select(batch: Batch, rows: Iterable[int]) -> Batch:
-    """Return some samples of a batch, in any order."""
-    rows = list(rows)
+def _shares(batches: list[Batch]) -> Batch:
+    """Return the step of logical processes with a batch each."""
+    last = len(batches) - 1
+    total = sum(batch.num_samples or 0 for batch in batches)
+    shares = [b._replace(total_samples=total, share=Share(n, 0, n == last)) for n, b in enumerate(batches)]
+    return Batch(shares, total, total, True, share=shares[-1].share)
+
+
+def select(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return some samples of a batch, in any order and as often as wanted."""
     indices = batch.indices
     if indices is not None:
-        indices = indices[rows] if isinstance(indices, torch.Tensor) else [indices[row] for row in rows]
-    data = select_samples(batch.data, rows, batch.num_samples or 0)
+        indices = indices[list(rows)] if isinstance(indices, torch.Tensor) else [indices[row] for row in rows]
+    data = select_samples(batch.data, list(rows), batch.num_samples or 0)
     return batch._replace(data=data, num_samples=len(rows), total_samples=len(rows), indices=indices)
-
-
-def sample_tensors(outputs: Any, size: int, like: Iterable[int] | None = None) -> dict[int, torch.Tensor]:
-    """Return the tensors in outputs that have a row of numbers for each sample, and none for each pair of samples.
-
-    :param like: numbers of tensors to return; by default those that fit
-    :return: tensors by number, counted over all in the outputs
-    """
-    tensors = dict(enumerate(tensors_in([outputs])))
-    if like is not None:
-        return {number: tensors[number].detach().float() for number in like if number in tensors}
-    return {
-        number: tensor.detach().float()
-        for number, tensor in tensors.items()
-        if len(tensor) == size and size not in tensor.shape[1:] and tensor.is_floating_point()
-    }
-
-
-def change(first: Pass, second: Pass) -> float:
-    """Return how far the outputs and the loss of two passes are apart, as a share of the largest value."""
-    pairs = list(zip(tensors_in([first.outputs]), tensors_in([second.outputs]), strict=False))
-    losses = [p.loss.detach().reshape(-1) for p in (first, second) if isinstance(p.loss, torch.Tensor)]
-    pairs += [(losses[0], losses[1])] if len(losses) == 2 else []
-    off = 0.0
-    for one, other in pairs:
-        if one.is_floating_point() and one.shape == other.shape and one.numel():
-            one, other = one.detach().double(), other.detach().double()
-            off = max(off, float(((one - other).abs().max() / one.abs().max().clamp(min=1e-12)).nan_to_num()))
-    return off
-
-
-def differences(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return how much each sample differs, as a share of the largest value: the greatest over all tensors.
-
-    :raises NotApplicableError: if they cannot be compared
-    """
-    if not first or [tensor.shape for tensor in first] != [tensor.shape for tensor in second]:
-        raise NotApplicableError("The model's outputs do not have a row for each sample.")
-    greatest = torch.zeros(len(first[0]))
-    for one, other in zip(first, second, strict=True):
-        scale = torch.maximum(one.abs().nan_to_num(0, 0, 0).max(), other.abs().nan_to_num(0, 0, 0).max())
-        off = (one - other).abs() / scale.clamp(min=1e-12)
-        off[(one == other) | (one.isnan() & other.isnan())] = 0
-        off = off.nan_to_num(torch.inf).flatten(1).amax(1) if one.ndim > 1 else off.nan_to_num(torch.inf)
-        greatest = torch.maximum(greatest, off.cpu())
-    return greatest
-
-
-def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], factor: float = 1.0) -> float:
-    """Return how far gradients are from ``factor`` times others, as a share of their norm."""
-    pairs = [(first.get(name), second.get(name)) for name in {*first, *second}]
-    zero = torch.zeros(())
-    off = sum(
-        float(((zero if a is None else a).double() - factor * (zero if b is None else b).double()).square().sum())
-        for a, b in ((_dense(a), _dense(b)) for a, b in pairs)
-    )
-    norm = sum(float(_dense(g).double().square().sum()) for g in first.values())
-    return float((off / norm) ** 0.5) if norm else float("inf") if off else 0.0
-
-
-def _dense(gradient: Any) -> Any:
-    return gradient.to_dense().cpu() if isinstance(gradient, torch.Tensor) else gradient
-
-
-def listed(names: Iterable[Any], most: int = 5) -> str:
-    """Return names in a row, the first of them if there are many."""
-    names = [str(name) for name in chain(names)]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def parts_by_name(data: Any) -> dict[Any, Any]:
@@ -575,6 +565,35 @@ def with_parts(data: Any, changed: Mapping[Any, Any]) -> Any:
     if isinstance(data, Mapping):
         return parts
     return honor_type(data, parts.values()) if isinstance(data, (list, tuple)) else parts[0]
+
+
+def difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """Return how far tensors are apart: the greatest difference, as a share of the largest value of its tensor."""
+    if [tensor.shape for tensor in first] != [tensor.shape for tensor in second]:
+        raise NotApplicableError("The model's outputs have other shapes than before.")
+    off = [0.0]
+    for one, other in zip(first, second, strict=True):
+        one, other = one.double(), other.double()
+        apart = (one - other).abs().masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
+        scale = torch.maximum(one.abs().nan_to_num(0, 0, 0).amax(), other.abs().nan_to_num(0, 0, 0).amax())
+        off += [float((apart / scale.clamp(min=1e-12)).nan_to_num(torch.inf).amax())] if one.numel() else []
+    return max(off)
+
+
+def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
+    """Return how far gradients are apart, as a share of the norm of the first."""
+    pairs: list[tuple[Any, Any]] = [(first.get(name, 0.0), second.get(name, 0.0)) for name in {*first, *second}]
+    off, norm = (
+        sum(float(t.double().square().sum()) for t in ts) for ts in ([a - b for a, b in pairs], first.values())
+    )
+    return (off / norm) ** 0.5 if norm else float("inf") if off else 0.0
+
+
+def listed(names: Iterable[Any], most: int = 5) -> str:
+    """Return names in a row, the first of them if there are many."""
+    names = [str(name) for name in names]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def describe_error(error: Exception) -> str:
