@@ -426,6 +426,16 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
         "raise num_embeddings of the embedding",
     ),
     "batch norm over a sample": (nn.BatchNorm1d(4), MSE, (INPUTS[:1], INPUTS[:1]), "{'drop_last': True}"),
+    "classes in the last dimension": (
+        nn.Linear(4, 3),
+        CE,
+        (torch.randn(N, 5, 4), torch.zeros(N, 5).long()),
+        "outputs.transpose(1, 2)",
+    ),
+    "outputs in a tuple": (Gives(lambda y: (y, y)), CE, (INPUTS, CLASSES), "loss_func=lambda outputs, targets"),
+    "outputs in a dict": (Gives(lambda y: {"logits": y}), MSE, (INPUTS, TARGETS), "pass loss_func=None"),
+    "inputs as lists": (one_layer(3), CE, ([([1.0] * 4, 1)] * N,), "with_format('torch')"),
+    "two inputs": (nn.Bilinear(4, 4, 1), MSE, (INPUTS, INPUTS, TARGETS), "return a dict with the names of forward's"),
     "tensors on another device": (
         Gives(lambda y: y + torch.ones(3, device="meta")),
         MSE,
