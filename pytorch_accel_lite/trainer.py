@@ -141,7 +141,6 @@ class Trainer:
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar train_dataset_name: name of the batch's dataset, if each batch is from one; likewise ``eval_dataset_name``
-    :ivar is_sanity_evaluation: whether this is the evaluation before training (``train(sanity_eval_batches=)``)
     :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
     :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
@@ -178,7 +177,6 @@ class Trainer:
     evaluation_is_due: bool = shadowable("evaluation_is_due")
     train_dataset_name: str | None = shadowable("train_dataset_name")
     eval_dataset_name: str | None = shadowable("data.eval_dataset_name")
-    is_sanity_evaluation: bool = shadowable("is_sanity_evaluation")
     batch_indices: list[Any] | None = shadowable("batch_indices")
     clock: float = shadowable("clock")
 
@@ -261,7 +259,6 @@ class Trainer:
         scheduler_metric: str | None = None,
         warmup_steps: int | float = 0,
         auto_microbatch: bool = False,
-        sanity_eval_batches: int = 0,
     ) -> None:
         """Train the model.
 
@@ -300,7 +297,6 @@ class Trainer:
             which the rate rises linearly; a number below 1 is a fraction of the run
         :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
             micro-batches as needed, and accumulate their gradients, which are those of the whole batch
-        :param sanity_eval_batches: number of batches to evaluate on each process before training, to catch errors early
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
@@ -314,7 +310,6 @@ class Trainer:
             scheduler_metric=scheduler_metric,
             eval_every_n_epochs=eval_every_n_epochs,
             auto_microbatch=auto_microbatch,
-            sanity_eval_batches=sanity_eval_batches,
         )
         if self.is_running:
             raise RuntimeError(
