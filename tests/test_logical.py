@@ -314,7 +314,7 @@ def microbatches() -> dict[str, Any]:
     return result_of(trainer, parts=trainer.num_microbatches, rows=kept)
 
 
-class Methods(nn.Module):
+class OwnModel(nn.Module):
     """Computes its own losses, with a frozen layer and a trained adapter beside it."""
 
     def __init__(self) -> None:
@@ -327,6 +327,15 @@ class Methods(nn.Module):
     def losses(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         outputs = self.head(torch.tanh(self.frozen(x) + self.adapter(x)))
         return {"loss": nn.functional.mse_loss(outputs, y), "model_outputs": outputs, "size": outputs.abs().mean()}
+
+
+class OwnLosses(Trainer):
+    """Takes the losses from the model."""
+
+    def calculate_train_batch_loss(self, batch):
+        return self.model.losses(*batch)
+
+    calculate_eval_batch_loss = calculate_train_batch_loss
 
 
 class Names(TrainerCallback):
@@ -345,8 +354,8 @@ def mixture(**kwargs: Any) -> Mixture:
 
 
 def combined() -> dict[str, Any]:
-    """Methods of the model, an adapter, optimizers and schedules by name, batches of one dataset of a mixture."""
-    model = Methods()
+    """Losses of the model, an adapter, optimizers and schedules by name, batches of one dataset of a mixture."""
+    model = OwnModel()
     optimizers = {
         "adapter": torch.optim.AdamW(model.adapter.parameters(), lr=0.01),
         "head": torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
@@ -355,8 +364,7 @@ def combined() -> dict[str, Any]:
     names = Names()
     rows = KeepRows()
     callbacks = [names, LogOutputsCallback(), rows]
-    methods = {"train": "losses", "eval": "losses"}
-    trainer = Trainer(model, None, optimizers, callbacks, seed=2, logical_processes=5, model_methods=methods)
+    trainer = OwnLosses(model, None, optimizers, callbacks, seed=2, logical_processes=5)
     trainer.train(
         mixture(mix_batches=False, batch_sizes={"small": 1}),
         2,
