@@ -29,7 +29,7 @@ from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.signals import ending_in_order, exit_for
-from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
+from pytorch_accel_lite.base.unknown_names import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -340,6 +340,8 @@ class Trainer:
     find_batch_size = finders.find_batch_size
     diagnose = diagnosis.diagnose
     estimate_memory = memory.estimate_memory
+    if not TYPE_CHECKING:
+        fit, test, validate, add_callback = METHODS
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint
