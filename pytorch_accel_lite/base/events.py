@@ -84,7 +84,6 @@ class TrainerCallback:
         train(...)
             on_dataloaders_created                           (their lengths are not used yet)
             on_training_run_start
-            (with sanity_eval_batches, the evaluation events, for callbacks that record metrics in them)
             for each epoch:
                 on_train_epoch_start
                 for each batch:

@@ -95,10 +95,6 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
     request.metrics.settle(trainer)
     if isinstance(trainer.run_history, InMemoryRunHistory):
         trainer.run_history.directions = request.metrics.directions
-    if request.sanity_eval_batches and run.data.eval_dataset is None:
-        raise ValueError(
-            f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
-        )
 
 
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
