@@ -42,6 +42,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "compile_model": _COMPILE,
     "compile_step": _COMPILE,
     "channels_last": (bool, "True or False"),
+    "deterministic": ((bool, NoneType), "True, False, or None"),
 }
 #: The rules for arguments of ``train``, where ``None`` stands for no limit.
 _LIMITS: dict[str, Callable[[str, Any], Any]] = {
