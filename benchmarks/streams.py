@@ -5,8 +5,8 @@
 Every way trains the same model, in turns. The times of each block of steps are measured within the run, and the table
 shows the lower quartile of all blocks, as other programs on the machine can only slow a block down: wall time, and CPU
 time of all processes and threads. A block has as many steps as the trainer's processes agree about at once, so each
-includes an agreement. The loops by hand take part twice: the ratio of the second, the control, shows how reliable the
-others are. The last column compares with a loop by hand that sends and promises the same.
+includes an agreement. The plain loops take part twice: the ratio of the second, the control, shows how reliable the
+others are. The last column compares with a plain loop that sends and promises the same.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Blocks(TrainerCallback):
 
 
 def train_by_hand(batches: Iterable[Any], images: bool, joined: bool = False) -> Seconds:
-    """Train with a loop by hand.
+    """Train with a plain loop.
 
     :param joined: let a process that has no batch left take part in the reductions of the others, with torch's ``Join``
     """
@@ -156,14 +156,14 @@ def scattered(stream: Images, steps: int) -> Iterator[Any]:
 
 
 def of_streams(steps: int, rank: int, world_size: int) -> Ways:
-    """Return the ways to feed images, by name, each with the loop by hand that it is to be compared with."""
+    """Return the ways to feed images, by name, each with the plain loop that it is to be compared with."""
     samples = steps * BATCH * world_size
     own, whole = Images(rank, samples, world_size), Images(0, samples)
     shards = partial(train_by_hand, DataLoader(own, BATCH), images=True)
     ours = partial(train_with_trainer, images=True)
-    by_hand, joined = "by hand, own shards", "by hand, own shards, `Join`"
-    dealt = "by hand, `scatter`"
-    ways: Ways = {by_hand: (shards, by_hand), "by hand, own shards, again (control)": (shards, by_hand)}
+    by_hand, joined = "plain loop, own shards", "plain loop, own shards, `Join`"
+    dealt = "plain loop, `scatter`"
+    ways: Ways = {by_hand: (shards, by_hand), "plain loop, own shards, again (control)": (shards, by_hand)}
     if world_size > 1:
         ways[joined] = partial(shards, joined=True), joined
         ways[dealt] = lambda: train_by_hand(scattered(whole, steps), images=True), dealt
@@ -179,8 +179,8 @@ def of_ready_batches(steps: int, world_size: int) -> Ways:
     few = [(torch.randn(BATCH, 64), torch.randint(10, (BATCH,))) for _ in range(8)]
     ready = list(islice(cycle(few), steps))
     train = partial(train_by_hand, ready, images=False)
-    by_hand, joined, agreed = "by hand", "by hand, `Join`", "by hand, an `all_reduce` of a number in each step"
-    ways: Ways = {by_hand: (train, by_hand), "by hand again (control)": (train, by_hand)}
+    by_hand, joined, agreed = "plain loop", "plain loop, `Join`", "plain loop, an `all_reduce` of a number in each step"
+    ways: Ways = {by_hand: (train, by_hand), "plain loop again (control)": (train, by_hand)}
     if world_size > 1:
         group = dist.new_group(backend="gloo")
         ways[agreed] = partial(train_by_hand, Agreed(ready, group), images=False), agreed
@@ -226,7 +226,7 @@ def main() -> None:
         base, base_cpu = next(iter(quick.values()))
         accelerator.print(
             f"| {title}, {count} process{'es' * (count > 1)} | microseconds a step | ratio | CPU time | "
-            "to the loop by hand that does the same |\n|---|---|---|---|---|"
+            "to the plain loop that does the same |\n|---|---|---|---|---|"
         )
         for name, (wall, cpu) in quick.items():
             same = quick.get(contenders[name][1], (base, base_cpu))[0]

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.unknown_names import MethodElsewhere
-
 FILE = Path(__file__).with_name("interface.txt")
-MODULES = ("", ".callbacks", ".data", ".schedulers", ".finetuning", ".experiment", ".integrations")
+MODULES = ("", ".callbacks", ".data", ".schedulers", ".optimizers", ".finetuning", ".experiment", ".integrations")
 #: Not public by their names, but the ancestor's users override or read them.
 PROMISED = {
     "_run_training", "_run_train_epoch", "_run_eval_epoch", "_create_run_config", "_create_accelerator",
@@ -48,8 +46,6 @@ def _members(cls: type, others: set[type]) -> Iterator[str]:
             continue
         if not name.startswith("_") or name in PROMISED or name == "__init__":
             held = vars(owner)[name]
-            if isinstance(held, MethodElsewhere):
-                continue
             yield f"{name}{_signature(held if isinstance(held, property) else getattr(cls, name))}"
 
 

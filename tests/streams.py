@@ -178,10 +178,11 @@ class ShuffledSamples(IterableDataset):
 
 
 class SavesEachUpdate(TrainerCallback):
-    saves_training_states = True
-
     def __init__(self, folder):
         self.folder = folder
+
+    def configure_run(self, trainer, request, **kwargs):
+        request.saves_training_states = True
 
     def on_train_step_checkpoint(self, trainer, **kwargs):
         trainer.save_training_state(self.folder / str(trainer.progress.update))

@@ -161,7 +161,7 @@ def test_trials_read_a_loader():
         trainer().find_lr(loader, num_steps=10).losses == trainer().find_lr(Rows(DATA), num_steps=10, **kwargs).losses
     )
     assert trainer().diagnose(DataLoader(DATA, 37), num_steps=2).samples == 37
-    assert trainer().estimate_memory(DataLoader(DATA, 6), advise=False).per_device_batch_size == 6
+    assert trainer().estimate_memory(DataLoader(DATA, 6)).per_device_batch_size == 6
     assert trainer().find_batch_size(loader, max_batch_size=11) == 11
     for fixed in (DataLoader(DATA, batch_sampler=[[1, 2]]), OwnShard([])):
         with pytest.raises(ValueError, match=r"find_batch_size\(\) cannot change the batches of .*Pass its dataset"):

@@ -324,10 +324,11 @@ def test_ready_batches_that_each_process_trains_on_in_full_are_named_once(two_ra
 
 
 class SavesAll(TrainerCallback):
-    saves_training_states = True
-
     def __init__(self, folder):
         self.folder = folder
+
+    def configure_run(self, trainer, request, **kwargs):
+        request.saves_training_states = True
 
     def on_train_step_checkpoint(self, trainer, **kwargs):
         trainer.save_training_state(self.folder / str(trainer.progress.update))

@@ -43,7 +43,6 @@ class RunRequest:
     scheduler_metric: str | None = None
     eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False
-    sanity_eval_batches: int = 0
     saves_training_states: bool = False
     skips_failed_batches: bool = False
     ends_at_signals: bool = False
@@ -129,7 +128,6 @@ class TrainerRunConfig:
     scheduler_metric: str | None = None
     eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False
-    sanity_eval_batches: int = 0
     logical_processes: int | None = None
     deterministic: bool | None = None
     cudnn_benchmark: bool | None = None

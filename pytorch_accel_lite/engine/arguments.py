@@ -190,8 +190,6 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         if getattr(request, name) is not None:
             check(name, getattr(request, name))
     check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
-    if request.sanity_eval_batches != 0:
-        check_positive_int("sanity_eval_batches", request.sanity_eval_batches)
     interval, metric = request.scheduler_interval, request.scheduler_metric
     check_choice("scheduler_interval", interval, ("update", "epoch"))
     if metric is not None and not isinstance(metric, str):

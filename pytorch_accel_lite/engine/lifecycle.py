@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.callback_checks import warn_of_unknown_events
-from pytorch_accel_lite.base.events import EVENTS, NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
@@ -58,7 +57,8 @@ def find_data(
 ) -> None:
     """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
     request = run.request
-    warn_of_unknown_events(trainer, EVENTS)
+    if trainer.ranks.rank == 0:
+        trainer.callback_handler.warn_of_unknown_events()
     trainer.callback_handler.configure_run(trainer, request)
     check_training(trainer.optimizer, trainer.accelerator, request)  # with their changes
     _check_metrics(trainer, run)
@@ -93,10 +93,6 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
     request.metrics.settle(trainer)
     if isinstance(trainer.run_history, InMemoryRunHistory):
         trainer.run_history.directions = request.metrics.directions
-    if request.sanity_eval_batches and run.data.eval_dataset is None:
-        raise ValueError(
-            f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
-        )
 
 
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
