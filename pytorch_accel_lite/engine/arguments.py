@@ -59,6 +59,9 @@ _INSTEAD_OF_CONFIGURATION = {
     "data_seed": _SEEDED,
     "use_stateful_dataloader": "Leave it out: training states hold the position within an epoch. For a stream that "
     "workers read, pass torchdata's StatefulDataLoader.",
+    "split_batches": "Leave it out and pass the batch size of one process.",
+    "dispatch_batches": "Leave it out: each process reads its share of data that can be indexed or divided; the first "
+    "process reads other streams for all.",
 }
 #: Settings of a run that may differ between ranks.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
