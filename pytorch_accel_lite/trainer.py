@@ -200,7 +200,7 @@ class Trainer:
         launch.respect_launcher()
         arguments.check_types(model=model, run_history=run_history, accelerator=accelerator)
         arguments.check_types(compile_model=compile_model, compile_step=compile_step, channels_last=channels_last)
-        arguments.check_constructor(model, loss_func, optimizer, seed)
+        arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = combine_or_defer(optimizer)

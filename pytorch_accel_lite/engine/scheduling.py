@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
-from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_placeholder_values
+from pytorch_accel_lite.base.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
@@ -126,7 +125,6 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or omit it.")
         return
-    _refuse_placeholders(scheduler, parts)
     if steps_itself:
         return
     if metric is not None and not any(map(follows_metric, parts.values())):
@@ -134,20 +132,6 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         raise ValueError(f"scheduler_metric={metric!r}: {kinds} takes no metric, unlike ReduceLROnPlateau's. Omit it.")
     for part in parts.values():
         _check_stepped(part, request)
-
-
-def _refuse_placeholders(scheduler: Any, parts: Mapping[str, Any]) -> None:
-    """Refuse placeholders that a scheduler has kept, or put into the optimizer."""
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
-    for held in [*groups, *(getattr(part, "__dict__", {}) for part in parts.values())]:
-        for name, value in held.items():
-            if isinstance(value, Placeholder):
-                raise TypeError(
-                    f"{type(scheduler).__name__} has {name}={value!r}, a placeholder that was not replaced. "
-                    "Placeholders are replaced among the arguments of a functools.partial, not inside a function: pass "
-                    "it as an argument, as in "
-                    "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
-                )
 
 
 def _check_stepped(scheduler: Any, request: RunRequest) -> None:
@@ -174,22 +158,14 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
     requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
     if is_overridden(trainer, "scheduler_step") or requested is None:
         return
-    advice = (
-        "Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with scheduler_interval='epoch')."
-    )
-    if run.resumed is not None and not run.schedule.is_recreated:
-        state = os.fspath(run.resumed.directory)
-        advice = (
-            "It is the schedule of the run that is resumed, which is as long as that run. Train the longer run from "
-            "the beginning; or start a new schedule with the weights of the state, which "
-            f"trainer.load_checkpoint({state!r}, load_optimizer=False, load_scheduler=False) loads: both without "
-            "resume_from."
-        )
     for scheduler in schedulers_in(trainer.scheduler).values():
         if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:
             raise ValueError(
                 f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {requested} times, and it "
-                f"cannot be stepped beyond its end. {advice}"
+                "cannot be stepped beyond its end. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
+                "(NUM_EPOCHS with scheduler_interval='epoch'). A resumed schedule stays as long as it was: for a "
+                "longer one, train from the beginning, or from load_checkpoint(state, load_optimizer=False, "
+                "load_scheduler=False) without resume_from."
             )
 
 
