@@ -13,7 +13,6 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.backends import BackendSettings
 from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
@@ -128,10 +127,8 @@ class Trainer:
         same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
     :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
-    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is none
-    :param cudnn_benchmark: let cuDNN measure which kernels are the fastest for shapes that recur
-    :param tf32: compute products and convolutions of float32 values in TF32, faster and less precise, on GPUs with it.
-        ``None`` leaves each of these three settings as torch has it; after a run they are what they were before.
+    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
+        none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
     :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
@@ -194,12 +191,15 @@ class Trainer:
         check_replicas: bool = True,
         logical_processes: int | None = None,
         deterministic: bool | None = None,
-        cudnn_benchmark: bool | None = None,
-        tf32: bool | None = None,
     ) -> None:
         launch.respect_launcher()
         arguments.check_types(model=model, run_history=run_history, accelerator=accelerator)
-        arguments.check_types(compile_model=compile_model, compile_step=compile_step, channels_last=channels_last)
+        arguments.check_types(
+            compile_model=compile_model,
+            compile_step=compile_step,
+            channels_last=channels_last,
+            deterministic=deterministic,
+        )
         arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
@@ -215,7 +215,7 @@ class Trainer:
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
-        self.backend_settings = BackendSettings(deterministic, cudnn_benchmark, tf32)
+        self.deterministic = deterministic
         self.scheduler: Any = None
         self.create_scheduler_fn: Any = None
         self.registered_objects: dict[str, Any] = {}
@@ -265,9 +265,8 @@ class Trainer:
         :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
             evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
             metrics.
-        :param per_device_batch_size: number of samples in a batch of one process, or of all processes together if the
-            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``. Like ``collate_fn`` and the dataloader
-            kwargs, it is for datasets: a ``DataLoader`` has its own.
+        :param per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the
+            dataloader kwargs, it is for datasets: a ``DataLoader`` has its own.
         :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
         :param gradient_accumulation_steps: number of batches per process in one update
         :param gradient_clip_value: maximum absolute value of each element of the gradients

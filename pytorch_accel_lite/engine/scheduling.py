@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
-from pytorch_accel_lite.base.placeholders import replace_trainer_placeholder_values
+from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_placeholder_values
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
@@ -125,6 +125,7 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or omit it.")
         return
+    _refuse_placeholders(scheduler, parts)
     if steps_itself:
         return
     if metric is not None and not any(map(follows_metric, parts.values())):
@@ -132,6 +133,20 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         raise ValueError(f"scheduler_metric={metric!r}: {kinds} takes no metric, unlike ReduceLROnPlateau's. Omit it.")
     for part in parts.values():
         _check_stepped(part, request)
+
+
+def _refuse_placeholders(scheduler: Any, parts: Mapping[str, Any]) -> None:
+    """Refuse placeholders that a scheduler has kept, or put into the optimizer."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    for held in [*groups, *(getattr(part, "__dict__", {}) for part in parts.values())]:
+        for name, value in held.items():
+            if isinstance(value, Placeholder):
+                raise TypeError(
+                    f"{type(scheduler).__name__} has {name}={value!r}, a placeholder that was not replaced. "
+                    "Placeholders are replaced among the arguments of a functools.partial, not inside a function: pass "
+                    "it as an argument, as in "
+                    "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
+                )
 
 
 def _check_stepped(scheduler: Any, request: RunRequest) -> None:

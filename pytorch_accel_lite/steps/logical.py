@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.base.backends import BackendSettings
+from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.batches import Batch, BatchOutput, is_number
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import (
@@ -133,7 +133,7 @@ def _deterministic() -> Iterator[None]:
     fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False  # it takes time, and nothing reads that memory
     try:
-        with BackendSettings(deterministic=True).in_force():
+        with deterministic_kernels(True):
             yield
     finally:
         settings.fill_uninitialized_memory = fills
