@@ -200,7 +200,7 @@ class Trainer:
             channels_last=channels_last,
             deterministic=deterministic,
         )
-        arguments.check_constructor(model, loss_func, optimizer, seed)
+        arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = combine_or_defer(optimizer)
