@@ -475,11 +475,6 @@ WRONG = [
     ("base: small.yaml", [], "builds on itself: small.yaml -> small.yaml"),
     ("base: none.yaml", [], "small.yaml, line 1: none.yaml cannot be read: No such file or directory"),
     (FILE, ["--optimizer.lr"], "--optimizer.lr needs a value"),
-    (
-        FILE,
-        ["--trainer.deterministic=true", "--trainer.cudnn_benchmark=true"],
-        "line 16: trainer: cudnn_benchmark=True does not work with deterministic=True",
-    ),
     (FILE, ["--lr", "3"], "command line: lr is not an argument of an experiment. Did you mean 'optimizer.lr'?"),
     (FILE, ["--optimizer.lrr", "3"], "line: optimizer.lrr is not an argument of torch.optim.AdamW. Did you mean 'lr'?"),
     (FILE, ["--optimizer.lr", "fast"], "command line: optimizer.lr='fast' must be float."),

@@ -402,46 +402,6 @@ def test_what_watches_the_loss_of_an_evaluation_that_has_none_is_told():
     with pytest.raises(ValueError, match=r"EarlyStoppingCallback.*eval_loss_epoch.*: the evaluation returned no loss"):
         train(trainer, epochs=3, eval_dataset=True)
     assert trainer.progress.epoch == 1
-    for data in (make_data(), {"clean": make_data()}):
-        name = "eval_loss_epoch" if data.__class__ is not dict else "clean_eval_loss_epoch"
-        trainer = make_trainer([EarlyStoppingCallback(watch_metric=name)], trainer_class=Without)
-        with pytest.raises(ValueError, match=rf"EarlyStopping.*'{name}'\): the evaluation before training returned no"):
-            train(trainer, epochs=3, eval_dataset=data, sanity_eval_batches=1)
-        assert trainer.progress.update == 0
-
-
-def test_without_a_loss_func_what_watches_the_loss_of_evaluations_is_told_before_training():
-    class Steps(Trainer):
-        evaluated = 0
-        eval_loss = None
-
-        def calculate_train_batch_loss(self, batch):
-            return {"loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
-
-        def calculate_eval_batch_loss(self, batch):
-            type(self).evaluated += 1
-            return {"loss": self.eval_loss}
-
-    class WithLoss(Steps):
-        eval_loss = torch.tensor(1.0)
-
-    trainer = make_trainer([EarlyStoppingCallback()], trainer_class=Steps, loss_func=None)
-    with pytest.raises(ValueError, match=r"EarlyStoppingCallback.*: the evaluation before training returned no loss"):
-        train(trainer, epochs=3, eval_dataset=True)
-    assert trainer.progress.update == 0
-    assert Steps.evaluated == 1
-    updates = []
-    watching = [
-        EarlyStoppingCallback(early_stopping_patience=9),
-        listener(on_eval_epoch_start=lambda trainer, **kwargs: updates.append(trainer.progress.update)),
-    ]
-    for callbacks, tried in (([], 0), (watching, 1)):
-        WithLoss.evaluated = 0
-        trainer = make_trainer(callbacks, trainer_class=WithLoss, loss_func=None)
-        train(trainer, epochs=2, eval_dataset=True)
-        assert WithLoss.evaluated == 2 * 3 + tried
-        assert trainer.run_history["eval_loss_epoch"] == [1.0, 1.0]
-    assert updates == [3, 6]  # callbacks hear nothing of the trial
 
 
 def test_a_forgotten_loss_is_an_error_that_says_how_to_have_none():
