@@ -324,19 +324,6 @@ def test_step_metrics_are_those_of_training_whatever_the_mode_of_the_model():
         assert trainer.step_metrics == {"trained": 1.0}
 
 
-def test_the_numbers_that_are_named_are_logged_of_whole_batches(tmp_path):
-    files = MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
-    logs = LogOutputsCallback(["all", "some"])
-    watch = EarlyStoppingCallback(watch_metric="train_all_epoch", greater_is_better=True)
-    trainer = make_trainer([logs, files, watch], trainer_class=Returns)
-    train(trainer, eval_dataset=True, auto_microbatch=True)
-    mean = make_data().tensors[0][:, 0].mean().item()
-    assert trainer.run_history.get_latest_metric("train_all_epoch") == pytest.approx(mean)
-    assert set(trainer.run_history) == {"train_loss_epoch", "train_all_epoch", "train_some_epoch", "eval_loss_epoch"}
-    rows = [json.loads(line) for line in (tmp_path / "metrics_updates.jsonl").read_text().splitlines()]
-    assert [row["some"] for row in rows] == [2.0] * 3
-
-
 def test_numbers_of_a_batch_that_was_split_are_averaged():
     class Splits(Trainer):
         def calculate_train_batch_loss(self, batch):
@@ -351,20 +338,6 @@ def test_numbers_of_a_batch_that_was_split_are_averaged():
     trainer.train(TensorDataset(x, x), 1, per_device_batch_size=5, auto_microbatch=True)
     assert trainer.run_history.get_latest_metric("train_index_epoch") == 2.0
     assert trainer.run_history.get_latest_metric("train_size_epoch") == pytest.approx((1 + 1 + 1 + 2 * 2) / 5)
-
-
-@pytest.mark.parametrize(
-    ("names", "error", "message"),
-    [
-        ("kl", TypeError, "names='kl' must be a list of keys"),
-        (["som"], ValueError, "the training step returned no 'som'. Did you mean 'some'.* It returned 'loss', 'mod"),
-        (["text"], TypeError, "'text' is of type str, not a number"),
-        (["loss"], ValueError, "'loss' is already a loss of the step"),
-    ],
-)
-def test_names_of_no_numbers_are_refused(names, error, message):
-    with pytest.raises(error, match=message):
-        train(make_trainer([LogOutputsCallback(names)], trainer_class=Returns))
 
 
 # --------------------------------------------------------------------------------------- evaluations without a loss

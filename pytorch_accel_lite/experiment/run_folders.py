@@ -20,9 +20,9 @@ from pytorch_accel_lite.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
 
 #: Callbacks that only observe a run: what they print, draw and write does not change it.
 _OBSERVERS = (
-    "Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|LossScale|MetricsFile|ModelSummary"
-    "|NaNReport|PlotMetrics|PredictionWriter|PrintProgress|Profiler|ProgressBar|ProgressTable|RunLog|SaveTrainingState"
-    "|Snapshot|Throughput|Timing|Tracker|WorstSamples"
+    "Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|LossScale|MetricsFile"
+    "|NaNReport|PlotMetrics|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RunLog|SaveTrainingState|Throughput"
+    "|Timing|Tracker|WorstSamples"
 )
 #: Settings that say where a run wrote or what it resumed from, or that follow from others.
 _BESIDE_THE_POINT = re.compile(
