@@ -12,7 +12,7 @@ help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
 	@echo "make test    run all tests, in a random order; ARGS=\"-k resume\" for a part"
 	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.10 (OLDEST_PYTHON=...)"
-	@echo "make quick   run what is quick of one process, in about a minute: for working"
+	@echo "make quick   run the quick tests of a single process: for working"
 	@echo "make soak    run the tests that kill, launch and resume again and again, for hours"
 	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"
 	@echo "make check   linter, formatter in check mode, type checker"

@@ -24,7 +24,7 @@ from benchmarks import report
 from benchmarks.contenders import CONTENDERS, ONLY_IN
 from benchmarks.others import OTHERS
 
-REFERENCE = "by hand"
+REFERENCE = "plain loop"
 TITLES = {
     "loop": "Cost of the loop: a tiny MLP, ready batches of 32, 2,000 updates",
     "tensors": "The same MLP on a shuffled TensorDataset",

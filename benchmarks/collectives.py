@@ -1,4 +1,4 @@
-"""What it costs two processes to agree about a number in a step: a loop by hand with each way to do so.
+"""What it costs two processes to agree about a number in a step: a plain loop with each way to do so.
 
     torchrun --nproc_per_node 2 -m benchmarks.collectives [--rounds 14] [--steps 384]
 
@@ -113,7 +113,7 @@ class Agreed:
 
 
 def ways(batches: list[Any], connection: socket.socket) -> dict[str, Callable[[], Seconds]]:
-    """Return the loops by hand, by what they exchange; the first is the one to compare with."""
+    """Return the plain loops, by what they exchange; the first is the one to compare with."""
     group = dist.new_group(backend="gloo")
 
     def train(begin: Begin | None = None, every: int = 1) -> Seconds:

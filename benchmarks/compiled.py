@@ -141,11 +141,11 @@ def ways() -> dict[str, Callable[[Task, Measurement], None]]:
         return lambda task, measurement: of_trainer(task, measurement, **options)
 
     return {
-        "by hand again (control)": by_hand(),
-        "by hand, fused optimizer": by_hand(fused=True),
-        "by hand, forward pass and loss compiled": by_hand(compiled=True),
+        "plain loop again (control)": by_hand(),
+        "plain loop, fused optimizer": by_hand(fused=True),
+        "plain loop, forward pass and loss compiled": by_hand(compiled=True),
         "the same, and the optimizer's step": by_hand(compiled=True, compiled_update=True),
-        "by hand, compiled, fused optimizer": by_hand(compiled=True, fused=True),
+        "plain loop, compiled, fused optimizer": by_hand(compiled=True, fused=True),
         "trainer": ours(),
         "trainer, `compile_step=True`": ours(compile_step=True),
         "trainer, `compile_step=True`, fused optimizer": ours(compile_step=True, fused=True),
@@ -168,7 +168,7 @@ def main() -> None:
         task = text_task(8, steps=4, depth=12) if workload == "blocks" else make_task(workload, quick=True)
         steps = 1 if arguments.quick else STEPS[workload]
         print(f"### {TITLES[workload]}\n")
-        print("| | by hand, µs | this, µs | ratio | to start, s | turns |\n|---|---|---|---|---|---|", flush=True)
+        print("| | plain loop, µs | this, µs | ratio | to start, s | turns |\n|---|---|---|---|---|---|", flush=True)
         for name, run in ways().items():
             if arguments.only in name:
                 torch.compiler.reset()

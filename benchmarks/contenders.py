@@ -1,4 +1,4 @@
-"""The same training by hand and with each trainer, set up as its documentation recommends for a CPU.
+"""The same training in a plain loop and with each trainer, set up as its documentation recommends for a CPU.
 
 A contender is a function of a task and a directory to write to. It imports what it needs, and returns the function that
 trains, which is what is measured. The table shows packages that are not installed as such.
@@ -21,7 +21,7 @@ Train = Callable[[], None]
 Make = Callable[[Task, Path], Train]
 CONTENDERS: dict[str, Make] = {}
 # Contenders that take part in one workload only.
-ONLY_IN = {"by hand, indexing tensors": "tensors"}
+ONLY_IN = {"plain loop, indexing tensors": "tensors"}
 
 
 def contender(name: str) -> Callable[[Make], Make]:
@@ -52,7 +52,7 @@ def torch_loader_of(task: Task) -> DataLoader[Any]:
     return DataLoader(task.dataset, task.batch_size, shuffle=True)
 
 
-@contender("by hand")
+@contender("plain loop")
 def by_hand(task: Task, folder: Path) -> Train:
     model, loss_func = task.make_model(), task.loss_func
     optimizer, loader = task.make_optimizer(model), loader_of(task)
@@ -67,10 +67,10 @@ def by_hand(task: Task, folder: Path) -> Train:
     return train
 
 
-CONTENDERS["by hand again (control)"] = by_hand
+CONTENDERS["plain loop again (control)"] = by_hand
 
 
-@contender("by hand, indexing tensors")
+@contender("plain loop, indexing tensors")
 def by_hand_indexing(task: Task, folder: Path) -> Train:
     """Train with the minimum cost of shuffled data in memory: one indexing operation per tensor and batch."""
     model, loss_func = task.make_model(), task.loss_func
@@ -87,7 +87,7 @@ def by_hand_indexing(task: Task, folder: Path) -> Train:
     return train
 
 
-@contender("Accelerate by hand")
+@contender("plain Accelerate loop")
 def accelerate_by_hand(task: Task, folder: Path) -> Train:
     from accelerate import Accelerator
 

@@ -2,8 +2,8 @@
 
 Like ``benchmarks.paths``, the trainer's evaluation and a hand-written one over the same data take turns in one process;
 the table shows lower quartiles of the CPU times of blocks of 20 batches. Then one process and two evaluate and predict
-the same data, by hand and with the trainer, in turns; the table shows the least times of the first process. By hand,
-two processes halve the data, and gather the outputs of a prediction as one tensor for each.
+the same data, in a plain loop and with the trainer, in turns; the table shows the least times of the first process. In
+the plain loop, two processes halve the data, and gather the outputs of a prediction as one tensor for each.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def paths(task: Task) -> dict[str, Callable[[], Blocks]]:
     ready, loader = PATHS["list of batches"], PATHS["DataLoader, `__getitems__`"]
     return {
         "control": lambda: control(task, torch.no_grad),
-        "by hand, inference_mode": lambda: control(task, torch.inference_mode),
+        "plain loop, inference_mode": lambda: control(task, torch.inference_mode),
         "list of batches": lambda: ours(task, ready, []),
         "list of batches, default callbacks": lambda: ours(task, ready, quiet),
         "DataLoader": lambda: ours(task, loader, []),
@@ -120,14 +120,14 @@ def on_processes(rounds: int, quick: bool) -> dict[str, list[float]]:
         return gather(outputs)
 
     ways: dict[str, Callable[[], Any]] = {
-        "evaluating by hand": evaluate,
-        "evaluating by hand again (control)": evaluate,
-        "evaluating by hand, picking rows": evaluate_rows,
+        "evaluating in a plain loop": evaluate,
+        "evaluating in a plain loop again (control)": evaluate,
+        "evaluating in a plain loop, picking rows": evaluate_rows,
         "evaluating": lambda: trainer.evaluate(data, 32),
         "evaluating only 64 samples": lambda: trainer.evaluate(few, 32),
-        "predicting by hand": predict,
-        "predicting by hand again (control)": predict,
-        "predicting by hand, picking rows, into one tensor": predict_rows,
+        "predicting in a plain loop": predict,
+        "predicting in a plain loop again (control)": predict,
+        "predicting in a plain loop, picking rows, into one tensor": predict_rows,
         "predicting": lambda: trainer.predict(data, 32),
         "predicting, `only_first=True`": lambda: trainer.predict(data, 32, only_first=True),
     }
@@ -173,7 +173,7 @@ def main() -> None:
         for name, run in paths(task).items():
             for times, new in zip(blocks[name], run(), strict=True):
                 times += new
-    print("| evaluating | by hand, microseconds per batch | added |\n|---|---|---|")
+    print("| evaluating | plain loop, microseconds per batch | added |\n|---|---|---|")
     for name, taken in blocks.items():
         hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / BATCHES_IN_BLOCK for times in taken)
         print(f"| {name} | {hand:.0f} | {own - hand:+.1f} |")

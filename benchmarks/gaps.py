@@ -97,13 +97,13 @@ def main() -> None:
     torch.set_num_threads(1)
     task = make_task(arguments.workload)
     batches = task.batches()[: 20 if arguments.quick else None]
-    found: dict[str, list[list[float]]] = {name: [[] for _ in PARTS] for name in ("by hand", "ours")}
+    found: dict[str, list[list[float]]] = {name: [[] for _ in PARTS] for name in ("plain loop", "ours")}
     for _ in range(arguments.rounds):
-        for name, run in (("by hand", by_hand), ("ours", ours)):
+        for name, run in (("plain loop", by_hand), ("ours", ours)):
             for times, new in zip(found[name], gaps(run(task, batches)), strict=True):
                 times += new
     medians = {name: list(map(statistics.median, times)) for name, times in found.items()}
-    print("| microseconds | by hand | ours |\n|---|---|---|")
+    print("| microseconds | plain loop | ours |\n|---|---|---|")
     for part, hand, own in zip(PARTS, *medians.values(), strict=True):
         print(f"| {part} | {hand:.1f} | {own:.1f} |")
     hand, own = map(sum, medians.values())

@@ -1,12 +1,12 @@
-"""The trainer on a GPU, in turns with a loop by hand that is set up in the same way, in one process.
+"""The trainer on a GPU, in turns with a plain loop that is set up in the same way, in one process.
 
     python -m benchmarks --workloads gpu_resnet gpu_transformer [--rounds 3] [--contenders "bf16: ours"]
 
 Each row is measured in a process of its own. The contender asks for batches; between two turns of some steps, that
-trains a second model by hand for as many steps, so whatever slows down the machine or the device slows down both. The
-device is waited for at the ends of turns only, and the clock stops after that, so a turn contains all that it has
-launched. The CPU time of a turn is taken before: it is what the program needs, unless the queue of the device is full,
-when it also waits. Figures are medians of the turns. The control is the loop by hand against itself.
+trains a second model in a plain loop for as many steps, so whatever slows down the machine or the device slows down
+both. The device is waited for at the ends of turns only, and the clock stops after that, so a turn contains all that
+it has launched. The CPU time of a turn is taken before: it is what the program needs, unless the queue of the device is
+full, when it also waits. Figures are medians of the turns. The control is the plain loop against itself.
 
 After the turns, some steps are made in torch's debug modes for synchronisations: "warn" counts those of a step, and
 "error" tells where the first is. These modes see operations of torch that wait for the device, such as reading a
@@ -71,7 +71,7 @@ SETTINGS = {
     "float32": Setting(tf32=False),
     "float32, TF32": Setting(tf32=True),
 }
-CONTROL, READING, OURS = "by hand again (control)", "by hand, reading each loss", "ours"
+CONTROL, READING, OURS = "plain loop again (control)", "plain loop, reading each loss", "ours"
 #: The setting and the contender of each row.
 ROWS = {
     f"{setting}: {contender}": (setting, contender)
@@ -135,7 +135,7 @@ def make_workload(kind: str, setting: Setting, quick: bool, device: torch.device
     return Workload(model, batches, setting, device)
 
 
-# ---------------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------------- plain loop
 
 
 def on_device(workload: Workload, batches: Batches) -> Iterator[Any]:
@@ -170,7 +170,7 @@ def arrived(copies: Any, event: torch.cuda.Event) -> Any:
 
 
 def step_by_hand(workload: Workload, reads: bool = False) -> Callable[[Any], None]:
-    """Return a step of a loop by hand on a batch that is on the device.
+    """Return a step of a plain loop on a batch that is on the device.
 
     :param reads: whether to read the loss, as a loop does that prints it in each step
     """
@@ -202,16 +202,16 @@ def step_by_hand(workload: Workload, reads: bool = False) -> Callable[[Any], Non
 
 
 class Turns:
-    """The turns of a contender and of a loop by hand, taken by the batches that the contender asks for.
+    """The turns of a contender and of a plain loop, taken by the batches that the contender asks for.
 
-    :param by_hand: makes a step by hand each time it is asked
+    :param by_hand: makes a step of the plain loop each time it is asked
     :param batches: in host memory
     """
 
     def __init__(self, by_hand: Iterator[None], batches: list[Any], device: torch.device, sizes: Sizes) -> None:
         self._by_hand, self._batches, self._device, self._sizes = by_hand, cycle(batches), device, sizes
         self._on_gpu = device.type == "cuda"
-        self.times: dict[str, list[Times]] = {"": [], " by hand": []}
+        self.times: dict[str, list[Times]] = {"": [], " of plain loop": []}
         self.synchronisations: float | None = None  # in a step
         self.place = ""  # of the first, if there is one
 
@@ -223,7 +223,7 @@ class Turns:
         for _ in range(sizes.turns):
             begin = self._begin()
             self._make_steps_by_hand(sizes.steps)
-            self._end(" by hand", begin)
+            self._end(" of plain loop", begin)
             begin = self._begin()
             yield from islice(self._batches, sizes.steps)
             self._end("", begin)
@@ -331,7 +331,6 @@ def train_ours(workload: Workload, batches: Iterator[Any]) -> None:
         optimizer,
         get_default_callbacks(progress_bar=False),
         accelerator=accelerator,
-        tf32=setting.tf32,
         **options,
     )
     # The trainer copies batches itself, except from a loader that does so on a stream of its own.
@@ -355,7 +354,7 @@ def set_tf32(tf32: bool) -> None:
 
 
 def measure(kind: str, row: str, quick: bool) -> dict[str, Any]:
-    """Return the seconds of a step of a row's contender, and of one by hand that is set up in the same way."""
+    """Return the seconds of a step of a row's contender, and of a step of a plain loop that is set up likewise."""
     name, contender = ROWS[row]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     workload = make_workload(kind, SETTINGS[name], quick, device)
@@ -382,16 +381,16 @@ def measure(kind: str, row: str, quick: bool) -> dict[str, Any]:
 
 def table(results: Mapping[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table of the rows' rounds."""
-    heads = ["by hand, microseconds per step", "more", "wall time", "CPU time", "synchronisations per step"]
+    heads = ["plain loop, microseconds per step", "more", "wall time", "CPU time", "synchronisations per step"]
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     measured = {name: rounds for name, rounds in results.items() if rounds}
     lines += [f"| {name} |" + " failed |" * len(heads) for name in results.keys() - measured.keys()]
     for name, rounds in measured.items():
-        hand = 1e6 * statistics.median(each["wall by hand"] for each in rounds)
-        more = 1e6 * statistics.median(each["wall"] - each["wall by hand"] for each in rounds)
-        ratios = [spread([each[q] / each[f"{q} by hand"] for each in rounds]) for q in ("wall", "cpu")]
+        hand = 1e6 * statistics.median(each["wall of plain loop"] for each in rounds)
+        more = 1e6 * statistics.median(each["wall"] - each["wall of plain loop"] for each in rounds)
+        ratios = [spread([each[q] / each[f"{q} of plain loop"] for each in rounds]) for q in ("wall", "cpu")]
         lines.append(f"| {name} | {hand:,.0f} | {more:+,.1f} | {' | '.join(ratios)} | {synchronising(rounds)} |")
-    note = "Ratios to the loop by hand of the same setting."
+    note = "Ratios to the plain loop of the same setting."
     for first, *_ in islice(measured.values(), 1):
         note += f" {first['turns']} turns of {first['steps']} steps in each round, on {first['device']}."
     return "\n".join([*lines, "", note])

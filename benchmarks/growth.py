@@ -42,7 +42,7 @@ STEPS_IN_BLOCK = SetUp.steps_in_turn
 STEPS_OF_RANKS = 400  # in a round; with 8 processes, each takes as long as 100 of one
 PATIENCE = 10**9  # epochs that EarlyStoppingCallback waits: it never stops
 Row = Sequence[object]
-Turns = dict[str, tuple[float, float]]  # by name: microseconds of a step by hand, and of the other
+Turns = dict[str, tuple[float, float]]  # by name: microseconds of a step of the plain loop, and of the other
 
 
 class Listening(TrainerCallback):
@@ -154,10 +154,10 @@ def of_callbacks(asked: argparse.Namespace) -> None:
     found = {kind: {count: with_callbacks(kind, count) for count in counts} for kind in (Listening, Deaf)}
     each = {kind: statistics.linear_regression(list(by_count), list(by_count.values())).slope
             for kind, by_count in found.items()}  # fmt: skip
-    rows: list[Row] = [("the loop by hand again (control)", *[f"{added(control):+.1f}" for _ in found])]
+    rows: list[Row] = [("the plain loop again (control)", *[f"{added(control):+.1f}" for _ in found])]
     rows += [(count, *(f"{by_count[count]:+.1f}" for by_count in found.values())) for count in counts]
     rows.append(("each, by least squares", *(f"{slope:+.2f}" for slope in each.values())))
-    print_table(columns, rows, in_rounds(asked.rounds), "What is added to a step of the loop by hand")
+    print_table(columns, rows, in_rounds(asked.rounds), "What is added to a step of the plain loop")
 
 
 # -------------------------------------------------------------------------------------------------------- steps
@@ -283,7 +283,7 @@ def of_samples(asked: argparse.Namespace) -> None:
             yield f"{size:,}", *["-"] * (4 - len(found)), *found
 
     by_trainer(64)  # imports what runs need
-    columns = ["samples", "`DataLoader` by hand", "trainer", "trainer with a seed", "resumed in the middle"]
+    columns = ["samples", "plain `DataLoader` loop", "trainer", "trainer with a seed", "resumed in the middle"]
     details = "CPU time up to the first batch, and by how much the process grows until then; batches of 32"
     print_table(columns, rows(), details)
 
@@ -292,7 +292,7 @@ def of_samples(asked: argparse.Namespace) -> None:
 
 
 def of_processes(asked: argparse.Namespace) -> None:
-    """Print what a step costs on several processes of this machine: by hand on ready batches, and with the trainer."""
+    """Print what a step on ready batches costs on several processes of this machine: a plain loop and the trainer."""
 
     steps = min(asked.steps, STEPS_OF_RANKS)
 
@@ -313,7 +313,7 @@ def of_processes(asked: argparse.Namespace) -> None:
                 spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 yield processes, name, f"{hand:.0f}", f"{more:+.0f}", spread
 
-    columns = ["processes", "", "DDP by hand, microseconds per step", "added", "ratio"]
+    columns = ["processes", "", "plain DDP loop, microseconds per step", "added", "ratio"]
     details = (
         "Medians of the rounds, with the least and the largest ratio",
         f"The lower quartile of the wall times of turns of {STEPS_IN_BLOCK} steps, {steps} steps in a round, on the "
@@ -324,7 +324,7 @@ def of_processes(asked: argparse.Namespace) -> None:
 
 
 def _steps_in_turns(steps: int, report: Callable[[Turns], None]) -> None:
-    """Report the wall times of steps by hand and of others', on the first process, by the name of the others."""
+    """Report the wall times of steps of the plain loop and of others, on the first process, by the others' names."""
     torch.set_num_threads(1)
     for state in (AcceleratorState, GradientState, PartialState):  # of the process that was forked
         state._reset_state()
@@ -342,7 +342,7 @@ def _steps_in_turns(steps: int, report: Callable[[Turns], None]) -> None:
     trainer.take_turns(by_hand(), STEPS_IN_BLOCK)
     trainer.train(batches, 1, per_device_batch_size=task.batch_size)
     found = {
-        "by hand again (control)": taking_turns(by_hand(), by_hand(), steps // STEPS_IN_BLOCK),
+        "plain loop again (control)": taking_turns(by_hand(), by_hand(), steps // STEPS_IN_BLOCK),
         "trainer": trainer.times,
     }
     if accelerator.is_main_process:

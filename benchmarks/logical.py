@@ -155,8 +155,8 @@ def measure_times(accelerator: Accelerator, batch: int, updates: int, rounds: in
     size = LOGICAL * batch * updates
     data = TensorDataset(torch.randn(size, 3, 16, 16), torch.randint(10, (size,)))
     contenders = {
-        "DDP by hand": by_hand,
-        "DDP by hand again (control)": by_hand,
+        "plain DDP loop": by_hand,
+        "plain DDP loop again (control)": by_hand,
         "ours, accumulating": ours,
         f"ours, {LOGICAL} logical processes": partial(ours, logical=LOGICAL),
     }
@@ -173,7 +173,7 @@ def measure_times(accelerator: Accelerator, batch: int, updates: int, rounds: in
             train(measured.after_update)
             if number:  # the first warms up
                 found[name].append(measured)
-    base = found["DDP by hand"]
+    base = found["plain DDP loop"]
     fastest = min(min(m.seconds) for m in base)
     accelerator.print(
         f"| {ranks} processes, batches of {batch} | CPU time | of the fastest update | sent in an update |"
@@ -194,7 +194,7 @@ def measure_memory(accelerator: Accelerator, quick: bool) -> None:
     ranks = accelerator.num_processes
     width = wide_model(quick)[0].in_features
     data = TensorDataset(torch.randn(4 * LOGICAL, width), torch.randn(4 * LOGICAL, width))
-    contenders = {"DDP by hand": by_hand, f"ours, {LOGICAL} logical processes": partial(ours, logical=LOGICAL)}
+    contenders = {"plain DDP loop": by_hand, f"ours, {LOGICAL} logical processes": partial(ours, logical=LOGICAL)}
     accelerator.print(f"| {ranks} processes | memory of an update |\n|---|---|")
     for name, create in contenders.items():
         model = wide_model(quick)

@@ -27,7 +27,7 @@ from benchmarks.tasks import Task, make_task
 
 Run = Callable[..., dict[str, float] | None]
 Measures = dict[str, Callable[[], dict[str, float] | None]]
-IN_TURNS = "by hand, in turns"  # the reference of contenders that are measured with their own
+IN_TURNS = "plain loop, in turns"  # the reference of contenders that are measured with their own
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def evaluation_ancestor(task: Task) -> Callable[[], Any]:
 
 
 EVALUATIONS = {
-    "by hand": evaluation_by_hand,
-    "by hand again (control)": evaluation_by_hand,
+    "plain loop": evaluation_by_hand,
+    "plain loop again (control)": evaluation_by_hand,
     "ours": evaluation_ours,
     "pytorch-accelerated": evaluation_ancestor,
 }
@@ -164,8 +164,8 @@ def ddp_ancestor(task: Task) -> Callable[[], Any]:
 
 
 DDP = {
-    "DDP by hand": ddp_by_hand,
-    "DDP by hand again (control)": ddp_by_hand,
+    "plain DDP loop": ddp_by_hand,
+    "plain DDP loop again (control)": ddp_by_hand,
     "ours": ddp_ours,
     "pytorch-accelerated": ddp_ancestor,
 }
@@ -297,7 +297,7 @@ def time_in_callbacks(name: str, quick: bool) -> dict[str, float]:
 
 
 def on_gpu(kind: str, quick: bool, run: Run) -> Measures:
-    """Return calls that measure each row in its own process, in turns with a loop by hand."""
+    """Return calls that measure each row in its own process, in turns with a plain loop."""
 
     def measure(row: str) -> dict[str, float] | None:
         try:
@@ -312,7 +312,7 @@ def on_gpu(kind: str, quick: bool, run: Run) -> Measures:
 OTHERS = {
     "evaluation": Other(
         "Evaluating the MLP on a TensorDataset",
-        "by hand",
+        "plain loop",
         lambda quick, run: in_process("evaluation", list(EVALUATIONS), quick, run),
     ),
     "settings": Other(
@@ -322,7 +322,7 @@ OTHERS = {
     ),
     "processes": Other(
         "The MLP on 2 processes, relative to hand-written DistributedDataParallel",
-        "DDP by hand",
+        "plain DDP loop",
         lambda quick, run: {name: partial(two_processes, name, quick, run) for name in DDP},
     ),
     "startup": Other(
@@ -332,8 +332,8 @@ OTHERS = {
     ),
     "memory": Other(
         "Memory growth from update 10,000 to update 100,000 of the MLP",
-        "by hand",
-        lambda quick, run: in_process("memory", ["by hand", "ours"], quick, run),
+        "plain loop",
+        lambda quick, run: in_process("memory", ["plain loop", "ours"], quick, run),
         unit="MiB",
     ),
     "callbacks": Other(

@@ -207,7 +207,7 @@ def by_hand(
 
 
 class Indexed:
-    """The batches of tensors in memory, shuffled once and picked by one operation per tensor: the fastest by hand."""
+    """The batches of tensors in memory, shuffled once and picked by one operation per tensor: the fastest loop."""
 
     def __init__(self, task: Task) -> None:
         self.tensors, self.batch_size = task.dataset.tensors, task.batch_size  # type: ignore[attr-defined]
@@ -296,7 +296,7 @@ def set_ups(task: Task, folder: Path, quick: bool) -> dict[tuple[str, str], Call
         return by_hand(task, setup, folder, batches)
 
     found["control: the loop over the list again", COLUMNS[0]] = lambda: taking_turns(hand(listed), hand(listed), turns)
-    found["TensorDataset, indexed by hand", COLUMNS[0]] = lambda: taking_turns(
+    found["TensorDataset, indexed in a plain loop", COLUMNS[0]] = lambda: taking_turns(
         hand(tensors), hand(tensors, Indexed(task)), turns
     )
     for paths, columns in ((PATHS, COLUMNS), (DOING_MORE, COLUMNS[:3])):
@@ -347,7 +347,7 @@ def main() -> None:
             for key, run in chosen.items():
                 for times, new in zip(found[key], run(), strict=True):
                     times += new
-    print(f"| path | by hand, microseconds per step | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
+    print(f"| path | plain loop, microseconds per step | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
     for row in rows(found, arguments.quick):
         print(row)
     print(footnote(in_rounds(arguments.rounds)))

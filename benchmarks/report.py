@@ -32,7 +32,7 @@ def interleave(measure: Mapping[str, Callable[[], dict[str, float] | None]], rou
 
 def pairs(results: Rounds, reference: str, name: str, quantity: str) -> list[tuple[float, float]]:
     """Return a contender's figures with those of the reference: measured with it, or else in the same round."""
-    by_hand = f"{quantity} by hand"
+    by_hand = f"{quantity} of plain loop"
     own = [values[quantity] for values in results[name]]
     if all(by_hand in values for values in results[name]):
         return list(zip(own, (values[by_hand] for values in results[name]), strict=True))

@@ -5,7 +5,7 @@ for finite weights, hashed, synced and verified, which ``torch.save`` and ``torc
 quartiles; memory is how far the process grew at most, including files that it mapped.
 
 An asynchronous save pauses training for a copy. The first copy of a run needs new memory, and later ones are written
-into the same memory, which a loop by hand may do, too, or allocate it each time: each has a row.
+into the same memory, which a plain loop may do, too, or allocate it each time: each has a row.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     for parent in arguments.folders:
-        print(f"| in `{parent}` | by hand | ours | ratio | of CPU time | control | memory by hand | ours |")
+        print(f"| in `{parent}` | plain loop | ours | ratio | of CPU time | control | memory, plain loop | ours |")
         print("|---|---|---|---|---|---|---|---|")
         with tempfile.TemporaryDirectory(dir=parent) as folder:
             for row in compare(Saver(arguments.millions, Path(folder)), arguments.rounds):

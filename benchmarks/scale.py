@@ -1,6 +1,6 @@
 """What the processes of a job send one another, by number of processes: bytes and messages, counted, not timed.
 
-python -m benchmarks.scale [--ranks 2 4 8 16 32 64] [--ways "DDP by hand" ours "ours, fully_shard"]
+python -m benchmarks.scale [--ranks 2 4 8 16 32 64] [--ways "plain DDP loop" ours "ours, fully_shard"]
 
 Each way is a job of gloo processes on this machine, forked from one that has imported everything, that train a small
 network. Every process reads from Linux how much the TCP connections of its process have sent, so nothing escapes: other
@@ -119,7 +119,7 @@ class Last(TrainerCallback):
 
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.step:
-            self.ledger.book("vote to stop")
+            self.ledger.book("stop consensus")
         else:
             self.ledger.book("end of an epoch" if trainer.progress.update else "start", 0)
 
@@ -180,7 +180,7 @@ def ours(ledger: Ledger, folder: Path, sharded: bool = False) -> None:
 #: What each process of a job has found, by way and number of processes.
 Found = dict[str, dict[int, list[dict[str, Any]]]]
 WAYS: dict[str, Callable[[Ledger, Path], None]] = {
-    "DDP by hand": by_hand,
+    "plain DDP loop": by_hand,
     "ours": ours,
     "ours, fully_shard": lambda ledger, folder: ours(ledger, folder, sharded=True),
 }

@@ -1,8 +1,8 @@
 """What the package adds to the start of a program: python -m benchmarks.startup [--rounds 15].
 
 Each figure is measured in a fresh interpreter, in turns, after torch and accelerate have been imported and a model has
-been trained for a step by hand. "Without compiled files" is the first import after an installation that compiles
-nothing. The first step includes the construction of the trainer; that of a loop by hand is subtracted.
+been trained for a step in a plain loop. "Without compiled files" is the first import after an installation that
+compiles nothing. The first step includes the construction of the trainer; that of a plain loop is subtracted.
 """
 
 from __future__ import annotations

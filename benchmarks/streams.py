@@ -5,8 +5,8 @@
 Every way trains the same model, in turns. The times of each block of steps are measured within the run, and the table
 shows the lower quartile of all blocks, as other programs on the machine can only slow a block down: wall time, and CPU
 time of all processes and threads. A block has as many steps as the trainer's processes agree about at once, so each
-includes an agreement. The loops by hand take part twice: the ratio of the second, the control, shows how reliable the
-others are. The last column compares with a loop by hand that sends and promises the same.
+includes an agreement. The plain loops take part twice: the ratio of the second, the control, shows how reliable the
+others are. The last column compares with a plain loop that sends and promises the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import OwnShard, ReadByAll
+from pytorch_accel_lite.data import OwnShard
 
 BATCH = 32
 IN_BLOCK = 16
@@ -88,7 +88,7 @@ class Blocks(TrainerCallback):
 
 
 def train_by_hand(batches: Iterable[Any], images: bool, joined: bool = False) -> Seconds:
-    """Train with a loop by hand.
+    """Train with a plain loop.
 
     :param joined: let a process that has no batch left take part in the reductions of the others, with torch's ``Join``
     """
@@ -117,16 +117,6 @@ def train_with_trainer(batches: Any, images: bool) -> Seconds:
     with contextlib.redirect_stdout(io.StringIO()):
         OfLoader(model, nn.CrossEntropyLoss(), optimizer, [blocks]).train(batches, 1, per_device_batch_size=BATCH)
     return blocks.seconds
-
-
-class EveryNth:
-    """The batches of a loader that this process uses, out of those that all processes read."""
-
-    def __init__(self, batches: Iterable[Any], rank: int, world_size: int) -> None:
-        self._batches, self._rank, self._world_size = batches, rank, world_size
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._batches, self._rank, None, self._world_size)
 
 
 class Agreed:
@@ -166,23 +156,20 @@ def scattered(stream: Images, steps: int) -> Iterator[Any]:
 
 
 def of_streams(steps: int, rank: int, world_size: int) -> Ways:
-    """Return the ways to feed images, by name, each with the loop by hand that it is to be compared with."""
+    """Return the ways to feed images, by name, each with the plain loop that it is to be compared with."""
     samples = steps * BATCH * world_size
     own, whole = Images(rank, samples, world_size), Images(0, samples)
     shards = partial(train_by_hand, DataLoader(own, BATCH), images=True)
-    every = partial(train_by_hand, EveryNth(DataLoader(whole, BATCH), rank, world_size), images=True)
     ours = partial(train_with_trainer, images=True)
-    by_hand, joined = "by hand, own shards", "by hand, own shards, `Join`"
-    read_by_all, dealt = "by hand, read by all", "by hand, `scatter`"
-    ways: Ways = {by_hand: (shards, by_hand), "by hand, own shards, again (control)": (shards, by_hand)}
+    by_hand, joined = "plain loop, own shards", "plain loop, own shards, `Join`"
+    dealt = "plain loop, `scatter`"
+    ways: Ways = {by_hand: (shards, by_hand), "plain loop, own shards, again (control)": (shards, by_hand)}
     if world_size > 1:
         ways[joined] = partial(shards, joined=True), joined
-        ways[read_by_all] = every, read_by_all
         ways[dealt] = lambda: train_by_hand(scattered(whole, steps), images=True), dealt
     return ways | {
         "ours, own shards (`OwnShard`)": (partial(ours, OwnShard(DataLoader(own, BATCH))), joined),
         "ours, divided (`shard`)": (partial(ours, DataLoader(Divisible(0, samples), BATCH)), joined),
-        "ours, `ReadByAll`": (partial(ours, DataLoader(ReadByAll(whole), BATCH)), read_by_all),
         "ours, read and dealt out by rank 0": (partial(ours, DataLoader(whole, BATCH)), dealt),
     }
 
@@ -192,8 +179,8 @@ def of_ready_batches(steps: int, world_size: int) -> Ways:
     few = [(torch.randn(BATCH, 64), torch.randint(10, (BATCH,))) for _ in range(8)]
     ready = list(islice(cycle(few), steps))
     train = partial(train_by_hand, ready, images=False)
-    by_hand, joined, agreed = "by hand", "by hand, `Join`", "by hand, an `all_reduce` of a number in each step"
-    ways: Ways = {by_hand: (train, by_hand), "by hand again (control)": (train, by_hand)}
+    by_hand, joined, agreed = "plain loop", "plain loop, `Join`", "plain loop, an `all_reduce` of a number in each step"
+    ways: Ways = {by_hand: (train, by_hand), "plain loop again (control)": (train, by_hand)}
     if world_size > 1:
         group = dist.new_group(backend="gloo")
         ways[agreed] = partial(train_by_hand, Agreed(ready, group), images=False), agreed
@@ -239,7 +226,7 @@ def main() -> None:
         base, base_cpu = next(iter(quick.values()))
         accelerator.print(
             f"| {title}, {count} process{'es' * (count > 1)} | microseconds a step | ratio | CPU time | "
-            "to the loop by hand that does the same |\n|---|---|---|---|---|"
+            "to the plain loop that does the same |\n|---|---|---|---|---|"
         )
         for name, (wall, cpu) in quick.items():
             same = quick.get(contenders[name][1], (base, base_cpu))[0]

@@ -1,6 +1,6 @@
-"""Run one contender on one workload, in turns with a loop by hand, and print their times as one line of JSON.
+"""Run one contender on one workload, in turns with a plain loop, and print their times as one line of JSON.
 
-The contender's model takes the turns: after each hundredth of its forward passes, it pauses while a loop by hand makes
+The contender's model takes the turns: after each hundredth of its forward passes, it pauses while a plain loop makes
 as many steps with a model of its own. Whatever else the machine does then slows down both alike.
 """
 
@@ -53,7 +53,7 @@ def check_updates(contender: str, train: Train, steps: int) -> None:
 
 
 def turns_by_hand(task: Task, steps: int) -> Iterator[Times]:
-    """Train endlessly by hand, yielding the times of each turn of this many steps."""
+    """Train endlessly in a plain loop, yielding the times of each turn of this many steps."""
     model, loss_func, batches = task.make_model(), task.loss_func, loader_of(task)
     optimizer = task.make_optimizer(model)
     endless = chain.from_iterable(repeat(batches))
@@ -68,20 +68,20 @@ def turns_by_hand(task: Task, steps: int) -> Iterator[Times]:
 
 
 class Turns:
-    """The turns of a loop by hand between those of a contender, as seen by the contender's model.
+    """The turns of a plain loop between those of a contender, as seen by the contender's model.
 
-    What the contender's other threads do during a turn by hand counts as the contender's. What it does before its
-    second turn, and after the start of its last, does not count.
+    What the contender's other threads do during a turn of the plain loop counts as the contender's. What it does before
+    its second turn, and after the start of its last, does not count.
     """
 
     def __init__(self, task: Task, steps: int) -> None:
         self.turns, self.steps = turns_by_hand(task, steps), steps
         self.forwards = 0
-        self.begins: list[Times] = []  # of the turns by hand
+        self.begins: list[Times] = []  # of the turns of the plain loop
         self.by_hand: list[Times] = []
 
     def each_forward(self) -> Iterator[None]:
-        """Yield once for each forward pass of the contender, after a turn by hand where one is due."""
+        """Yield once for each forward pass of the contender, after a turn of the plain loop where one is due."""
         while True:
             self.begins.append((time.process_time(), time.perf_counter()))
             self.by_hand.append(next(self.turns))
@@ -90,7 +90,7 @@ class Turns:
                 yield
 
     def task(self, task: Task) -> Task:
-        """Return a task whose models take turns with the loop by hand. One of them is to be trained."""
+        """Return a task whose models take turns with the plain loop. One of them is to be trained."""
         forwards = self.each_forward()
 
         def make_model() -> nn.Module:
@@ -111,7 +111,7 @@ class Turns:
         turns = self.by_hand[1:-1]
         cpu, wall = (sum(times) for times in zip(*turns, strict=True))
         all_cpu, all_wall = (end - begin for begin, end in zip(self.begins[1], self.begins[-1], strict=True))
-        found = {"cpu": all_cpu - cpu, "wall": all_wall - wall, "cpu by hand": cpu, "wall by hand": wall}
+        found = {"cpu": all_cpu - cpu, "wall": all_wall - wall, "cpu of plain loop": cpu, "wall of plain loop": wall}
         return {name: seconds / (self.steps * len(turns)) for name, seconds in found.items()}
 
 
@@ -122,7 +122,7 @@ def subfolder(folder: str, name: str) -> Path:
 
 
 def measure(contender: str, workload: str, quick: bool) -> dict[str, Any]:
-    """Return the seconds of a step, and of one by hand."""
+    """Return the seconds of a step, and of one of the plain loop."""
     torch.set_num_threads(1)
     make: Callable[[Task, Path], Train] = CONTENDERS[contender]
     task = make_task(workload, quick)

@@ -3,8 +3,9 @@
     python -m benchmarks.workers [--workers 2] [--rounds 5] [--megabytes 256]
 
 Each sample is a row of a large NumPy array, which the dataset holds. The standard loader and the trainer's read the
-same samples, with workers that are kept between epochs and with new ones; the first row reads the same bytes by hand,
-in one process. Memory is what each worker has of its own, as Linux counts it: what it shares with others is left out.
+same samples, with workers that are kept between epochs and with new ones; the first row reads the same bytes in a plain
+loop, in one process. Memory is what each worker has of its own, as Linux counts it: what it shares with others is left
+out.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def contenders(data: Rows, workers: int) -> dict[str, Callable[[], Iterable[Any]
     our_new, our_kept, seeded = ours(loader(keep=False)), ours(loader(keep=True)), ours(loader(keep=True), seed=1)
     spawned = ours(loader(keep=True, multiprocessing_context="forkserver"))
     return {
-        "by hand, in this process": lambda: by_hand(data),
+        "plain loop, in this process": lambda: by_hand(data),
         "`DataLoader`, new workers": lambda: new,
         "the same again (control)": lambda: new,
         "trainer, new workers": lambda: our_new,

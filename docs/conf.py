@@ -56,6 +56,8 @@ SEARCHED = {
     "installation": ["install", "installation", "requirements"],
     "quickstart": ["getting started", "train", "save and load"],
     "recipes": ["how do i", "recipes", "how to"],
+    "recipes#Train a model": ["train a model", "fit", "minimal example"],
+    "recipes#Freeze layers": ["freeze layers"],
     "hugging_face": [
         "hugging face",
         "huggingface",
@@ -83,31 +85,83 @@ SEARCHED = {
         "predict",
         "prediction",
         "load the best model",
+        "load best model",
         "load a checkpoint",
         "load weights",
+        "load model",
+        "save model",
+        "save weights",
+        "save the model",
     ],
     "without_a_dataset": [
         "reinforcement learning",
         "no dataset",
         "full batch",
+        "full batch graph",
+        "gnn",
+        "rl",
         "graphs",
         "graph neural network",
         "ready batches",
     ],
     "comparing_with_a_loop": [
         "bit by bit",
+        "bitwise",
         "compare with a loop",
+        "compare with my loop",
         "reproducibility",
         "reproducible",
     ],
-    "data": ["dataloader", "data loading", "dataset", "workers", "collate_fn"],
+    "data": [
+        "dataloader",
+        "data loading",
+        "dataset",
+        "workers",
+        "collate_fn",
+        "collate",
+    ],
+    "data#Workers, samplers and data in memory": [
+        "sampler",
+        "weighted sampler",
+        "class imbalance",
+        "num_workers",
+    ],
+    "data#Random augmentation and seeds": ["seed", "augmentation", "random seed"],
+    "data#Quick trial runs": ["dry run", "fast dev run", "limit batches", "debug"],
     "switching": ["lightning", "transformers", "pytorch-accelerated"],
     "training_states": ["checkpoint", "checkpointing", "resume", "training state"],
-    "distributed": ["multi-gpu", "multi gpu", "two gpus", "gpu", "ddp", "torchrun"],
-    "metrics": ["metrics", "accuracy", "evaluation"],
+    "distributed": [
+        "multi-gpu",
+        "multi gpu",
+        "multiple gpus",
+        "two gpus",
+        "gpu",
+        "ddp",
+        "torchrun",
+        "distributed",
+    ],
+    "metrics": ["metrics", "accuracy", "evaluation", "f1", "auroc", "evaluate"],
+    "metrics#When to evaluate": [
+        "validation",
+        "test set",
+        "evaluate only",
+        "evaluate every n steps",
+    ],
     "stopping": ["early stopping", "stop early on accuracy", "best model"],
-    "finding_settings": ["learning rate", "find a learning rate", "batch size"],
+    "finding_settings": [
+        "learning rate",
+        "learning rate finder",
+        "find a learning rate",
+        "find lr",
+        "batch size",
+    ],
     "schedulers": ["scheduler", "learning rate schedule", "warm-up"],
+    "schedulers#Schedules by name": [
+        "cosine",
+        "cosine schedule",
+        "warmup",
+        "linear schedule",
+    ],
     "optimizers": [
         "gan",
         "several optimizers",
@@ -119,12 +173,25 @@ SEARCHED = {
     "ema": ["ema", "averaged weights"],
     "callbacks": ["callbacks", "callback", "write a callback", "events"],
     "builtin_callbacks": ["built-in callbacks"],
-    "clusters": ["slurm", "sbatch", "cluster", "ray", "multi-node", "preemption"],
+    "clusters": [
+        "slurm",
+        "sbatch",
+        "cluster",
+        "ray",
+        "multi-node",
+        "multi node",
+        "multinode",
+        "preemption",
+    ],
     "sharding": ["fsdp", "sharded", "sharding", "tensor parallelism", "deepspeed"],
     "metrics#Log your own numbers": [
         "own numbers",
         "log numbers",
         "log a value",
+        "log my own numbers",
+        "log my own metric",
+        "log a custom value",
+        "custom metric",
         "trainer.log",
         "log",
     ],
@@ -143,8 +210,27 @@ SEARCHED = {
         "trackio",
         "mlflow",
     ],
-    "monitoring": ["profiler", "profiling", "slow", "what is slow", "gradient norm"],
+    "monitoring": [
+        "profiler",
+        "profiling",
+        "slow",
+        "slow training",
+        "what is slow",
+        "gradient norm",
+    ],
+    "monitoring#Table of epochs": [
+        "output",
+        "silent",
+        "quiet",
+        "verbose",
+        "print less",
+    ],
+    "monitoring#Progress bar": ["progress bar", "tqdm"],
     "performance": ["performance", "overhead", "speed"],
+    "performance#Compiled steps": ["compile", "torch.compile"],
+    "search": ["hyperparameter search", "hyperparameters", "sweep", "tuning", "optuna"],
+    "cross_validation": ["cross validation", "k-fold", "kfold"],
+    "examples#Notebooks": ["notebook", "notebooks", "jupyter", "colab"],
     "experiments": [
         "yaml",
         "config file",
@@ -154,7 +240,13 @@ SEARCHED = {
         "experiment",
         "experiments",
     ],
-    "looking": ["plot", "confusion matrix", "worst samples"],
+    "looking": [
+        "plot",
+        "confusion matrix",
+        "worst samples",
+        "plot loss",
+        "plot the loss",
+    ],
     "schemes": ["training schemes"],
     "schemes/vae": ["vae", "variational autoencoder"],
     "schemes/detection": ["detection", "object detection", "faster r-cnn", "map"],
@@ -173,6 +265,11 @@ SEARCHED = {
         "fp16",
     ],
     "loop#Gradient accumulation": ["gradient accumulation", "accumulate gradients"],
+    "loop#Customizing a step": [
+        "gradient clipping",
+        "clip gradients",
+        "clip the gradients",
+    ],
 }
 
 
@@ -185,8 +282,10 @@ def add_index_entries(app, name, source):
         lines = "".join(f"   ! {entry}\n" for entry in entries)
         index = f"```{{eval-rst}}\n.. index::\n{lines}```\n\n"
         text = "\n" + source[0]
-        before, line, after = text.partition(f"\n## {heading}\n" if heading else "\n# ")
-        assert line, f"{place}: there is no such heading"
+        line = rf"(\n##+ {re.escape(heading)}\n)" if heading else r"(\n# )"
+        parts = re.split(line, text, maxsplit=1)
+        assert len(parts) == 3, f"{place}: there is no such heading"
+        before, line, after = parts
         source[0] = f"{before}\n{index}{line}{after}".lstrip("\n")
 
 

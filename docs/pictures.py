@@ -1,6 +1,7 @@
 """Redraw the pictures of the documentation: ``make pictures``.
 
-That of a run's page is taken in a browser: Chromium or Chrome, where one is installed.
+All have the style of the package's own plots, also those that the code of a page draws
+with matplotlib alone. Screenshots are taken with Chromium or Chrome, if installed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
+from PIL import Image, ImageChops
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -25,6 +28,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, compare_runs
 from pytorch_accel_lite import callbacks as available
 from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
+from pytorch_accel_lite.plotting.figures import COLOURS, GRID, INK
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = [
@@ -40,6 +44,30 @@ PICTURES = [
     "worst_samples.png",
 ]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+STYLE = {
+    "figure.dpi": 120,
+    "text.color": INK,
+    "axes.prop_cycle": mpl.cycler(color=COLOURS),
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 8.5,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "xtick.labelsize": 8,
+    "ytick.color": INK,
+    "ytick.labelsize": 8,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -96,7 +124,7 @@ def draw_a_run() -> None:
     predictions = trainer.predict(test_set)
     plot_confusion_matrix(predictions, labels[1300:], path=DOCS / "confusion.png")
     plot_schedule(schedule, 500, path=DOCS / "schedule.png")
-    photograph(Path("digits", "summary.html").resolve(), DOCS / "run_log.png")
+    photograph(Path("digits", "summary.html"), DOCS / "run_log.png", "<h2>Epochs")
 
 
 def draw_a_range_test() -> None:
@@ -114,8 +142,9 @@ def draw_a_search() -> None:
     command = [sys.executable, example, "--output", "search", "--trials", "20"]
     subprocess.run(command, check=True)
     shutil.copy("search/search.png", DOCS)
-    page = compare_runs("search", sort_by="accuracy").save("comparison.html")
-    photograph(page.resolve(), DOCS / "comparison.png", height=1100)
+    ranked = compare_runs("search", sort_by="accuracy").runs
+    best = compare_runs([Path("search", run.name) for run in ranked[:8]])
+    photograph(best.save("comparison.html"), DOCS / "comparison.png", "<details>")
 
 
 def draw_schemes() -> None:
@@ -142,20 +171,26 @@ def run_page(page: Path) -> None:
         exec(code, namespace)
 
 
-def photograph(
-    page: Path, picture: Path, width: int = 1200, height: int = 1500
-) -> None:
-    """Take a picture of the upper part of a page."""
+def photograph(page: Path, picture: Path, end: str) -> None:
+    """Take a picture of a page, of its source only what comes before a text."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         print(f"{picture.name} stays as it is: there is no browser.")
         return
+    upper = Path("upper.html").resolve()
+    source = page.read_text()
+    upper.write_text(source[: source.index(end)])
     command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars"]
-    command += [f"--window-size={width},{height}", f"--screenshot={picture}"]
-    subprocess.run([*command, page.as_uri()], check=True, capture_output=True)
+    command += ["--window-size=1200,4000", f"--screenshot={picture}"]
+    subprocess.run([*command, upper.as_uri()], check=True, capture_output=True)
+    image = Image.open(picture).convert("RGB")
+    empty = Image.new("RGB", image.size, image.getpixel((0, 0)))
+    *_, bottom = ImageChops.difference(image, empty).getbbox()
+    image.crop((0, 0, image.width, bottom + 24)).save(picture)
 
 
 if __name__ == "__main__":
+    mpl.rcParams.update(STYLE)
     os.chdir(tempfile.mkdtemp())
     new_trainer().train(
         train_set, 2, test_set

@@ -13,8 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.backends import BackendSettings
-from pytorch_accel_lite.base.batches import BatchOutput, total_loss
+from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
@@ -70,10 +69,10 @@ from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import gradients
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
-from pytorch_accel_lite.steps import closures, compiled, manual
+from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
+from pytorch_accel_lite.steps.compiled import CompiledForward
 from pytorch_accel_lite.steps.logical import LogicalProcesses
-from pytorch_accel_lite.steps.model_methods import create_adapters
 from pytorch_accel_lite.tuning import diagnosis, finders, memory
 
 if TYPE_CHECKING:
@@ -126,22 +125,15 @@ class Trainer:
         memory format, which is faster for convolutions on many devices; shapes do not change
     :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
         same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
-    :param model_methods: methods of the model to call instead of it and the ``loss_func``, by the step in which they
-        are called: ``{"train": "train_step", "eval": "evaluate_step", "predict": "sample"}``, or some of these. They
-        take the keys of a dict by name, the elements of a tuple by position, or a ``batch``; the first two return what
-        :meth:`calculate_train_batch_loss` returns. Without ``"eval"``, evaluations call the first.
     :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
-    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is none
-    :param cudnn_benchmark: let cuDNN measure which kernels are the fastest for shapes that recur
-    :param tf32: compute products and convolutions of float32 values in TF32, faster and less precise, on GPUs with it.
-        ``None`` leaves each of these three settings as torch has it; after a run they are what they were before.
+    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
+        none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
     :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar train_dataset_name: name of the batch's dataset, if each batch is from one; likewise ``eval_dataset_name``
-    :ivar is_sanity_evaluation: whether this is the evaluation before training (``train(sanity_eval_batches=)``)
     :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
     :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
@@ -178,7 +170,6 @@ class Trainer:
     evaluation_is_due: bool = shadowable("evaluation_is_due")
     train_dataset_name: str | None = shadowable("train_dataset_name")
     eval_dataset_name: str | None = shadowable("data.eval_dataset_name")
-    is_sanity_evaluation: bool = shadowable("is_sanity_evaluation")
     batch_indices: list[Any] | None = shadowable("batch_indices")
     clock: float = shadowable("clock")
 
@@ -198,15 +189,17 @@ class Trainer:
         compile_step: bool | dict[str, Any] = False,
         channels_last: bool = False,
         check_replicas: bool = True,
-        model_methods: Mapping[str, str] | None = None,
         logical_processes: int | None = None,
         deterministic: bool | None = None,
-        cudnn_benchmark: bool | None = None,
-        tf32: bool | None = None,
     ) -> None:
         launch.respect_launcher()
         arguments.check_types(model=model, run_history=run_history, accelerator=accelerator)
-        arguments.check_types(compile_model=compile_model, compile_step=compile_step, channels_last=channels_last)
+        arguments.check_types(
+            compile_model=compile_model,
+            compile_step=compile_step,
+            channels_last=channels_last,
+            deterministic=deterministic,
+        )
         arguments.check_constructor(model, loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
@@ -222,7 +215,7 @@ class Trainer:
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
-        self.backend_settings = BackendSettings(deterministic, cudnn_benchmark, tf32)
+        self.deterministic = deterministic
         self.scheduler: Any = None
         self.create_scheduler_fn: Any = None
         self.registered_objects: dict[str, Any] = {}
@@ -231,9 +224,9 @@ class Trainer:
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data.seed = self.seed
         self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
-        self.__adapters = create_adapters(model, loss_func, model_methods)  # a name only we can have
+        self.__adapter = BatchAdapter(model)  # a name only we can have
         self._latest_eval_dataset: Any = None
-        self.compiled_forward = compiled.compile_forward(self, compile_step, self.__adapters)
+        self.compiled_forward = CompiledForward.create(self, compile_step, self.__adapter)
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
 
@@ -261,7 +254,6 @@ class Trainer:
         scheduler_metric: str | None = None,
         warmup_steps: int | float = 0,
         auto_microbatch: bool = False,
-        sanity_eval_batches: int = 0,
     ) -> None:
         """Train the model.
 
@@ -273,9 +265,8 @@ class Trainer:
         :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
             evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
             metrics.
-        :param per_device_batch_size: number of samples in a batch of one process, or of all processes together if the
-            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``. Like ``collate_fn`` and the dataloader
-            kwargs, it is for datasets: a ``DataLoader`` has its own.
+        :param per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the
+            dataloader kwargs, it is for datasets: a ``DataLoader`` has its own.
         :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
         :param gradient_accumulation_steps: number of batches per process in one update
         :param gradient_clip_value: maximum absolute value of each element of the gradients
@@ -300,7 +291,6 @@ class Trainer:
             which the rate rises linearly; a number below 1 is a fraction of the run
         :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
             micro-batches as needed, and accumulate their gradients, which are those of the whole batch
-        :param sanity_eval_batches: number of batches to evaluate on each process before training, to catch errors early
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
@@ -314,7 +304,6 @@ class Trainer:
             scheduler_metric=scheduler_metric,
             eval_every_n_epochs=eval_every_n_epochs,
             auto_microbatch=auto_microbatch,
-            sanity_eval_batches=sanity_eval_batches,
         )
         if self.is_running:
             raise RuntimeError(
@@ -472,7 +461,8 @@ class Trainer:
             ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
             anything else that callbacks need
         """
-        return self.__adapters["train"].outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
+        adapter = self.compiled_forward or self.__adapter
+        return adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def train_step(self, batch: Any) -> BatchOutput | None:
         """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
@@ -532,7 +522,7 @@ class Trainer:
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
         with without_gradients():
-            return self.__adapters["eval"].outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
+            return self.__adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def eval_epoch_end(self) -> None:
         """Called when an evaluation ends, before its losses are recorded."""
@@ -555,7 +545,7 @@ class Trainer:
         By default, the model is called with the first element of a tuple or list, or with the keys of a dict that
         ``forward`` takes and that are not targets.
         """
-        return self.__adapters["predict"].predict(self.model, batch)
+        return self.__adapter.predict(self.model, batch)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 

@@ -143,19 +143,6 @@ def absolute_error(outputs, targets):
     return (outputs - targets).abs().flatten().tolist()
 
 
-class Fragile(TensorDataset):
-    """Has samples that cannot be read."""
-
-    def __init__(self, size: int, *broken: int) -> None:
-        super().__init__(*load_data(size).tensors)
-        self.broken = broken
-
-    def __getitem__(self, index):
-        if index in self.broken:
-            raise OSError(f"sample {index} is unreadable")
-        return super().__getitem__(index)
-
-
 class KillAt(TrainerCallback):
     """Kills the process in the n-th step of whatever it does, as a machine that fails does."""
 

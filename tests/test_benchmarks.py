@@ -42,13 +42,13 @@ def run_worker(module: str, *arguments: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("workload", "contenders"),
     [
-        ("tensors", ["by hand, indexing tensors", "ours, default without bar"]),
+        ("tensors", ["plain loop, indexing tensors", "ours, default without bar"]),
         ("first", ["ours, no callbacks"]),
-        ("evaluation", ["by hand", "ours"]),
-        ("memory", ["by hand", "ours"]),
+        ("evaluation", ["plain loop", "ours"]),
+        ("memory", ["plain loop", "ours"]),
         ("callbacks", ["GradientNormCallback", "all together"]),
-        ("gpu_resnet", ["bf16: by hand again (control)", "bf16: ours", "float32, TF32: ours"]),
-        ("gpu_transformer", ["bf16, CUDA graphs: by hand again (control)", "bf16, compiled: ours"]),
+        ("gpu_resnet", ["bf16: plain loop again (control)", "bf16: ours", "float32, TF32: ours"]),
+        ("gpu_transformer", ["bf16, CUDA graphs: plain loop again (control)", "bf16, compiled: ours"]),
     ],
 )
 def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workload, contenders):
@@ -129,7 +129,7 @@ def test_an_update_of_ours_sends_what_one_by_hand_sends():
     messages, kilobytes, *_ = done.stdout.split("\n\n")
     sent = dict(re.findall(r"^\| ([\w, ]+: [\w, ]+) \| ([\d.]+)", kilobytes, re.MULTILINE))
     formula = 16_641 * 4 / 1000
-    for way, factor in {"DDP by hand": 1, "ours": 1, "ours, fully_shard": 2}.items():
+    for way, factor in {"plain DDP loop": 1, "ours": 1, "ours, fully_shard": 2}.items():
         # All-reduces of gradients; or two gathers of weights, and what gloo has for a reduce-scatter.
         assert factor * formula < float(sent[f"{way}: update"]) < 1.05 * factor * formula + 2
     assert "| ours: a state saved |" in messages
@@ -193,7 +193,7 @@ def test_cost_is_measured_as_it_grows():
     assert rows.keys() >= {"1", "100", "no callbacks", "all of these", "`SaveTrainingStateCallback`", "1,000"}
     assert len(rows["all of these"]) == 3  # after 1, 10 and 100 epochs
     assert all(float(figure) > 0 for figure in rows["all of these"])
-    assert [control[:2], trainer[:2]] == [["1", "by hand again (control)"], ["1", "trainer"]]
+    assert [control[:2], trainer[:2]] == [["1", "plain loop again (control)"], ["1", "trainer"]]
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_evaluations_and_predictions_are_measured_against_loops_by_hand():
     assert done.returncode == 0, done.stdout
     rows = {name: cells for name, *cells in printed_rows(done.stdout)}
     assert {"control", "list of batches", "DataLoader, default callbacks"} <= rows.keys()
-    for name in ("evaluating by hand", "evaluating", "predicting by hand", "predicting"):
+    for name in ("evaluating in a plain loop", "evaluating", "predicting in a plain loop", "predicting"):
         assert len(rows[name]) == 6
         assert float(rows[name][2]) > 0  # the ratio of the CPU times
 
@@ -239,7 +239,7 @@ def test_compiled_steps_are_measured_against_the_loop_by_hand():
     done = run_module("benchmarks.compiled", "--quick", "--workloads", "loop", "--seconds", "0", "--only", "control")
     assert done.returncode == 0, done.stdout
     ((name, *figures),) = printed_rows(done.stdout)
-    assert name == "by hand again (control)"
+    assert name == "plain loop again (control)"
     assert all(float(figure.replace(",", "")) > 0 for figure in figures[:3])
     assert figures[-1] == "3"  # turns, the fewest of which there are quartiles
     assert done.stdout.startswith("### The MLP, SGD\n")
@@ -247,11 +247,11 @@ def test_compiled_steps_are_measured_against_the_loop_by_hand():
 
 def test_a_contender_takes_turns_with_the_loop_by_hand():
     found = worker.measure("ours, default without bar", "loop", True)
-    assert found.keys() == {"cpu", "wall", "cpu by hand", "wall by hand"}
+    assert found.keys() == {"cpu", "wall", "cpu of plain loop", "wall of plain loop"}
     assert all(seconds > 0 for seconds in found.values())
 
 
-@pytest.mark.parametrize("contenders", [["by hand"], ["by hand, indexing tensors"], ["absent"]])
+@pytest.mark.parametrize("contenders", [["plain loop"], ["plain loop, indexing tensors"], ["absent"]])
 def test_a_table_of_few_contenders_or_none(tmp_path, monkeypatch, contenders):
     monkeypatch.setitem(CONTENDERS, "absent", lambda task, folder: __import__("a_package_that_is_absent"))
     options = ["--workloads", "loop", "--quick", "--rounds", "1", "--output", str(tmp_path)]
@@ -262,7 +262,7 @@ def test_a_table_of_few_contenders_or_none(tmp_path, monkeypatch, contenders):
 
     main([*options, "--contenders", *contenders], run)
     written = [path.read_text() for path in tmp_path.glob("loop.md")]
-    assert len(written) == (contenders != ["by hand, indexing tensors"])
+    assert len(written) == (contenders != ["plain loop, indexing tensors"])
     assert all(("not installed" in text) == (contenders == ["absent"]) for text in written)
 
 
@@ -275,7 +275,7 @@ def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
 def test_a_contender_that_trains_for_less_than_what_is_timed_is_refused(monkeypatch):
     def short(task, folder):
         tasks.append(task)
-        return CONTENDERS["by hand"](task if len(tasks) == 1 else replace(task, steps=5), folder)
+        return CONTENDERS["plain loop"](task if len(tasks) == 1 else replace(task, steps=5), folder)
 
     tasks = []
 

@@ -247,7 +247,7 @@ IGNORED = {
     "_run_evaluation": "Override evaluation_run_start or evaluation_run_end or evaluate instead",
     "_update_loss_tracker": "Override calculate_train_batch_loss or calculate_eval_batch_loss instead",
     "_add_epoch_loss_to_run_history": "Override train_epoch_end or eval_epoch_end instead",
-    "_check_eval_batch_size": "Remove it",
+    "_check_eval_batch_size": "no such method",
 }
 
 

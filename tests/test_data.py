@@ -1227,10 +1227,11 @@ class Counting(Trainer):
 
 
 class Saves(TrainerCallback):
-    saves_training_states = True
-
     def __init__(self, folder):
         self.folder = folder
+
+    def configure_run(self, trainer, request, **kwargs):
+        request.saves_training_states = True
 
     def on_train_step_checkpoint(self, trainer, **kwargs):
         trainer.save_training_state(f"{self.folder}/{trainer.progress.update}")

@@ -36,7 +36,6 @@ from pytorch_accel_lite.experiment import Experiment, ExperimentError
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.expressions import parse
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights
-from pytorch_accel_lite.experiment.yaml_files import PARTS
 
 FILE = """
 model:
@@ -476,11 +475,6 @@ WRONG = [
     ("base: small.yaml", [], "builds on itself: small.yaml -> small.yaml"),
     ("base: none.yaml", [], "small.yaml, line 1: none.yaml cannot be read: No such file or directory"),
     (FILE, ["--optimizer.lr"], "--optimizer.lr needs a value"),
-    (
-        FILE,
-        ["--trainer.deterministic=true", "--trainer.cudnn_benchmark=true"],
-        "line 16: trainer: cudnn_benchmark=True does not work with deterministic=True",
-    ),
     (FILE, ["--lr", "3"], "command line: lr is not an argument of an experiment. Did you mean 'optimizer.lr'?"),
     (FILE, ["--optimizer.lrr", "3"], "line: optimizer.lrr is not an argument of torch.optim.AdamW. Did you mean 'lr'?"),
     (FILE, ["--optimizer.lr", "fast"], "command line: optimizer.lr='fast' must be float."),
@@ -566,14 +560,14 @@ def test_commands_name_what_the_file_lacks(file, capsys, command, text, error):
 UNFIT = {"class_path": "zipfile.ZipFile", "init_args": {"file": "made", "mode": "w"}}
 
 
-@pytest.mark.parametrize("key", [*(part for part in PARTS if "data" not in part), "callbacks"])
+@pytest.mark.parametrize("key", ["model", "loss_func", "trainer", "accelerator", "callbacks"])
 def test_the_class_of_a_part_is_checked_before_it_is_created(file, capsys, key):
     content = yaml.safe_load(FILE)
     content[key] = [UNFIT] if key == "callbacks" else UNFIT
     file.write_text(yaml.safe_dump(content))
     code, _, errors = run("train", file, capsys=capsys)
     assert code == 2
-    assert re.search(rf"small.yaml, line \d+: {key}(\.0)? must be an? .*not the class ZipFile\.", errors)
+    assert re.search(rf"small.yaml, line \d+: {key}(\.0)? must be a kind of \w+, not the class ZipFile\.", errors)
     assert not Path("made").exists()
 
 
@@ -729,8 +723,9 @@ def test_tools_take_the_arguments_of_train_and_their_own(file, capsys):
     assert "Tried 10 learning rates" in printed or "learning rates from" in printed
     assert Path("runs/small/find_lr.png").exists()
     assert "for 8 samples" in run("diagnose", file, "--diagnose.num_steps=2", capsys=capsys)[1]
-    options = ["--estimate_memory.advise=false", "--estimate_memory.world_size=8"]
-    assert "8 processes, batches of 8" in run("estimate_memory", file, *options, capsys=capsys)[1]
+    assert (
+        "8 processes, batches of 8" in run("estimate_memory", file, "--estimate_memory.world_size=8", capsys=capsys)[1]
+    )
     file.write_text(FILE + "find_batch_size: {max_batch_size: 3}\n")
     assert "The largest batch size that fits is 3" in run("find_batch_size", file, capsys=capsys)[1]
     assert run("evaluate", file, "--weights=x", capsys=capsys)[0] == 2  # the section of another command is left alone
@@ -858,17 +853,14 @@ callbacks:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (
-            ["--scheduler", "cosine", "--train.create_scheduler_fn", "wsd"],
-            "there is a scheduler, too. Leave one of them",
-        ),
+        (["--scheduler", "cosine", "--train.create_scheduler_fn", "wsd"], "there is a scheduler, too. Leave one out."),
         (
             ["--train.create_scheduler_fn", "cosin"],
             "='cosin' must be 'constant' or 'linear' or 'cosine' or 'wsd' or null",
         ),
         (
             ["--scheduler", "cosine", "--scheduler.warmup", "3"],
-            "warmup: cosine takes no arguments but its warm-up, which",
+            "warmup: cosine takes only a warm-up, which is train.warmup_steps.",
         ),
         (["--trainer.mixed_precision", "fp16"], "trainer: mixed_precision='fp16'"),
     ],

@@ -6,7 +6,6 @@ import functools
 import math
 import random
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -28,17 +27,14 @@ from pytorch_accel_lite.base.randomness import restore_generators
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     GradualUnfreezingCallback,
-    LogOutputsCallback,
     MetricsCallback,
     ModelEmaCallback,
     NaNReportCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
+from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.data import Mixture, OwnShard
 from pytorch_accel_lite.data.shares import split
 from pytorch_accel_lite.finetuning import ModelFreezer
@@ -118,24 +114,6 @@ class Logs(Trainer):
         return output
 
 
-class KeepRows(StepLogger):
-    """Keeps its rows, which only the first process gets."""
-
-    def __init__(self) -> None:
-        super().__init__(every_n_updates=1)
-        self.rows: list[Any] = []
-
-    def write_row(self, update, epoch, values):
-        self.rows.append((update, epoch, values))
-
-    def state_dict(self):
-        return super().state_dict() | {"rows": list(self.rows)}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.rows = list(state["rows"])
-
-
 def images(
     logical: int | None = 8,
     size: int = 50,
@@ -151,12 +129,11 @@ def images(
     squares = MetricsCallback(
         MeanSquaredError(), lambda batch, output: (output["model_outputs"][:, 0], batch[1]), train=True
     )
-    rows = KeepRows()
     trainer = Logs(
         model,
         nn.CrossEntropyLoss(),
         torch.optim.AdamW(model.parameters(), lr=0.01),
-        [ema, squares, StepBasedEvaluationCallback(2), GradientNormCallback(), rows, *extra],
+        [ema, squares, StepBasedEvaluationCallback(2), GradientNormCallback(), *extra],
         seed=3,
         logical_processes=logical,
     )
@@ -174,8 +151,7 @@ def images(
         eval_dataloader_kwargs=options,
         **kwargs,
     )
-    kept = trainer.ranks.broadcast_object(lambda: rows.rows)
-    return result_of(trainer, average=weights(ema.ema_model.module), predicted=trainer.predict(Noisy(21)), rows=kept)
+    return result_of(trainer, average=weights(ema.ema_model.module), predicted=trainer.predict(Noisy(21)))
 
 
 def with_workers() -> dict[str, Any]:
@@ -259,62 +235,7 @@ def metrics() -> dict[str, Any]:
     return found
 
 
-class Fragile(Logs):
-    """Fails for two samples, after it has logged a value."""
-
-    def calculate_train_batch_loss(self, batch):
-        output = super().calculate_train_batch_loss(batch[:2])
-        if {17, 30} & set(batch[2].tolist()):
-            raise ArithmeticError(f"samples {batch[2].tolist()} are bad")
-        return output
-
-
-class Torn(Noisy):
-    """A sample cannot be read."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            raise OSError(f"sample {index} cannot be read")
-        return *super().__getitem__(index), index
-
-
-def skipping() -> dict[str, Any]:
-    model = convolution()
-    skips = SkipFailedBatchesCallback()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    trainer = Fragile(model, nn.CrossEntropyLoss(), optimizer, [skips], seed=3, logical_processes=6)
-    options = {"num_workers": 0}
-    trainer.train(Torn(60), 2, None, 2, gradient_accumulation_steps=2, train_dataloader_kwargs=options)
-    return result_of(trainer, failures=skips.failures)
-
-
-class Picky(nn.Module):
-    """Has memory for a few samples at a time in training."""
-
-    def __init__(self, limit: int, inner: nn.Module) -> None:
-        super().__init__()
-        self.limit = limit
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training and len(x) > self.limit:
-            raise torch.OutOfMemoryError("out of memory.")
-        return self.inner(x)
-
-
-def microbatches() -> dict[str, Any]:
-    """Batches that do not fit are split, everywhere from the same step on."""
-    model = Picky(2, convolution())
-    rows = KeepRows()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    trainer = Logs(model, nn.CrossEntropyLoss(), optimizer, [rows], seed=3, logical_processes=4)
-    options = {"num_workers": 0}
-    trainer.train(Noisy(50), 2, None, 6, train_dataloader_kwargs=options, auto_microbatch=True)
-    kept = trainer.ranks.broadcast_object(lambda: rows.rows)
-    return result_of(trainer, parts=trainer.num_microbatches, rows=kept)
-
-
-class Methods(nn.Module):
+class OwnModel(nn.Module):
     """Computes its own losses, with a frozen layer and a trained adapter beside it."""
 
     def __init__(self) -> None:
@@ -327,6 +248,15 @@ class Methods(nn.Module):
     def losses(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         outputs = self.head(torch.tanh(self.frozen(x) + self.adapter(x)))
         return {"loss": nn.functional.mse_loss(outputs, y), "model_outputs": outputs, "size": outputs.abs().mean()}
+
+
+class OwnLosses(Trainer):
+    """Takes the losses from the model."""
+
+    def calculate_train_batch_loss(self, batch):
+        return self.model.losses(*batch)
+
+    calculate_eval_batch_loss = calculate_train_batch_loss
 
 
 class Names(TrainerCallback):
@@ -345,18 +275,15 @@ def mixture(**kwargs: Any) -> Mixture:
 
 
 def combined() -> dict[str, Any]:
-    """Methods of the model, an adapter, optimizers and schedules by name, batches of one dataset of a mixture."""
-    model = Methods()
+    """Losses of the model, an adapter, optimizers and schedules by name, batches of one dataset of a mixture."""
+    model = OwnModel()
     optimizers = {
         "adapter": torch.optim.AdamW(model.adapter.parameters(), lr=0.01),
         "head": torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
     }
     schedules = {"head": partial(OneCycleLR, max_lr=0.1, total_steps=P.MAX_NUM_TRAIN_STEPS)}
     names = Names()
-    rows = KeepRows()
-    callbacks = [names, LogOutputsCallback(), rows]
-    methods = {"train": "losses", "eval": "losses"}
-    trainer = Trainer(model, None, optimizers, callbacks, seed=2, logical_processes=5, model_methods=methods)
+    trainer = OwnLosses(model, None, optimizers, [names], seed=2, logical_processes=5)
     trainer.train(
         mixture(mix_batches=False, batch_sizes={"small": 1}),
         2,
@@ -365,7 +292,7 @@ def combined() -> dict[str, Any]:
         gradient_accumulation_steps=2,
         create_scheduler_fn=schedules,
     )
-    return result_of(trainer, names=names.seen, rows=trainer.ranks.broadcast_object(lambda: rows.rows))
+    return result_of(trainer, names=names.seen)
 
 
 def unfreezing() -> dict[str, Any]:
@@ -382,17 +309,7 @@ def unfreezing() -> dict[str, Any]:
     return result_of(trainer)
 
 
-ALL: list[Callable[[], Any]] = [
-    images,
-    with_workers,
-    few_samples,
-    tokens,
-    metrics,
-    skipping,
-    microbatches,
-    combined,
-    unfreezing,
-]
+ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
 
 
 @functools.cache
@@ -462,20 +379,11 @@ def test_eight_of_them_give_the_same_bits_on_four_and_on_eight_processes(job, pr
             assert differences(alone(case), result) == [], case.__name__
 
 
-def test_a_step_is_skipped_as_a_whole_if_a_share_of_it_fails():
-    found = alone(skipping)
-    assert {failure["error"] for failure in found["failures"]} >= {"OSError: sample 5 cannot be read"}
-    assert len(found["failures"]) == 6
-    assert all(failure["rank"] < 6 for failure in found["failures"])
-    assert found["progress"]["samples"] == 2 * 60
-
-
 def test_they_train_as_one_process_does_with_the_whole_batch():
     found = []
     for count, batch in ((4, 3), (None, 12)):
         model = small_model()
-        rows = KeepRows()
-        trainer = quiet_trainer(model, seed=1, logical_processes=count, callbacks=[GradientNormCallback(), rows])
+        trainer = quiet_trainer(model, seed=1, logical_processes=count, callbacks=[GradientNormCallback()])
         trainer.train(
             regression_data(41),
             2,
@@ -484,13 +392,10 @@ def test_they_train_as_one_process_does_with_the_whole_batch():
             gradient_accumulation_steps=2,
             gradient_clip_norm=0.5,
         )
-        found.append((weights(model), trainer.run_history.to_dict(), trainer.progress, rows.rows))
-    (ours, history, progress, rows), (theirs, expected, of_plain, expected_rows) = found
+        found.append((weights(model), trainer.run_history.to_dict(), trainer.progress))
+    (ours, history, progress), (theirs, expected, of_plain) = found
     assert largest_difference(ours, theirs) < 1e-12
     assert progress == of_plain
-    for row, expected_row in zip(rows, expected_rows, strict=True):
-        assert row[:2] == expected_row[:2]
-        assert row[2] == pytest.approx(expected_row[2], abs=1e-12)
     for name, values in expected.items():
         assert history[name] == pytest.approx(values, abs=1e-12)
 
@@ -517,30 +422,6 @@ def test_a_step_of_logical_processes_is_one_event():
     assert torch.equal(inputs, make_data(7).tensors[0][:6])
     assert (outputs.shape, size, indices) == ((6, 1), 6, [0, 1, 2, 3, 4, 5])
     assert torch.equal(last, make_data(7).tensors[0][6:])
-
-
-def test_numbers_of_a_step_are_means_over_the_logical_processes_that_logged_them():
-    class LogsItsNumber(Trainer):
-        def calculate_train_batch_loss(self, batch):
-            self.log("number", float(self.logical.current))
-            return super().calculate_train_batch_loss(batch)
-
-    rows = KeepRows()
-    trainer = make_trainer([rows], trainer_class=LogsItsNumber, seed=1, logical_processes=3)
-    train(trainer, size=8)  # 3 x 2 samples, then 2 for the first two
-    assert [values["number"] for _, _, values in rows.rows] == [1.0, 0.5]
-
-
-def test_batches_that_do_not_fit_are_split_with_the_gradients_of_the_whole():
-    found = []
-    for limit in (2, 99):
-        model = Picky(limit, small_model())
-        trainer = quiet_trainer(model, seed=1, logical_processes=3)
-        trainer.train(regression_data(31), 2, per_device_batch_size=5, auto_microbatch=True)
-        found.append((weights(model), trainer.num_microbatches))
-    (split, parts), (whole, one) = found
-    assert largest_difference(split, whole) < 1e-12
-    assert (parts, one) == (4, 1)
 
 
 class Fails(Trainer):
@@ -681,37 +562,9 @@ def test_another_number_of_logical_processes_is_said_and_loses_no_sample(uninter
         assert found["progress"]["samples"] == whole["progress"]["samples"]
 
 
-def test_two_runs_are_compared_state_by_state(uninterrupted, tmp_path, capsys, monkeypatch):
+def test_a_state_says_what_computed_it(uninterrupted, capsys):
     _, states = uninterrupted
-
-    def diff(first: Any, second: Any) -> tuple[int, str]:
-        capsys.readouterr()
-        monkeypatch.setattr("sys.argv", ["checkpoint", "diff", str(first), str(second)])
-        code = look_at_states()
-        return code, capsys.readouterr().out
-
-    for name, other in (("one", states[1]), ("other", states[1])):
-        for state in (states[0], other):
-            shutil.copytree(state, tmp_path / name / state.name)
-    assert diff(tmp_path / "one", tmp_path / "other") == (
-        0,
-        f"the same to the last bit: {states[0].name}, {states[1].name}\n",
-    )
-    code, said = diff(states[0], states[3])
-    assert code == 1
-    assert re.search(r"\n  weights/0.weight: \d+ of 72 elements differ, by at most", said)
-    shutil.rmtree(tmp_path / "other" / states[1].name)
-    shutil.copytree(states[3], tmp_path / "other" / states[1].name)
-    code, said = diff(tmp_path / "one", tmp_path / "other")
-    assert code == 1
-    assert said.startswith(f"{states[1].name} differs, after {states[0].name}, which is the same:\n  weights/0.bias: ")
-    with pytest.raises(SystemExit):
-        diff("memory://states", states[0])
-    assert "fetch the states from the remote store first" in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    assert diff(tmp_path / "one", tmp_path / "empty")[0] == 1
-    monkeypatch.setattr("sys.argv", ["checkpoint", "inspect", str(states[0])])
-    assert look_at_states() == 0
+    print_contents(states[0])
     shown = capsys.readouterr().out
     assert "logical processes: 8" in shown
     assert re.search(r"machine: device cpu, torch .*threads 1", shown)

@@ -71,7 +71,7 @@ def trainer_of_blocks(kind: type[Trainer] = Trainer, model: nn.Module | None = N
     return kind(model or Blocks(), squared, optimizer, callbacks=[], accelerator=accelerator, **kwargs)
 
 
-quick = {"advise": False, "device_type": "cpu"}
+quick = {"device_type": "cpu"}
 ORDER = 8 * 2**10  # bytes of the order of the samples, which a run draws
 NUM_BYTES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())
 
@@ -177,43 +177,16 @@ def test_averages_are_counted():
     assert peaks[1] - peaks[0] == NUM_BYTES
 
 
-@pytest.mark.slow
-@CAN_SHARD
-def test_advice_is_computed():
-    options = {"device_memory": "300KiB", "device_type": "cpu"}
-    found = trainer_of_blocks().estimate_memory(rows(), BATCH, **options)
-    assert found.fits
-    by_change = {text.partition(" ")[0]: peak for text, peak in found.alternatives.items()}
-    sharded = trainer_of_blocks().estimate_memory(rows(), BATCH, 8, sharded=True, **quick)
-    assert by_change["fully_shard"] == sharded.peak
-    assert by_change["Batches"] < found.peak
-    assert by_change["Activation"] < found.peak
-    assert list(found.alternatives.values()) == sorted(found.alternatives.values())
-    for size, fits in ((found.largest_batch, True), (found.largest_batch + 1, False)):
-        other = trainer_of_blocks().estimate_memory(rows(2 * size), size, advise=False, **options)
-        assert other.fits is fits
-    assert f"batches of up to {found.largest_batch} fit" in repr(found)
+@pytest.mark.parametrize(("memory", "fits"), [("300KiB", True), ("100KiB", False)])
+def test_whether_it_fits_is_shown(memory, fits):
+    found = trainer_of_blocks().estimate_memory(rows(), BATCH, device_memory=memory, **quick)
+    assert found.fits is fits
     assert f"1 process, batches of {BATCH}" in found.summary()
+    assert ("- This fits in 300 KiB" in repr(found)) == fits
+    assert ("Smaller batches, activation checkpointing" in repr(found)) != fits
     shown = found._repr_html_()
-    for text in (found.summary(), *(name for name, _ in found.rows()), *found.advice):
+    for text in (found.summary(), *(name for name, _ in found.rows()), *found.notes()):
         assert html.escape(text).replace("&#x27;", "&#39;") in shown
-
-
-@pytest.mark.slow
-def test_the_largest_batch_where_the_update_takes_most():
-    """The peak does not depend on the size of small batches then."""
-    model = nn.Linear(64, 64)
-    trainer = quiet_trainer(model, squared, torch.optim.AdamW(model.parameters()))
-    options = {"device_memory": "200KiB", "device_type": "cpu"}
-
-    def estimate(size, **more):
-        data = TensorDataset(torch.zeros(size, 64), torch.zeros(size, 64))
-        return trainer.estimate_memory(data, size, **options, **more)
-
-    found = estimate(4)
-    assert found.stage == "update"
-    assert estimate(found.largest_batch, advise=False).fits
-    assert not estimate(found.largest_batch + 1, advise=False).fits
 
 
 @dataclass
@@ -229,29 +202,28 @@ class Holder:
 
 
 class OfOwnBatches(Trainer):
-    """Steps on a dataclass, or on an object and the targets."""
+    """Steps on a dataclass, on an object and the targets, or on pairs."""
 
     def calculate_train_batch_loss(self, batch):
-        x, y = (batch.x, batch.y) if isinstance(batch, Pair) else (batch[0].x, batch[1])
+        x, y = (batch.x, batch.y) if isinstance(batch, Pair) else (getattr(batch[0], "x", batch[0]), batch[1])
         return {"loss": self.loss_func(self.model(x), y)}
 
 
-@pytest.mark.slow
-def test_the_largest_batch_of_dataclasses_is_found_and_that_of_other_objects_unknown():
+def test_batches_may_be_dataclasses_and_other_objects():
     model = small_model()
     trainer = OfOwnBatches(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
-
-    def estimate(collate):
-        options = {"device_memory": "1MiB", "device_type": "cpu"}
-        return trainer.estimate_memory(regression_data(16), collate_fn=collate, **options).largest_batch
 
     def stacked(samples):
         return [torch.stack(column) for column in zip(*samples, strict=True)]
 
-    usual = quiet_trainer(model).estimate_memory(regression_data(16), device_memory="1MiB", device_type="cpu")
-    found = estimate(lambda samples: Pair(*stacked(samples), np.arange(len(samples))))
-    assert 0.5 * usual.largest_batch < found < 2 * usual.largest_batch
-    assert estimate(lambda samples: (Holder(stacked(samples)[0]), stacked(samples)[1])) is None
+    def peak(collate):
+        return trainer.estimate_memory(regression_data(16), collate_fn=collate, **quick).peak
+
+    usual = peak(stacked)
+    assert peak(lambda samples: Pair(*stacked(samples), np.arange(len(samples)))) == usual
+    in_object = peak(lambda samples: (Holder(stacked(samples)[0]), stacked(samples)[1]))
+    inputs = regression_data(8).tensors[0]
+    assert in_object == usual - inputs.nbytes  # which are not seen in it
 
 
 def test_compiled_steps_are_made_as_usual():
@@ -279,7 +251,7 @@ def test_computing_like_a_gpu():
     data = TensorDataset(torch.randn(4, 512, 16), torch.zeros(4, dtype=torch.long))
     model = Attention()
     trainer = quiet_trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()))
-    peaks = [trainer.estimate_memory(data, 4, device_type=kind, advise=False).peak for kind in ("cpu", "cuda")]
+    peaks = [trainer.estimate_memory(data, 4, device_type=kind).peak for kind in ("cpu", "cuda")]
     assert peaks[0] > 4 * 512 * 512 * 4 > 2 * peaks[1]
 
 
@@ -379,7 +351,7 @@ def test_the_peak_is_that_of_a_gpu(precision):
     accelerator = Accelerator(mixed_precision=precision)
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[], accelerator=accelerator)
-    found = trainer.estimate_memory(data, 16, advise=False)
+    found = trainer.estimate_memory(data, 16)
     torch.cuda.reset_peak_memory_stats()
     trainer.train(data, 1, per_device_batch_size=16)
     workspace = 64 * 2**20  # of cuBLAS

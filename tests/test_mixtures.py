@@ -354,20 +354,6 @@ def test_all_processes_use_the_same_head_in_a_step(ranks):
         assert largest_difference(found, alone) < 1e-10
 
 
-def test_a_single_sample_at_the_end_of_a_dataset_is_warned_of_where_the_model_has_batch_norm():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
-    trainer = PerDataset(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
-    data = mixture(mix_batches=False)
-    kwargs = {"per_device_batch_size": 4, "train_dataloader_kwargs": {"num_workers": 0}}
-    with (
-        pytest.warns(UserWarning, match="The last batch of an epoch has a single sample"),
-        pytest.raises(ValueError, match="Expected more than 1 value per channel"),
-    ):
-        trainer.train(data, 1, **kwargs)
-    kwargs["train_dataloader_kwargs"]["drop_last"] = True
-    trainer.train(data, 1, **kwargs)
-
-
 @pytest.mark.processes
 def test_a_mixture_resumes_with_other_processes(two_ranks, tmp_path):
     whole = train_mixture(SEPARATE, tmp_path)

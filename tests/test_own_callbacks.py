@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import re
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    LimitBatchesCallback,
-    LimitEvalStepsCallback,
-    LogMetricsCallback,
-    ModelEmaCallback,
-    ProgressBarCallback,
-    SaveBestModelCallback,
-    StepBasedEvaluationCallback,
-)
+from pytorch_accel_lite.callbacks import LimitEvalStepsCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests import typed_callbacks
-from tests.shipped import NEEDED, SHIPPED, build
-from tests.tasks import EVENTS, Broken, listener, make_data, make_trainer, train
+from tests.shipped import SHIPPED, build
+from tests.tasks import EVENTS, Broken, make_data, make_trainer, train
 
 # ----------------------------------------------------------------------------------- how methods may look
 
@@ -196,107 +185,6 @@ def test_a_subclass_may_hand_batch_and_output_on_by_their_position(base, tmp_pat
 
 # ------------------------------------------------------------- subclasses that do not call the constructor
 
-ANCESTORS = [
-    "ConvertSyncBatchNormCallback",
-    "EarlyStoppingCallback",
-    "LimitBatchesCallback",
-    "LimitEvalStepsCallback",
-    "LogMetricsCallback",
-    "ModelEmaCallback",
-    "MoveModulesToDeviceCallback",
-    "PrintProgressCallback",
-    "ProgressBarCallback",
-    "SaveBestModelCallback",
-    "SaveTrainingStateCallback",
-    "StepBasedEvaluationCallback",
-    "TerminateOnNaNCallback",
-    "WSDCheckpointCallback",
-]
-
-
-@pytest.mark.parametrize("name", ANCESTORS)
-def test_a_subclass_with_a_constructor_of_its_own_need_not_call_ours(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    base = getattr(shipped, name)
-
-    class Own(base):
-        def __init__(self):
-            self.client = "mine"
-            vars(self).update(NEEDED.get(name, {}))
-
-    schedule = partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)
-    callback = Own()
-    trainer = make_trainer([callback])
-    for _ in range(2):
-        train(trainer, 2, eval_dataset=True, create_scheduler_fn=schedule)
-    run_everything(make_trainer([Own])) if name != "WSDCheckpointCallback" else None
-    trainer.evaluate(make_data())
-    trainer.predict(make_data())
-    assert callback.client == "mine"
-
-
-def test_what_such_a_constructor_does_set_is_what_counts(tmp_path):
-    class Best(SaveBestModelCallback):
-        def __init__(self):
-            self.save_path = tmp_path / "mine.pt"
-            self.watch_metric = "mine"
-            self.greater_is_better = True
-
-    class Patient(EarlyStoppingCallback):
-        def __init__(self):
-            self.watch_metric = "train_loss_epoch"
-            self.early_stopping_threshold = 1e9
-
-    falling = listener(on_train_epoch_end=lambda t, **_: t.run_history.update_metric("mine", -t.progress.epoch))
-    best = Best()
-    trainer = make_trainer([falling, best, Patient])
-    train(trainer, 5)
-    assert trainer.run_history.get_metric_values("mine") == [-1, -2]
-    assert best.best_metric == -1
-    assert torch.load(tmp_path / "mine.pt")["epoch"] == 1
-
-
-def test_a_constructor_that_does_call_ours_is_left_alone():
-    made = []
-
-    class Base(LogMetricsCallback):
-        def __init__(self, folder: str) -> None:
-            super().__init__()
-            made.append(folder)
-            self._logged = {"train_loss_epoch": 7}
-
-    class Own(Base):
-        def __init__(self):
-            super().__init__("runs")
-
-    own = Own()
-    make_trainer([own])
-    assert made == ["runs"]
-    assert own._logged == {"train_loss_epoch": 7}
-
-
-@pytest.mark.parametrize("base", SHIPPED, ids=lambda base: base.__name__)
-def test_no_constructor_is_called_a_second_time(base):
-    class Own(base):
-        def __init__(self):
-            super().__init__(**NEEDED.get(base.__name__, {}))
-
-    own = Own()
-    before = dict(vars(own))
-    CallbackHandler([own])
-    assert vars(own).keys() == before.keys()
-    assert all(vars(own)[name] is value for name, value in before.items())
-
-
-def test_what_a_constructor_cannot_do_without_is_asked_for():
-    class Few(LimitBatchesCallback):
-        def __init__(self):
-            self.client = "mine"
-
-    match = re.escape("Few.__init__ does not call super().__init__(...), as LimitBatchesCallback needs: missing a ")
-    with pytest.raises(TypeError, match=match + ".*'num_batches'"):
-        make_trainer([Few])
-
 
 def test_a_logger_that_replaces_what_is_done_when_a_run_starts_loses_no_epoch():
     logged: list[list[str]] = []
@@ -316,37 +204,3 @@ def test_a_logger_that_replaces_what_is_done_when_a_run_starts_loses_no_epoch():
     train(trainer, 1, eval_dataset=True)
     train(trainer, 1, eval_dataset=True, reset_run_history=False)
     assert logged == [[run, name] for run in (1, 2, 3) for name in ("train_loss_epoch", "eval_loss_epoch")]
-
-
-def test_a_bar_of_ones_own_works_without_our_constructor_or_start(capfd):
-    class Bar(ProgressBarCallback):
-        def __init__(self):
-            self.show_always = True
-            self.refresh_seconds = 0
-
-        def on_training_run_start(self, trainer, **kwargs):
-            self.started = True
-
-    train(make_trainer([Bar]), 2, eval_dataset=True)
-    shown = capfd.readouterr().err
-    assert "Epoch 2/2" in shown
-    assert "loss=" in shown
-
-
-def test_evaluations_and_averages_of_ones_own_work_without_our_constructor(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    class Average(ModelEmaCallback):
-        def __init__(self):
-            self.decay = 0.0
-            self.prefix = "mean_"
-
-    class Often(StepBasedEvaluationCallback):
-        def __init__(self):
-            self.eval_every_n_steps = 1
-
-    trainer = make_trainer([Often, Average])
-    train(trainer, 2, eval_dataset=True)
-    history = trainer.run_history
-    assert len(history.get_metric_values("intermediate_eval_loss")) == 6
-    assert history.get_metric_values("mean_eval_loss_epoch") == history.get_metric_values("eval_loss_epoch")

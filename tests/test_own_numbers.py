@@ -13,12 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    LogOutputsCallback,
-    MetricsFileCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, MetricsFileCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.ranks import IN_ORDER, global_batch, rank, shared_folder
 from tests.tasks import listener, make_data, make_trainer, regression_data, small_model, train
@@ -30,11 +25,11 @@ class LogsNumbers(Trainer):
     def calculate_train_batch_loss(self, batch: Any) -> Any:
         self.log("index", batch[0])
         self.log("weighted", torch.tensor(2.0), weight=3)
-        return super().calculate_train_batch_loss(batch) | {"given": batch[0].mean(), "one": 1, "text": "is no number"}
+        return super().calculate_train_batch_loss(batch)
 
     def calculate_eval_batch_loss(self, batch: Any) -> Any:
         self.log("index", batch[0])
-        return super().calculate_eval_batch_loss(batch) | {"given": batch[0].mean()}
+        return super().calculate_eval_batch_loss(batch)
 
 
 class LogsTheLoss(TrainerCallback):
@@ -72,7 +67,7 @@ def logged_numbers() -> dict[str, Any]:
     data = TensorDataset(x, x)
     model = small_model(features=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss, LogOutputsCallback])
+    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss])
     trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
     trainer.evaluate(data)
     return {name: list(values) for name, values in trainer.run_history.to_dict().items()}
@@ -84,10 +79,6 @@ def test_logged_numbers_are_means_over_samples(two_ranks):
     assert alone["eval_index_epoch"] == [sum(range(11)) / 11] * 2
     assert alone["evaluation_index"] == [5.0]
     assert alone["train_weighted_epoch"] == [2.0, 2.0]
-    assert [alone[name] for name in ("train_given_epoch", "eval_given_epoch")] == [[5.0, 5.0]] * 2
-    assert alone["train_one_epoch"] == [1.0, 1.0]
-    assert alone["evaluation_given"] == [5.0]
-    assert not [name for name in alone if "text" in name or "batch_size" in name]
     assert alone["train_from_callback_epoch"] == pytest.approx(alone["train_loss_epoch"])
     for found in two_ranks(logged_numbers):
         assert found.keys() == alone.keys()
@@ -294,14 +285,6 @@ def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
 # --------------------------------------------------------------------------------------- what steps return
 
 
-class Returns(Trainer):
-    """Returns more than the loss."""
-
-    def calculate_train_batch_loss(self, batch):
-        outputs = super().calculate_train_batch_loss(batch)
-        return outputs | {"first": batch[0][0, 0], "all": batch[0][:, 0], "some": 2.0, "flag": True, "text": "some"}
-
-
 def test_step_metrics_are_those_of_training_whatever_the_mode_of_the_model():
     class OtherModes(Trainer):
         def train_epoch_start(self):
@@ -329,12 +312,14 @@ def test_numbers_of_a_batch_that_was_split_are_averaged():
         def calculate_train_batch_loss(self, batch):
             if len(batch[0]) > 2:
                 raise torch.OutOfMemoryError("out of memory")
-            return super().calculate_train_batch_loss(batch) | {"index": batch[0].mean(), "size": len(batch[0])}
+            self.log("index", batch[0])
+            self.log("size", len(batch[0]))
+            return super().calculate_train_batch_loss(batch)
 
     x = torch.arange(5.0)[:, None]
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    trainer = Splits(model, nn.MSELoss(), optimizer, callbacks=[LogOutputsCallback])
+    trainer = Splits(model, nn.MSELoss(), optimizer, callbacks=[])
     trainer.train(TensorDataset(x, x), 1, per_device_batch_size=5, auto_microbatch=True)
     assert trainer.run_history.get_latest_metric("train_index_epoch") == 2.0
     assert trainer.run_history.get_latest_metric("train_size_epoch") == pytest.approx((1 + 1 + 1 + 2 * 2) / 5)
@@ -375,46 +360,6 @@ def test_what_watches_the_loss_of_an_evaluation_that_has_none_is_told():
     with pytest.raises(ValueError, match=r"EarlyStoppingCallback.*eval_loss_epoch.*: the evaluation returned no loss"):
         train(trainer, epochs=3, eval_dataset=True)
     assert trainer.progress.epoch == 1
-    for data in (make_data(), {"clean": make_data()}):
-        name = "eval_loss_epoch" if data.__class__ is not dict else "clean_eval_loss_epoch"
-        trainer = make_trainer([EarlyStoppingCallback(watch_metric=name)], trainer_class=Without)
-        with pytest.raises(ValueError, match=rf"EarlyStopping.*'{name}'\): the evaluation before training returned no"):
-            train(trainer, epochs=3, eval_dataset=data, sanity_eval_batches=1)
-        assert trainer.progress.update == 0
-
-
-def test_without_a_loss_func_what_watches_the_loss_of_evaluations_is_told_before_training():
-    class Steps(Trainer):
-        evaluated = 0
-        eval_loss = None
-
-        def calculate_train_batch_loss(self, batch):
-            return {"loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
-
-        def calculate_eval_batch_loss(self, batch):
-            type(self).evaluated += 1
-            return {"loss": self.eval_loss}
-
-    class WithLoss(Steps):
-        eval_loss = torch.tensor(1.0)
-
-    trainer = make_trainer([EarlyStoppingCallback()], trainer_class=Steps, loss_func=None)
-    with pytest.raises(ValueError, match=r"EarlyStoppingCallback.*: the evaluation before training returned no loss"):
-        train(trainer, epochs=3, eval_dataset=True)
-    assert trainer.progress.update == 0
-    assert Steps.evaluated == 1
-    updates = []
-    watching = [
-        EarlyStoppingCallback(early_stopping_patience=9),
-        listener(on_eval_epoch_start=lambda trainer, **kwargs: updates.append(trainer.progress.update)),
-    ]
-    for callbacks, tried in (([], 0), (watching, 1)):
-        WithLoss.evaluated = 0
-        trainer = make_trainer(callbacks, trainer_class=WithLoss, loss_func=None)
-        train(trainer, epochs=2, eval_dataset=True)
-        assert WithLoss.evaluated == 2 * 3 + tried
-        assert trainer.run_history["eval_loss_epoch"] == [1.0, 1.0]
-    assert updates == [3, 6]  # callbacks hear nothing of the trial
 
 
 def test_a_forgotten_loss_is_an_error_that_says_how_to_have_none():

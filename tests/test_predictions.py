@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.base.splitting import concatenate
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_failures, read_predictions
 from tests.ranks import OrderedStream, shared_folder
 from tests.tasks import Stream, alone, listener, make_model, quiet_trainer, regression_data, small_model
 
@@ -339,17 +339,21 @@ def test_predictions_of_any_kind_are_those_of_one_process(ranks):
             assert found["parts_of_first"] == [rank != 0] * found["num_parts"]
 
 
-def predictions_without_failed_batches() -> Any:
+def predictions_without_failed_batches(workers: int) -> Any:
     with shared_folder() as folder:
-        writer = PredictionWriterCallback(folder / "predictions", skip_failed=True)
+        writer = PredictionWriterCallback(folder, skip_failed=True)
         trainer = Trainer(nn.Identity(), None, None, callbacks=[writer])
-        return trainer.predict(Unreadable(), 2, {"num_workers": 0})[:, 0].tolist()
+        found = trainer.predict(Unreadable(), 2, {"num_workers": workers})[:, 0].tolist()
+        with pytest.raises(ValueError, match=r"2 of 30 samples .* failed and have no prediction\. Use iterate_pred"):
+            read_predictions(folder)
+        return found, read_failures(folder)
 
 
 def test_predictions_skip_a_batch_that_fails_on_one_process_and_keep_their_order(ranks):
-    failed = range(8, 10)
-    for result in ranks(predictions_without_failed_batches):
-        assert result == [index for index in range(30) if index not in failed]
+    left = [index for index in range(30) if index not in (8, 9)]
+    expected = left, [{"indices": [8, 9], "error": "OSError: unreadable"}]
+    assert ranks.run(predictions_without_failed_batches, 0) == [expected] * ranks.world_size
+    assert predictions_without_failed_batches(1) == expected
 
 
 def is_same(found, expected):

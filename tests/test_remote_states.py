@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import DamagedStateError
-from pytorch_accel_lite.checkpoint.__main__ import print_contents
+from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
 from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
 from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code

@@ -28,7 +28,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
@@ -1049,18 +1049,6 @@ def test_objects_registered_with_the_accelerator_are_kept(tmp_path):
     shared = torch.load(next(tmp_path.glob("update-*/trainer.pt")))
     assert shared["objects"] == {"second": {"value": 30}, "accelerator.Counter.1": {"value": 3}}
     assert run(2) == (6, 60)
-
-
-@pytest.mark.parametrize("given", [{"automatic_checkpoint_naming": True, "total_limit": 2}, {"total_limit": 2}])
-def test_what_accelerate_is_told_of_the_names_of_states_is_said_to_have_no_effect(tmp_path, given):
-    def run(*callbacks: Any) -> None:
-        config = ProjectConfiguration(str(tmp_path), **given)
-        train(make_trainer(callbacks, accelerator=Accelerator(cpu=True, project_config=config)))
-
-    run()
-    named = ", ".join(f"{name}={value}" for name, value in given.items())
-    with pytest.warns(UserWarning, match=rf"ProjectConfiguration\({named}\) applies only to accelerator.save_state"):
-        run(SaveTrainingStateCallback(tmp_path))
 
 
 def test_objects_of_the_users_are_kept(tmp_path):

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricCollection
+from torchmetrics import MeanAbsoluteError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
 
@@ -35,34 +34,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.launching import two_are_enough
 from tests.ranks import shared_folder
 from tests.shipped import RUN, SHIPPED, build
-from tests.tasks import (
-    Stream,
-    equal,
-    listener,
-    make_data,
-    make_model,
-    make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
-    told,
-    train,
-    weights,
-)
-
-
-class _Rising(TrainerCallback):
-    """Records a metric that rises, and says so."""
-
-    def configure_run(self, trainer, request, **kwargs):
-        request.metrics.record(self, {"score": True}, in_evaluation=True)
-
-    def on_eval_epoch_end(self, trainer, **kwargs):
-        trainer.run_history.update_metric("score", float(trainer.progress.epoch))
-
-
-class _Silent(TrainerCallback):
-    """Might record anything."""
+from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, told, train
 
 
 class RecordsMae(TrainerCallback):
@@ -477,188 +449,6 @@ def test_evaluations_within_epochs_may_be_rarer_than_epochs():
     trainer = train(make_trainer([StepBasedEvaluationCallback(5), stopping]), epochs=4, eval_dataset=True)
     assert trainer.progress.epochs_completed == 4  # of three updates each
     assert stopping.best_metric is not None
-
-
-# -------------------------------------------------------------------------- an evaluation before training
-
-
-class Noisy(Trainer):
-    """Whose evaluation draws numbers, and counts what it does."""
-
-    evaluated = 0
-
-    def calculate_eval_batch_loss(self, batch):
-        self.evaluated += 1
-        torch.rand(1)
-        return super().calculate_eval_batch_loss(batch)
-
-
-class Collects(TrainerCallback):
-    """Records a metric of its own, and remembers all that it has seen."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self.evaluations = 0
-        self.seen = 0
-
-    def on_eval_step_end(self, trainer, **kwargs):
-        Collects.tried.append(trainer.is_sanity_evaluation)
-        self.batches.append(kwargs["batch"])
-
-    def on_eval_epoch_end(self, trainer, **kwargs):
-        self.evaluations += 1
-        trainer.run_history.update_metric("mine", float(len(self.batches)))
-
-    tried: list[bool]
-
-
-@pytest.mark.parametrize("data", [make_data(8), {"a": make_data(8), "b": Stream(8)}])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_an_evaluation_before_training_leaves_no_trace(data, seed, here):
-    results = []
-    for batches in (0, 2):
-        torch.manual_seed(0)
-        Collects.tried = []
-        model = nn.Sequential(make_model(), nn.BatchNorm1d(1), nn.Dropout(0.3), nn.Linear(1, 1))
-        collects = Collects()
-        metrics = MetricsCallback({"mae": MeanAbsoluteError()}, train=True)
-        own = [metrics, collects, EarlyStoppingCallback(9), SaveTrainingStateCallback(here / f"states{batches}", 1)]
-        if isinstance(data, dict):
-            del own[2]
-        trainer = make_trainer(own, model=model, trainer_class=Noisy, seed=seed)
-        train(trainer, epochs=2, eval_dataset=data, sanity_eval_batches=batches, train_dataloader_kwargs=None)
-        results.append((trainer, collects, weights(model)))
-        number = 2 * (2 if isinstance(data, dict) else 1)
-        assert Collects.tried == [True] * (number if batches else 0) + [False] * 2 * 2 * number
-    (plain, one, first), (tried, other, second) = results
-    assert equal(first, second)
-    assert plain.run_history.to_dict() == tried.run_history.to_dict()
-    assert plain.run_history.rows() == tried.run_history.rows()
-    assert plain.evaluated == tried.evaluated
-    assert len(one.batches) == len(other.batches)
-    assert one.evaluations == other.evaluations
-    assert tried.run_config.sanity_eval_batches == 2
-
-
-def test_a_broken_evaluation_step_is_found_before_training():
-    class Broken(Trainer):
-        def calculate_eval_batch_loss(self, batch):
-            raise KeyError("logits")
-
-    trainer = make_trainer(trainer_class=Broken)
-    assert steps_of(trainer, KeyError, "logits", eval_dataset=True, sanity_eval_batches=1) == 0
-
-
-def test_a_metric_that_cannot_be_computed_is_found_before_training():
-    metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3)})  # of outputs of one column
-    trainer = make_trainer([metrics])
-    assert steps_of(trainer, RuntimeError, "bincount", eval_dataset=True, sanity_eval_batches=1) == 0
-    assert not trainer.run_history.get_metric_names()
-
-
-@pytest.mark.parametrize("where", [where for where in WATCHERS if "Ema" not in where])
-def test_a_watched_metric_that_a_callback_of_ones_own_does_not_record_is_found_before_training(where, here):
-    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", 1.0))
-    trainer = make_trainer([record, WATCHERS[where]("mien", True)])
-    with pytest.raises(ValueError, match=r"Did you mean 'mine'\? It recorded: eval_loss_epoch, mine") as caught:
-        train(trainer, eval_dataset=True, sanity_eval_batches=1)
-    assert str(caught.value).startswith(f"{where}'mien'): the evaluation before training did not record it.")
-    assert trainer.progress.step == 0
-
-
-def test_what_is_recorded_elsewhere_is_not_expected_of_the_evaluation_before_training(here):
-    class Records(TrainerCallback):
-        def configure_run(self, trainer, request, **kwargs):
-            request.metrics.record(self, ["later"])
-
-        def on_training_run_epoch_end(self, trainer, **kwargs):
-            trainer.run_history.update_metric("later", 1.0)
-
-    names = "train_mae", "later", "train_loss_epoch", "intermediate_eval_loss"
-    watchers = [SaveBestModelCallback(f"{name}.pt", name, False) for name in names]
-    metrics = MetricsCallback({"mae": MeanAbsoluteError()}, train=True)
-    callbacks = [metrics, Records(), StepBasedEvaluationCallback(2), ModelEmaCallback(), *watchers]
-    train(make_trainer(callbacks), eval_dataset=True, sanity_eval_batches=1)
-    assert all(watcher.best_metric is not None for watcher in watchers)
-
-
-def test_a_resumed_run_is_the_same_with_an_evaluation_before_it(tmp_path):
-    def run(epochs: int, folder: Path, **kwargs: Any) -> Trainer:
-        torch.manual_seed(0)
-        model = nn.Sequential(make_model(), nn.Dropout(0.3), nn.Linear(1, 1))
-        metrics = MetricsCallback({"mae": MeanAbsoluteError()}, train=True)
-        saver = SaveTrainingStateCallback(folder, save_every_n_steps=1)
-        trainer = make_trainer([metrics, EarlyStoppingCallback(9), saver], model=model, seed=1)
-        return train(trainer, epochs, eval_dataset=True, resume_from="latest", **kwargs)
-
-    whole = run(3, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        run(3, tmp_path / "parts", train_dataset=_Interrupts(5))
-    resumed = run(3, tmp_path / "parts", sanity_eval_batches=2)
-    assert equal(weights(whole.model), weights(resumed.model))
-    assert whole.run_history.to_dict() == resumed.run_history.to_dict()
-
-
-class _Interrupts(torch.utils.data.TensorDataset):
-    """The usual data, whose reading ends with an interrupt after some batches."""
-
-    def __init__(self, batches: int) -> None:
-        super().__init__(*make_data().tensors)
-        self.left = 2 * batches
-
-    def __getitem__(self, index: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-        return super().__getitem__(index)
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [self[index] for index in indices]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"sanity_eval_batches": 2}, ValueError, "sanity_eval_batches=2 needs an eval_dataset"),
-        ({"sanity_eval_batches": -1, "eval_dataset": True}, ValueError, "sanity_eval_batches=-1 must be at least 1"),
-        ({"sanity_eval_batches": 0.5, "eval_dataset": True}, TypeError, "sanity_eval_batches=0.5"),
-    ],
-)
-def test_senseless_numbers_of_batches_are_refused(arguments, error, match):
-    assert steps_of(make_trainer(), error, match, **arguments) == 0
-
-
-def sanity() -> Any:
-    """A run with and without an evaluation before it; the best value; what is said of metrics that do not come."""
-    results: dict[str, Any] = {}
-    for name, batches in (("plain", 0), ("tried", 2)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
-        stopping = EarlyStoppingCallback(1, watch_metric="score")
-        trainer = quiet_trainer(model, callbacks=[_Rising(), stopping], seed=0)
-        trainer.train(regression_data(24), 3, regression_data(11), 4, sanity_eval_batches=batches)
-        results[name] = {"weights": weights(model), "history": trainer.run_history.to_dict()}
-        results["best"] = stopping.best_metric
-    metrics = MetricsCallback({"score": MeanSquaredError()})
-    for name, callbacks in (("refused", [metrics]), ("missing", [metrics, _Silent()])):
-        watched = EarlyStoppingCallback(watch_metric="scroe" if name == "refused" else "never", greater_is_better=False)
-        trainer = quiet_trainer(small_model(), callbacks=[*callbacks, watched])
-        try:
-            trainer.train(regression_data(25), 1, regression_data(11), 2, sanity_eval_batches=1)
-        except ValueError as error:
-            results[name] = str(error)
-    return results
-
-
-@pytest.mark.processes
-@two_are_enough
-def test_an_evaluation_before_training_leaves_no_trace_on_several_processes(ranks):
-    for result in ranks(sanity):
-        assert equal(result["plain"]["weights"], result["tried"]["weights"])
-        assert result["plain"]["history"] == result["tried"]["history"]
-        assert result["best"] == max(result["tried"]["history"]["score"])
-        assert "Did you mean 'score'" in result["refused"]
-        assert "the evaluation before training did not record it" in result["missing"]
 
 
 # ------------------------------------------------------------------------------ what is said at the end

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
-from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.base.callback_checks import check_call, check_callback
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import checked_by, is_ours
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.base.unknown_names import suggest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
@@ -83,7 +84,6 @@ class TrainerCallback:
         train(...)
             on_dataloaders_created                           (their lengths are not used yet)
             on_training_run_start
-            (with sanity_eval_batches, the evaluation events, for callbacks that record metrics in them)
             for each epoch:
                 on_train_epoch_start
                 for each batch:
@@ -151,13 +151,6 @@ class TrainerCallback:
         :param request: the settings requested for the run, to be changed as needed;
             see :class:`~pytorch_accel_lite.base.run_settings.RunRequest`
         """
-        # Callbacks written for version 0.1 use attributes.
-        request.saves_training_states |= bool(getattr(self, "saves_training_states", False))
-        request.skips_failed_batches |= bool(getattr(self, "skips_failed_batches", False))
-        request.auto_microbatch |= bool(getattr(self, "splits_batches", False))
-        request.ends_at_signals |= bool(getattr(self, "save_on_signal", False))
-        if hasattr(self, "find_latest"):
-            request.state_sources.append(self)
 
     def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The trainer has been constructed."""
@@ -325,7 +318,7 @@ class CallbackHandler:
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
-        check_callback(instance, TrainerCallback)
+        _check_methods(instance)
         self.callbacks.insert(0 if first else len(self.callbacks), instance)
         self.listeners.clear()
 
@@ -352,6 +345,18 @@ class CallbackHandler:
         for callback in self.callbacks:
             callback.configure_run(trainer, request)
 
+    def warn_of_unknown_events(self) -> None:
+        """Warn of methods that are named almost like an event, or like one of other libraries."""
+        for kind in dict.fromkeys(map(type, self.callbacks)):
+            for name in dir(kind):
+                if name.startswith("on_") and name not in EVENTS and callable(getattr(kind, name)):
+                    hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
+                    if hint:
+                        warn_outside(
+                            f"{kind.__name__}.{name} is not an event of the trainer: it is called only if your program "
+                            f"does.{hint}"
+                        )
+
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method named ``event``, which may be your own event, of every callback that defines it.
 
@@ -364,7 +369,7 @@ class CallbackHandler:
             except Exception as error:
                 _note_source(error, listeners[0], event)
                 if isinstance(error, TypeError):
-                    check_call(listeners[0], event, args, kwargs)
+                    _check_call(listeners[0], event, args, kwargs)
                 raise
             return
         raised: list[Exception] = []
@@ -392,7 +397,7 @@ class CallbackHandler:
                 _note_source(error, listener, event)
                 self._failed = listener
                 if isinstance(error, TypeError):
-                    check_call(listener, event, args, kwargs)
+                    _check_call(listener, event, args, kwargs)
                 raise
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
@@ -405,12 +410,13 @@ class CallbackHandler:
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
         return _errors_of(event, listeners[first:], *args, **kwargs)
 
-    tell_all = notify_all
-
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         default = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
-            if getattr_static(callback, event, default) is not default and (id(callback), event) not in self._muted:
+            if (
+                inspect.getattr_static(callback, event, default) is not default
+                and (id(callback), event) not in self._muted
+            ):
                 yield getattr(callback, event)
 
     def __iter__(self) -> Iterator[TrainerCallback]:
@@ -427,6 +433,41 @@ class CallbackHandler:
             if names:
                 lines.append(f"{event}: {', '.join(names)}")
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+def _check_methods(callback: TrainerCallback) -> None:
+    """Check that every event method of a callback accepts the arguments it will be called with.
+
+    :raises TypeError: if one does not; names the class, the method and the right signature
+    """
+    for name in EVENTS:
+        default: Any = getattr(TrainerCallback, name)
+        if inspect.getattr_static(callback, name) is not default:
+            parameters = inspect.signature(default).parameters.values()
+            keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+            _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords))
+    _check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
+
+
+def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that the method of a callback can be called with these arguments.
+
+    :param name: name of the event
+    :raises TypeError: if it cannot
+    """
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        owner = type(getattr(method, "__self__", method)).__name__
+        positional = ("trainer", "request") if name == "configure_run" else ("trainer", "*args")[: len(args)]
+        wanted = ", ".join(["self", *positional, *kwargs, "**kwargs"])
+        raise TypeError(
+            f"{owner}.{name}{signature} does not accept the event's arguments: {error}. Write: def {name}({wanted})"
+        ) from None
 
 
 def _errors_of(event: str, listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list[Exception]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pytorch_accel_lite.base.inspection import is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
 
@@ -37,20 +37,16 @@ class ExpectedMetrics:
 
     :ivar directions: whether greater values are better, for each metric that the run is known to record
     :ivar evaluated: the same for the metrics recorded in evaluations
-    :ivar evaluators: the callbacks that record metrics in evaluations
     :ivar watched: the metrics that callbacks watch, in the order of the callbacks
     :ivar losses: the losses of the evaluations, if they have any
-    :ivar may_lack_loss: whether the loss of evaluations is needed, but may not exist, which only trying one can tell
     :ivar within_epochs: whether a callback evaluates within epochs
     """
 
     directions: Directions = field(default_factory=dict)
     evaluated: Directions = field(default_factory=dict)
-    evaluators: list[object] = field(default_factory=list)
     watched: list[Watched] = field(default_factory=list)
     within_epochs: bool = False
     losses: set[str] = field(default_factory=set)
-    may_lack_loss: bool = False
     _in_epochs: Directions = field(default_factory=dict)
     _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # prefix and name
     _recorders: dict[tuple[bool, str], object] = field(default_factory=dict)
@@ -88,8 +84,6 @@ class ExpectedMetrics:
                     "epoch would have two values of it. Record one of them under another name, or leave one "
                     "callback out."
                 )
-        if in_evaluation:
-            self.evaluators.append(owner)
         if and_others:
             self._others.append(type(owner).__name__)
         else:
@@ -133,11 +127,6 @@ class ExpectedMetrics:
         self.evaluated = self._in_evaluations_of(datasets, prefix, intermediate)
         self.directions = in_epochs | self.evaluated
         possible = in_epochs | self._in_evaluations_of(datasets or [""], prefix, intermediate)
-        if trainer.loss_func is None and is_overridden(trainer, "calculate_eval_batch_loss"):
-            self.may_lack_loss = any(name in self.losses for _, name in self._required)
-        elif trainer.loss_func is None:  # the model may return one
-            overridden = [is_overridden(trainer, name) for name in ("calculate_train_batch_loss", "train_step")]
-            self.may_lack_loss = any(overridden) and bool(datasets)
         warns = trainer.ranks.rank == 0
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
@@ -155,25 +144,6 @@ class ExpectedMetrics:
             within = {name: better for (of, name), better in self._in_evaluations.items() if not of}
             metrics |= {("", f"intermediate_{name}"): better for name, better in (within | _LOSS).items()}
         return {f"{prefix}{of}{data}{name}": better for (of, name), better in metrics.items() for data in datasets}
-
-    def check_evaluated(self, recorded: Iterable[str], prefix: str, losses_only: bool) -> None:
-        """Check that an evaluation has recorded the watched metrics expected from it.
-
-        :param losses_only: whether it was made without callbacks
-        :raises ValueError: if a watched metric is missing and not recorded elsewhere
-        """
-        recorded = list(recorded)
-        for where, name in self._required:
-            is_elsewhere = name in self.directions or "intermediate_" in name or name.startswith(f"{prefix}train_")
-            if name in recorded or (name not in self.losses and (is_elsewhere or losses_only)):
-                continue
-            problem = "returned no loss" if name in self.losses else "did not record it"
-            raise ValueError(
-                f"{where}: the evaluation before training {problem}.{did_you_mean(name, recorded)} It recorded: "
-                f"{', '.join(recorded) or 'nothing yet'}. Return a loss in calculate_eval_batch_loss(), or if one of "
-                f"your callbacks records {name!r} elsewhere, declare it in its configure_run: "
-                f"request.metrics.record(self, [{name!r}])."
-            )
 
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
         """Return the classes of those that may record undeclared metrics: in general, all outside this package."""

@@ -43,7 +43,6 @@ class RunRequest:
     scheduler_metric: str | None = None
     eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False
-    sanity_eval_batches: int = 0
     saves_training_states: bool = False
     skips_failed_batches: bool = False
     ends_at_signals: bool = False
@@ -103,7 +102,7 @@ class TrainerRunConfig:
     :param seed: the seed of the trainer, or ``None``
     :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
         are those of a logical process then
-    :param deterministic: that argument of the trainer, if it was given; likewise ``cudnn_benchmark`` and ``tf32``
+    :param deterministic: that argument of the trainer, if it was given
     """
 
     num_epochs: int | None
@@ -129,11 +128,8 @@ class TrainerRunConfig:
     scheduler_metric: str | None = None
     eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False
-    sanity_eval_batches: int = 0
     logical_processes: int | None = None
     deterministic: bool | None = None
-    cudnn_benchmark: bool | None = None
-    tf32: bool | None = None
 
     def __repr__(self) -> str:
         return call(type(self).__name__, self.notable())

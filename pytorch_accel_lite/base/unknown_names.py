@@ -29,8 +29,6 @@ _NAMES = {
     "metrics": "compute_metrics eval_metrics metric",
     "seed": "random_seed random_state",
     "deterministic": "full_determinism use_deterministic_algorithms",
-    "cudnn_benchmark": "benchmark",
-    "tf32": "allow_tf32",
     "compile_model": "compile torch_compile",
     # arguments of its methods
     "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",

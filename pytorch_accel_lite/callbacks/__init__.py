@@ -16,7 +16,6 @@ from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback as S
 from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback as HangWatchCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback as LimitBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitEvalStepsCallback as LimitEvalStepsCallback
-from pytorch_accel_lite.callbacks.metrics import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback as MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback as MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaCallback

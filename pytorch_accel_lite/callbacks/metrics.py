@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytorch_accel_lite.base.batches import KNOWN_OUTPUTS, TARGET_KEYS, is_number
+from pytorch_accel_lite.base.batches import TARGET_KEYS
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
@@ -193,26 +193,6 @@ class MetricsCallback(TrainerCallback):
         first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
         for copy, states in zip(copies, state["ranks"][first:], strict=False):
             _load_state(copy, states)
-
-
-class LogOutputsCallback(TrainerCallback):
-    """Record numbers that steps return besides the loss, as means over the samples of each epoch and evaluation.
-
-    A step may return more than it must: ``{"loss": loss, "kl": kl}``. Numbers, and tensors without dimensions, are
-    recorded like those of ``trainer.log``: as ``train_kl_epoch``, ``eval_kl_epoch`` or ``evaluation_kl``.
-    """
-
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        request.metrics.record(self, (), in_evaluation=True, and_others=True)
-
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        for output in [batch_output] if trainer.logical is None else trainer.logical.each_output():
-            self.on_eval_step_end(trainer, batch, output)
-
-    def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        for name, value in batch_output.items():
-            if name not in KNOWN_OUTPUTS and is_number(value):
-                trainer.log(name, value, weight=batch_output["batch_size"])
 
 
 def _create_named(metrics: Any, arguments: Mapping[str, Any]) -> Any:

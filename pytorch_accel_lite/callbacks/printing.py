@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
@@ -39,8 +40,9 @@ class LogMetricsCallback(TrainerCallback):
     send them elsewhere.
     """
 
-    def __init__(self) -> None:
-        self._new = NewMetrics()
+    @cached_property
+    def _new(self) -> NewMetrics:
+        return NewMetrics()  # here, as subclasses need not have called a constructor
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._new.skip(trainer.run_history)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,10 +17,6 @@ from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
 from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.steps.logical import LogicalProcesses
-
 
 # Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4
@@ -87,10 +83,9 @@ class _Row(NamedTuple):
     update: int
     epoch: int
     names: list[str]  # of the step metrics
-    # Sums of losses and weights, then metrics, of this process or its logical ones; None if it is in ``copied``.
+    # Sums of losses and weights, then metrics, of this process; None if it is in ``copied``.
     numbers: list[float | None]
     copied: AsyncCopy | None
-    logical: LogicalProcesses | None
 
 
 class StepLogger(TrainerCallback, ABC):
@@ -145,13 +140,9 @@ class StepLogger(TrainerCallback, ABC):
 
     def _begin(self, trainer: TrainerLike) -> _Row:
         """Start a row, copying numbers on a device to host memory asynchronously."""
-        logical = trainer.logical
-        if logical is None:
-            tracker = trainer.current_run.loss_trackers["loss"]
-            metrics = sorted(trainer.step_metrics.items())
-            values = [("", tracker.total_loss), ("", tracker.running_count), *metrics]
-        else:
-            values = logical.row_values(trainer)
+        tracker = trainer.current_run.loss_trackers["loss"]
+        metrics = sorted(trainer.step_metrics.items())
+        values = [("", tracker.total_loss), ("", tracker.running_count), *metrics]
         names = list(dict.fromkeys(name for name, _ in values if name))
         numbers = [_number(name, value) for name, value in values]
         on_device = [value for (_, value), number in zip(values, numbers, strict=True) if number is None]
@@ -159,7 +150,7 @@ class StepLogger(TrainerCallback, ABC):
         if on_device:
             dtype = accumulation_dtype(trainer.device)
             copied = AsyncCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in on_device]))
-        return _Row(trainer.progress.update, trainer.progress.epoch, names, numbers, copied, logical)
+        return _Row(trainer.progress.update, trainer.progress.epoch, names, numbers, copied)
 
     def _average(self, keep: int) -> None:
         """Average and write pending rows, except the latest ``keep``."""
@@ -177,8 +168,6 @@ class StepLogger(TrainerCallback, ABC):
         # Unless all rows are flushed, the copy has long since arrived.
         copied = iter([] if row.copied is None else row.copied.read().tolist())
         local = [next(copied) if number is None else number for number in row.numbers]
-        if row.logical is not None:
-            return row.logical.mean_row(ranks, row.names, local)
         total = count = 0.0
         by_name: dict[str, list[float]] = {}
         for names, (rank_total, rank_count, *values) in ranks.all_gather_object((row.names, local)):

@@ -1,7 +1,7 @@
 """Samplers and loaders: order, position, sharding and batched reading."""
 
 from pytorch_accel_lite.base.batches import Batch
-from pytorch_accel_lite.data.iterable_datasets import MixtureStream, ReadByAll, ShuffledStream
+from pytorch_accel_lite.data.iterable_datasets import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoadedBatch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import shard
@@ -19,7 +19,6 @@ __all__ = [
     "NamedDatasets",
     "NamedSampler",
     "OwnShard",
-    "ReadByAll",
     "ShardedLoader",
     "ShuffledStream",
     "shard",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.batches import Batch, Share
@@ -22,7 +22,6 @@ from pytorch_accel_lite.data.reading import SeededReader, as_rows, read_rows, re
 from pytorch_accel_lite.data.shares import (
     WrongLengthError,
     count_global_batches,
-    ends_in_one,
     global_batches,
     grouped,
     skip_samples,
@@ -49,11 +48,11 @@ class _EpochShares:
         self.is_batched = source.batch_size is None  # the user's batch sampler
         self.sampler: Any = source.batch_sampler if self.is_batched else source.sampler
         if type(self.sampler) not in (RandomSampler, SequentialSampler):
-            self.sampler = of_all_processes(self.sampler, self._divided[0], options.split_batches)
+            self.sampler = of_all_processes(self.sampler, self._divided[0])
         self.per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
         self.drop_last = source.drop_last
         self.mixture = self.sampler if hasattr(self.sampler, "name_of_batch") else None
-        if self.mixture is not None or (options.split_batches and self.is_batched):
+        if self.mixture is not None:
             self.per_step = 1  # batch, which is divided among the processes
         self._ranks = ranks
         self._seed = options.seed
@@ -278,13 +277,7 @@ class MapLoader(ShardedLoader):
     def _count_steps(self, size: int) -> int:
         return count_global_batches(size, self._shares.per_step, self._shares.drop_last)
 
-    def _ends_in_one(self) -> bool:
-        sampler = self._shares.sampler
-        if self._shares.mixture is not None:
-            return self._shares.mixture.ends_in_one()  # type: ignore[no-any-return]
-        if not self._shares.is_batched:
-            return ends_in_one(find_length(sampler), self._shares.per_step, self._shares.drop_last)
-        if type(sampler) is not BatchSampler:
-            return False
-        size = sampler.batch_size * self._shares.per_step
-        return ends_in_one(find_length(sampler.sampler), size, sampler.drop_last)
+    def ends_in_one_sample(self, steps: float) -> bool:
+        size = None if self._shares.is_batched else find_length(self._shares.sampler)
+        ends_so = size is not None and not self._shares.drop_last and size % self._shares.per_step == 1
+        return ends_so and min(self.limit or steps, steps) >= self._num_steps()

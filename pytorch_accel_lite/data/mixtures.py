@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import mix
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
-from pytorch_accel_lite.data.shares import count_global_batches, ends_in_one
+from pytorch_accel_lite.data.shares import count_global_batches
 
 
 class Mixture(ConcatDataset[Any]):
@@ -191,11 +191,6 @@ class MixtureBatchSampler(MixtureSampler):
         """Return the number of batches in an epoch that is not resumed with other sizes."""
         counts = zip(self.mixture.samples_per_epoch.values(), self.batch_sizes, strict=True)
         return sum(count_global_batches(count, size, self.drop_last) for count, size in counts)
-
-    def ends_in_one(self) -> bool:
-        """Whether the last batch of a dataset has a single sample."""
-        counts = zip(self.mixture.samples_per_epoch.values(), self.batch_sizes, strict=True)
-        return any(ends_in_one(count, size, self.drop_last) for count, size in counts)
 
     def order_of_epoch(self, seed: int, epoch: int) -> Iterator[list[int]]:
         """Yield the batches of an epoch, a function of a seed, the epoch and the batch sizes of its parts."""

@@ -42,6 +42,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "compile_model": _COMPILE,
     "compile_step": _COMPILE,
     "channels_last": (bool, "True or False"),
+    "deterministic": ((bool, NoneType), "True, False, or None"),
 }
 #: The rules for arguments of ``train``, where ``None`` stands for no limit.
 _LIMITS: dict[str, Callable[[str, Any], Any]] = {
@@ -58,6 +59,9 @@ _INSTEAD_OF_CONFIGURATION = {
     "data_seed": _SEEDED,
     "use_stateful_dataloader": "Leave it out: training states hold the position within an epoch. For a stream that "
     "workers read, pass torchdata's StatefulDataLoader.",
+    "split_batches": "Leave it out and pass the batch size of one process.",
+    "dispatch_batches": "Leave it out: each process reads its share of data that can be indexed or divided; the first "
+    "process reads other streams for all.",
 }
 #: Settings of a run that may differ between ranks.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
@@ -187,8 +191,6 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         if getattr(request, name) is not None:
             check(name, getattr(request, name))
     check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
-    if request.sanity_eval_batches != 0:
-        check_positive_int("sanity_eval_batches", request.sanity_eval_batches)
     interval, metric = request.scheduler_interval, request.scheduler_metric
     check_choice("scheduler_interval", interval, ("update", "epoch"))
     if metric is not None and not isinstance(metric, str):

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from pytorch_accel_lite.base.events import CallbackHandler
-from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.map import MapLoader
+from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
-from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
+from pytorch_accel_lite.engine.history import RunHistory, count_values
 from pytorch_accel_lite.engine.inference import (
     SKIPPED,
     compute_batches,
@@ -31,7 +28,7 @@ from pytorch_accel_lite.engine.inference import (
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import EVALUATED, Run
-from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
+from pytorch_accel_lite.engine.snapshot import replaced
 
 
 @contextmanager
@@ -232,44 +229,3 @@ def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
     epoch = progress.epochs_completed if is_between else history.current_epoch
     apart: AbstractContextManager[None] = history._recording_apart(epoch)
     return apart
-
-
-def sanity_evaluation(trainer: TrainerLike, run: Run) -> None:
-    """Evaluate the first batches of each evaluation dataset, and check that the watched metrics are recorded.
-
-    Only callbacks that record metrics in evaluations take part, and all user-defined ones, as they may do so. If no
-    batches were requested, a single one is evaluated without any callback, where that cannot use up a stream, to find
-    out whether there is a loss.
-
-    :raises ValueError: if a watched metric is missing
-    """
-    expected = run.request.metrics
-    is_requested = run.request.sanity_eval_batches > 0
-    if not is_requested and not all(isinstance(loader, MapLoader) for loader in run.data.all_eval_loaders):
-        return
-    history = _copied(trainer.run_history)
-    handler = CallbackHandler()
-    if is_requested:
-        handler.callbacks = [c for c in trainer.callback_handler if c in expected.evaluators or not is_ours(type(c))]
-    before = count_values(history)
-    with ExitStack() as stack:
-        stack.enter_context(preserving_attributes(trainer, *handler.callbacks))
-        stack.enter_context(replaced(run, is_sanity_evaluation=True, set_apart={}))
-        for loader in run.data.all_eval_loaders:
-            if isinstance(loader, ShardedLoader):
-                most = run.request.sanity_eval_batches or 1
-                limit = most if loader.limit is None else min(loader.limit, most)
-                stack.enter_context(replaced(loader, limit=limit))
-        trainer.run_history = history
-        run_evaluation(trainer, is_intermediate=False, callbacks=handler)
-    recorded = [name for name, count in count_values(history).items() if count > before.get(name, 0)]
-    expected.check_evaluated(recorded, history.metric_name_prefix, losses_only=not is_requested)
-
-
-def _copied(history: RunHistory) -> RunHistory:
-    """Return a throwaway copy of a history, or an empty one if updates of the history might write somewhere."""
-    if type(history).update_metric is InMemoryRunHistory.update_metric:
-        return copy.deepcopy(history)
-    empty = InMemoryRunHistory()
-    empty.set_metric_name_prefix(history.metric_name_prefix)
-    return empty

@@ -50,6 +50,11 @@ _ADVICE = {
         "(targets.squeeze(1)), or class probabilities as targets.float(). For binary classification with one output, "
         "use BCEWithLogitsLoss."
     ),
+    "Expected target size": (
+        "cross entropy takes the classes in dimension 1 of the outputs: for outputs of (batch, length, classes), use "
+        "outputs.transpose(1, 2), or outputs.flatten(0, 1) with targets.flatten(). If the dataset is a list of ready "
+        "batches, pass OwnShard(batches)."
+    ),
     r"Target -?\d+ is out of bounds": (
         "the labels must range from 0 to the number of the model's outputs - 1. Give the model an output for each "
         "class, or number the labels from 0; pass ignore_index to the loss function to ignore a label."
@@ -74,6 +79,19 @@ _ADVICE = {
     "stack expects each tensor to be equal size|resize storage that is not resizable": (
         "the samples of a batch differ in shape. Let the dataset crop or resize them to one shape, or pass a "
         "collate_fn that pads them."
+    ),
+    r"forward\(\) missing \d+ required positional argument": (
+        "to a model with several inputs, they are passed by name: let the dataset return a dict with the names of "
+        "forward's arguments, and the target as its other key; or override calculate_train_batch_loss."
+    ),
+    r"must be Tensor, not (tuple|dict|\w+Output)\b|'(tuple|dict|\w+Output)' object has no attribute 'size'": (
+        "if this is what the model returns, let a function of your own take out what the loss needs, such as "
+        "loss_func=lambda outputs, targets: functional.cross_entropy(outputs['logits'], targets); if the model returns "
+        "its loss itself, as those of Hugging Face do when they get labels, pass loss_func=None."
+    ),
+    "must be Tensor, not list": (
+        "lists of numbers in a sample become a list of tensors in a batch, one for each place. Let the dataset return "
+        "torch.tensor(numbers), or call with_format('torch') on a Hugging Face dataset."
     ),
     "default_collate: batch must contain": (
         "let the dataset return tensors, NumPy arrays or numbers, or tuples, lists and dicts of them, or pass a "

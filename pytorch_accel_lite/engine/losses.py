@@ -258,8 +258,6 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any =
         trackers.log(name, value, weight)
     if trackers is run.unrecorded:  # those of a training epoch, whatever the mode of the model
         run.step_metrics[name] = value
-        if self.logical is not None:
-            self.logical.note(name, value)
 
 
 def _is_real(value: Any) -> bool:

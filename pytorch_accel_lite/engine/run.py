@@ -202,7 +202,6 @@ class Run:
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, Any] = field(default_factory=dict)
     set_apart: dict[str, set[int]] = field(default_factory=dict)
-    is_sanity_evaluation: bool = False
 
     @classmethod
     def create(

@@ -19,7 +19,7 @@ from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.engine.evaluation import evaluate_all, sanity_evaluation
+from pytorch_accel_lite.engine.evaluation import evaluate_all
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
@@ -46,8 +46,6 @@ def train(trainer: TrainerLike, run: Run) -> None:
             run.control.sync(now=True)
             _describe_states(trainer, run)
             over = run.resumed is not None and _has_nothing_left(trainer, run, run.resumed)
-            if (run.request.sanity_eval_batches or run.request.metrics.may_lack_loss) and not over:
-                sanity_evaluation(trainer, run)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
             while not over and (run.progress.is_mid_epoch or not run.is_finished):

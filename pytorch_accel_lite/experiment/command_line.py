@@ -33,29 +33,15 @@ _OF_TRAINER = {
     "estimate_memory": "estimate the memory that training takes, on any number of devices",
 }
 _STARTING_FILE = """\
-# An experiment: python -m pytorch_accel_lite train THIS_FILE
-# Classes and functions are given by their path, with their arguments; those of torch
-# and of pytorch_accel_lite by name alone. Remove what you leave at its default:
-# "train THIS_FILE --help" describes it.
-model:
-  class_path: my_module.MyModel
-  init_args:
-    width: 64
+# python -m pytorch_accel_lite train THIS_FILE. Add --help for what all of this means.
+# Classes and functions are given by their path; those of torch and of this package
+# by name alone. Remove what you leave at its default.
+model: {class_path: my_module.MyModel, init_args: {width: 64}}
 loss_func: CrossEntropyLoss
-optimizer:
-  class_path: AdamW
-  init_args:
-    lr: 1e-3
-scheduler:
-  class_path: CosineAnnealingLR
-  init_args:
-    T_max: NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH
-# Classes, or functions that return a dataset; likewise eval and test.
+optimizer: {class_path: AdamW, init_args: {lr: 1e-3}}
+scheduler: cosine
 data:
-  train:
-    class_path: my_module.load_data
-    init_args:
-      split: train
+  train: {class_path: my_module.load_data, init_args: {split: train}}
 """
 
 

@@ -86,19 +86,13 @@ def full_name(thing: Any) -> str:
     return f"{thing.__module__}.{name}"
 
 
-def _has_steps(kind: type) -> bool:
-    return hasattr(kind, "step") or issubclass(kind, (Mapping, Sequence))  # which hold several
-
-
-# What each part must be, and whether the instances of a class are.
-_NEEDED: dict[str, tuple[str, Callable[[type], bool]]] = {
-    "model": ("a torch.nn.Module", lambda kind: issubclass(kind, nn.Module)),
-    "loss_func": ("a loss function", lambda kind: issubclass(kind, Callable)),  # type: ignore[arg-type]
-    "optimizer": ("an optimizer, with step()", _has_steps),
-    "scheduler": ("a scheduler, with step()", _has_steps),
-    "callbacks": ("a TrainerCallback", lambda kind: issubclass(kind, TrainerCallback)),
-    "trainer": ("a pytorch_accel_lite.Trainer", lambda kind: issubclass(kind, Trainer)),
-    "accelerator": ("an accelerate.Accelerator", lambda kind: issubclass(kind, Accelerator)),
+# What the class of each part must be; optimizers and schedulers come in many forms.
+_KINDS: dict[str, Any] = {
+    "model": nn.Module,
+    "loss_func": Callable,
+    "callbacks": TrainerCallback,
+    "trainer": Trainer,
+    "accelerator": Accelerator,
 }
 
 
@@ -108,6 +102,9 @@ def check_kinds(document: Document, parts: Mapping[str, Any]) -> None:
     :raises ExperimentError: if one is not
     """
     for key, thing in parts.items():
-        what, fits = _NEEDED.get(key.partition(".")[0], ("", bool))
-        if inspect.isclass(thing) and not fits(thing):
-            raise ExperimentError(f"{document.place(key)} must be {what}, not the class {thing.__qualname__}.")
+        kind = _KINDS.get(key.partition(".")[0], object)
+        if inspect.isclass(thing) and not issubclass(thing, kind):
+            name = kind.__qualname__
+            raise ExperimentError(
+                f"{document.place(key)} must be a kind of {name}, not the class {thing.__qualname__}."
+            )

@@ -79,22 +79,18 @@ class Parser:
     def _take_schedule_name(self) -> None:
         """Let ``scheduler: cosine`` be the argument of ``train`` that it stands for."""
         content = self._document.content
-        train = content.get("train") or {}
-        if content.get("scheduler") is not None and train.get("create_scheduler_fn") is not None:
+        scheduler, train = (content.get(key) or {} for key in ("scheduler", "train"))
+        if scheduler and train.get("create_scheduler_fn") is not None:
             raise ExperimentError(
-                f"{self.place('train.create_scheduler_fn')}: there is a scheduler, too. Leave one of them out."
+                f"{self.place('train.create_scheduler_fn')}: there is a scheduler, too. Leave one out."
             )
-        name = (content.get("scheduler") or {}).get("class_path")
-        if name not in get_args(ScheduleName):
-            return
-        for argument in self._arguments("scheduler"):
-            if f"scheduler.init_args.{argument}" not in self._document.inherited:
-                raise ExperimentError(
-                    f"{self.place(f'scheduler.{argument}')}: {name} takes no arguments but its warm-up, which is "
-                    "train.warmup_steps."
-                )
-        del content["scheduler"]
-        content["train"] = train | {"create_scheduler_fn": name}
+        name = scheduler.get("class_path")
+        if name in get_args(ScheduleName):
+            given = {f"scheduler.init_args.{argument}" for argument in self._arguments("scheduler")}
+            for key in given - self._document.inherited:
+                raise ExperimentError(f"{self.place(key)}: {name} takes only a warm-up, which is train.warmup_steps.")
+            del content["scheduler"]
+            content["train"] = train | {"create_scheduler_fn": name}
 
     def _import_parts(self) -> Iterator[tuple[str, Any]]:
         for key in PARTS:

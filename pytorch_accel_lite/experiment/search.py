@@ -41,13 +41,11 @@ def _suggest(trial: Any, key: str, range_of: Mapping[str, Any]) -> Any:
     names = set(range_of)
     if names == {"choices"}:
         return trial.suggest_categorical(key, range_of["choices"])
-    if not {"low", "high"} <= names <= {"low", "high", "log", "step"}:
-        raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have choices, or low and high, with log or step.")
-    numbers = [range_of[name] for name in ("low", "high", "step") if range_of.get(name) is not None]
-    if not all(isinstance(number, (int, float)) for number in numbers):
-        raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have numbers for low, high and step.")
-    suggest = trial.suggest_int if all(type(number) is int for number in numbers) else trial.suggest_float
-    return suggest(key, **range_of)
+    numbers = [range_of[name] for name in names - {"log"}]
+    if not {"low", "high"} <= names or not all(isinstance(number, (int, float)) for number in numbers):
+        raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have choices, or numbers for low and high.")
+    is_whole = all(type(number) is int for number in numbers)
+    return (trial.suggest_int if is_whole else trial.suggest_float)(key, **range_of)
 
 
 def retry_killed_trials(study: Any) -> list[int]:

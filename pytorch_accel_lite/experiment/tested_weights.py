@@ -115,12 +115,7 @@ def source_of(paths: Sequence[Path], **settings: Any) -> dict[str, Any]:
 
 
 def predictions_of(
-    trainer: Trainer,
-    paths: Sequence[Path],
-    directory: Path,
-    settings: Mapping[str, Any],
-    shard_size: int = 1024,
-    skip_failed: bool = False,
+    trainer: Trainer, paths: Sequence[Path], directory: Path, settings: Mapping[str, Any], shard_size: int = 1024
 ) -> PredictionWriterCallback:
     """Return a callback that writes predictions to a directory, and resumes them with the same weights and settings."""
     text = json.dumps(source_of(paths, settings=settings))
@@ -133,4 +128,4 @@ def predictions_of(
             about.write_text(text)
 
     trainer.ranks.run_together(clear, only_first=True)
-    return PredictionWriterCallback(directory, shard_size, skip_failed=skip_failed)
+    return PredictionWriterCallback(directory, shard_size)

@@ -7,17 +7,17 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.callbacks import TrainerCallback, WorstSamplesCallback, read_failures
+from pytorch_accel_lite.callbacks import WorstSamplesCallback
 from pytorch_accel_lite.experiment.results import Row, added_callbacks, write_json, write_predictions, write_text
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of, source_of
-from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import as_json, suggest
+from pytorch_accel_lite.utils import as_json
 
 
 def run_tests(
@@ -30,7 +30,6 @@ def run_tests(
     worst: int = 10,
     worst_by: Callable[[Any, Any], Any] | None = None,
     predictions: bool = True,
-    skip_failed: bool = False,
     shard_size: int = 1024,
     depends_on: Any = None,
     per_device_batch_size: int = 8,
@@ -54,22 +53,14 @@ def run_tests(
     :param worst_by: called as ``worst_by(model_outputs, targets)``; returns a value for each sample, larger for worse
         ones. Defaults to the loss function. Targets are the second element of a batch, its ``labels``, or the batch.
     :param predictions: whether to write the predictions of all samples
-    :param skip_failed: skip batches that cannot be read or computed, and list them in ``failures.json``
     :param shard_size: minimum number of samples of a process in a file of predictions, and so the most that a test that
         is killed predicts again
     :param depends_on: what else the results depend on, such as the version of the data, as JSON could hold it: when it
         has changed, everything is tested again
-    :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics; with
-        ``skip_failed``, also ``failed``, the number of samples in failed batches
+    :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics
     :raises FileNotFoundError: if there is no such checkpoint
-    :raises ValueError: if the trainer does not have an attribute of a setting; if batches of a model that is sharded
-        over the processes are to be skipped
+    :raises ValueError: if the trainer does not have an attribute of a setting
     """
-    if skip_failed and trainer.is_sharded:
-        raise ValueError(
-            "skip_failed=True does not work with weights that are sharded over the processes: all of them take part in "
-            "each step, and would wait for the one that failed."
-        )
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
     settings = inference or {"default": {}}
     for setting, attributes in settings.items():
@@ -85,7 +76,7 @@ def run_tests(
         "collate_fn": collate_fn,
     }
     folder = Path(save_dir)
-    test = _Test(trainer, folder, reading, worst, worst_by, predictions, skip_failed, shard_size)
+    test = _Test(trainer, folder, reading, worst, worst_by, predictions, shard_size)
     rows: list[Row] = []
     for checkpoint, paths in weights.items():
         for setting, attributes in settings.items():
@@ -100,15 +91,12 @@ def run_tests(
 
 def _owner(trainer: Trainer, setting: str, attribute: str) -> tuple[Any, str]:
     """Return the object whose attribute a setting sets, and the last name of the attribute."""
-    value: Any = trainer
-    for name in attribute.split("."):
-        owner = value
-        if not hasattr(owner, name):
-            raise ValueError(
-                f"inference: the setting {setting!r} sets {attribute!r}, but {type(owner).__name__} has no "
-                f"{name!r}.{suggest(name, dir(owner))}"
-            )
-        value = getattr(owner, name)
+    path, _, name = attribute.rpartition(".")
+    try:
+        owner = attrgetter(path)(trainer) if path else trainer
+        getattr(owner, name)
+    except AttributeError as error:
+        raise ValueError(f"inference: the setting {setting!r} sets {attribute!r}, but {error}.") from error
     return owner, name
 
 
@@ -121,15 +109,12 @@ def _folder_name(checkpoint: str) -> str:
 @contextmanager
 def _attributes(trainer: Trainer, setting: str, values: Mapping[str, Any]) -> Iterator[None]:
     """Set attributes of a trainer, or of its attributes, within a block."""
-    owners = [_owner(trainer, setting, attribute) for attribute in values]
-    before = [getattr(owner, name) for owner, name in owners]
-    try:
-        for (owner, name), value in zip(owners, values.values(), strict=True):
+    with ExitStack() as before:
+        for attribute, value in values.items():
+            owner, name = _owner(trainer, setting, attribute)
+            before.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
-    finally:
-        for (owner, name), value in zip(owners, before, strict=True):
-            setattr(owner, name, value)
 
 
 @dataclass
@@ -146,7 +131,6 @@ class _Test:
     worst: int
     worst_by: Callable[[Any, Any], Any] | None
     predictions: bool
-    skip_failed: bool
     shard_size: int
 
     def run(self, paths: Sequence[Path], dataset: Any, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -156,62 +140,34 @@ class _Test:
         :param about: what the results depend on besides the weights and the dataset
         """
         trainer = self.trainer
-        worst_by = self.worst_by and _name_of(self.worst_by)
-        options = {"worst": self.worst, "worst_by": worst_by, "predictions": self.predictions}
-        source = source_of(paths, **options, skip_failed=self.skip_failed, **about)
+        by = self.worst_by and _name_of(self.worst_by)
+        source = source_of(paths, worst=self.worst, worst_by=by, predictions=self.predictions, **about)
         finished = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
         if finished is not None:
             trainer.print(f"{folder} is finished: skipped")
             return finished
         load_weights(trainer, paths, self.folder / f"{folder.parts[-3]}.pt")
         if self.predictions:
-            directory = folder / "predictions"
-            writer = predictions_of(trainer, paths, directory, about, self.shard_size, self.skip_failed)
+            writer = predictions_of(trainer, paths, folder / "predictions", about, self.shard_size)
             write_predictions(trainer, dataset, writer, **self.reading)
-        metrics, samples, failures = self._evaluate(dataset)
+        transform = None if by is None else _outputs_and_targets
+        collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
+        with added_callbacks(trainer, collector):
+            metrics: dict[str, Any] = as_json(trainer.evaluate(dataset, **self.reading))
+        samples = [] if collector is None else [sample._asdict() for sample in collector.samples]
+        if by is not None:  # the value is not a loss
+            samples = [
+                {by.rpartition(".")[2] if key == "loss" else key: item for key, item in sample.items()}
+                for sample in samples
+            ]
 
         def write() -> None:
-            if self.predictions and self.skip_failed:
-                of_predictions = read_failures(folder / "predictions")
-                failures[:0] = [{"in": "prediction", **failure} for failure in of_predictions]
-            if self.skip_failed:
-                metrics["failed"] = len({index for failure in failures for index in failure["indices"]})
-            for name, content in {"worst.json": samples, "failures.json": failures}.items():
-                if content:
-                    write_text(folder / name, "[\n" + ",\n".join(map(json.dumps, content)) + "\n]\n")
-                else:
-                    (folder / name).unlink(missing_ok=True)
+            lines = ",\n".join(json.dumps(sample) for sample in as_json(samples))
+            write_text(folder / "worst.json", f"[\n{lines}\n]\n")
             write_json(folder / "metrics.json", {"metrics": metrics, **source}, indent=2)
 
         trainer.ranks.run_together(write, only_first=True)
-        return trainer.ranks.broadcast_object(lambda: metrics)
-
-    def _evaluate(self, dataset: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
-        """Return the metrics, the worst samples and the failures of an evaluation."""
-        transform = None if self.worst_by is None else _outputs_and_targets
-        collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
-        skipping = _SkippedBatches() if self.skip_failed else None
-        with added_callbacks(self.trainer, collector, skipping):
-            metrics = self.trainer.evaluate(dataset, **self.reading)
-        value = "loss" if self.worst_by is None else _name_of(self.worst_by).rpartition(".")[2]
-        samples = [] if collector is None else [sample._asdict() for sample in collector.samples]
-        renamed = [{value if key == "loss" else key: item for key, item in sample.items()} for sample in samples]
-        failures = [] if skipping is None else skipping.failures
-        gathered = [failure for part in self.trainer.ranks.all_gather_object(failures) for failure in part]
-        return as_json(metrics), as_json(renamed), gathered
-
-
-class _SkippedBatches(TrainerCallback):
-    """Skips batches of an evaluation that fail, and keeps what this process skipped."""
-
-    def __init__(self) -> None:
-        self.failures: list[dict[str, Any]] = []
-
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
-        request.on_failed_batch = self._note
-
-    def _note(self, indices: list[Any], error: str) -> None:
-        self.failures.append({"in": "evaluation", "indices": indices, "error": error})
+        return metrics
 
 
 def _outputs_and_targets(batch: Any, output: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pytorch_accel_lite.plotting.figures import INK, new_figure, save
+from pytorch_accel_lite.plotting.figures import GRID, INK, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +40,7 @@ def plot_confusion_matrix(
         raise ValueError(f"There are {len(predictions)} predictions, but {len(targets)} targets.")
     size = predictions.shape[1] if predictions.ndim == 2 else int(max(predictions.max(), targets.max())) + 1
     size = max(size, len(classes or ()))
+    names = list(map(str, classes or range(size)))
     counts = multiclass_confusion_matrix(predictions, targets, size)
     right = int(counts.diagonal().sum())
     side = min(max(0.5 * size, 3.0), 15.0)
@@ -47,10 +48,15 @@ def plot_confusion_matrix(
     axis = figure.add_subplot()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of tensors that are drawn without a copy
-        draw_counts(counts, axis, size <= _MOST_WITH_COUNTS, None if classes is None else list(classes), "Blues")
-    for text in (axis.xaxis.label, axis.yaxis.label, *axis.texts):
+        draw_counts(counts, axis, size <= _MOST_WITH_COUNTS, names, "Blues")
+    for text in axis.texts:
         text.set_fontsize(9)
-    axis.tick_params(labelsize=8 if size <= _MOST_WITH_COUNTS else 5, color=INK, labelcolor=INK)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set(fontsize=9, color=INK)
+    axis.spines[:].set_color(GRID)
+    axis.tick_params(labelsize=8 if size <= _MOST_WITH_COUNTS else 5, color=GRID, labelcolor=INK, labelrotation=0)
+    if max(map(len, names)) > 3:
+        axis.tick_params("x", labelrotation=45)
     title = f"accuracy {right / len(targets):.1%}: {right:,} of {len(targets):,} samples"
     axis.set_title(title, loc="left", fontsize=10, color=INK)
     return save(figure, path)

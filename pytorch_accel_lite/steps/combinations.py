@@ -120,6 +120,18 @@ CONFLICTS = (
         "in optimizer_step",
     ),
     Conflict(
+        LOGICAL,
+        MICROBATCHES,
+        "where memory runs out, and so the last bits, would depend on the machine. Use more logical processes with "
+        "smaller batches, of which one at a time is in memory",
+    ),
+    Conflict(
+        LOGICAL,
+        SKIPPED_BATCHES,
+        "the shares before the one that fails are part of sums already. Let the dataset return another sample in place "
+        "of one that cannot be read",
+    ),
+    Conflict(
         LOGICAL, SHARDED, "each process needs all weights. Replicate the model, or train without logical processes"
     ),
     Conflict(

@@ -28,19 +28,6 @@ if TYPE_CHECKING:
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
 
 
-def compile_forward(
-    trainer: TrainerLike, options: bool | dict[str, Any], adapters: dict[str, Any]
-) -> CompiledForward | None:
-    """Return what computes training batches with compiled code, or ``None`` unless that is requested.
-
-    :param options: ``True``, or arguments for ``torch.compile``; ``False`` to compile nothing
-    :param adapters: what feeds batches to the trainer's model, by phase; that for training is replaced
-    """
-    if options is False:
-        return None
-    return CompiledForward(trainer, {} if isinstance(options, bool) else dict(options), adapters)
-
-
 @cache
 def _dynamo() -> Any:
     """Return torch's compiler, which takes a second to import and is needed only here."""
@@ -65,12 +52,13 @@ class CompiledForward:
     an epoch is never compiled if it has a different size, which would slow down all the others: code for one size is
     faster than code for any.
 
-    :param options: see :func:`compile_forward`, as ``adapters``
+    :param options: arguments for ``torch.compile``
+    :param adapter: what feeds batches to the trainer's model
     :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
     :ivar logged: names, values and weights that the compiled code has logged
     """
 
-    def __init__(self, trainer: TrainerLike, options: dict[str, Any], adapters: dict[str, Any]) -> None:
+    def __init__(self, trainer: TrainerLike, options: dict[str, Any], adapter: BatchAdapter) -> None:
         self._trainer = trainer
         self._options = options
         self._usual = trainer.calculate_train_batch_loss
@@ -82,13 +70,26 @@ class CompiledForward:
         self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
         self._is_unchecked = False  # whether shapes of outputs and targets are yet to be checked
         self.logged: list[tuple[str, Any, Any]] = []
-        self._adapter = adapters["train"]
-        adapters["train"] = _Adapter(self._adapter, self)
+        self._adapter = adapter
         self.num_samples: int | None = None
         requested = options.get("options") or {}
         replays = options.get("mode") in _REPLAYING_MODES or requested.get("triton.cudagraphs", False)
         self._replays = replays and trainer.device.type == "cuda"
         self._copied_in = -1  # the number of updates before that whose gradients were copied last
+
+    @classmethod
+    def create(
+        cls, trainer: TrainerLike, options: bool | dict[str, Any], adapter: BatchAdapter
+    ) -> CompiledForward | None:
+        """Return what computes training batches with compiled code, or ``None`` if ``options`` is ``False``."""
+        return None if options is False else cls(trainer, {} if options is True else dict(options), adapter)
+
+    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Any) -> BatchOutput:
+        """Return what the adapter returns for a batch, of which torch then sees no more than the data."""
+        output = self._adapter.outputs_and_loss(model, loss_func, batch, None)
+        if self.num_samples:
+            output["batch_size"] = find_batch_size(batch, self.num_samples)
+        return output
 
     def __call__(self, batch: Any) -> BatchOutput:
         """Return what the trainer's method returns."""
@@ -135,7 +136,7 @@ class CompiledForward:
         trainer = self._trainer
         self._run = run
         self._copied_in = -1
-        if isinstance(self._adapter, BatchAdapter) and self._adapter.is_new:
+        if self._adapter.is_new:
             self._adapter.is_new = False  # or the check would be compiled, too
             self._is_unchecked = self._is_default
         is_wrapped = isinstance(trainer.model, DistributedDataParallel)
@@ -236,24 +237,6 @@ class _Parts:
 
     def __exit__(self, *_: object) -> None:
         self._is_open[0] = False
-
-
-class _Adapter:
-    """Feeds batches to the model like another adapter, but lets torch see no more of them than the data.
-
-    :param adapter: a :class:`~pytorch_accel_lite.base.batches.BatchAdapter`, or one for methods of the model
-    """
-
-    def __init__(self, adapter: Any, step: CompiledForward) -> None:
-        self._adapter = adapter
-        self._step = step
-
-    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Any) -> BatchOutput:
-        """Return what the other adapter returns."""
-        output: BatchOutput = self._adapter.outputs_and_loss(model, loss_func, batch, None)
-        if self._step.num_samples and isinstance(self._adapter, BatchAdapter):  # methods may return their own
-            output["batch_size"] = find_batch_size(batch, self._step.num_samples)
-        return output
 
 
 def _has_other_size(run: Run, batch: Any) -> bool:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.base.backends import BackendSettings
+from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.batches import Batch, BatchOutput, is_number
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_all
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.shares import Shares, split
-from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.engine.losses import LossTrackers
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class LogicalProcesses:
     :ivar shares: those of this process
     :ivar is_computing: whether the forward or backward pass of one of them is under way in training
     :ivar outputs: batches and outputs of the latest training step, by number of the logical process
-    :ivar num_steps: number of training steps begun, the same on every process
     :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
     """
 
@@ -54,9 +52,6 @@ class LogicalProcesses:
         self.current = self.shares.own[0]
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
         self.is_computing = False
-        self.num_steps = 0
-        #: The latest value that each logical process of this process has logged under a name, after its step's number.
-        self._logged: dict[tuple[int, str], tuple[int, Any]] = {}
 
     def __repr__(self) -> str:
         own = self.shares.own
@@ -68,61 +63,6 @@ class LogicalProcesses:
         self.current = batch.share.number
         seed_all(mix(batch.share.number, after=batch.share.place))
 
-    def note(self, name: str, value: Any) -> None:
-        """Note a value that a logical process logs in a training step, for rows of step metrics."""
-        self._logged[self.current, name] = self.num_steps, value
-
-    def forget_logged(self) -> None:
-        """Forget what an earlier run has logged."""
-        self._logged.clear()
-
-    def each_output(self) -> Iterator[BatchOutput]:
-        """Yield the outputs of the latest training step; what is logged for one is logged by its logical process."""
-        for number, (share, output) in self.outputs.items():
-            if not share.is_filler:
-                self.current = number
-                yield output
-
-    def row_values(self, trainer: TrainerLike) -> list[tuple[str, Any]]:
-        """Return what this process adds to a row of step metrics: names and numbers of each of its logical processes.
-
-        First its sums of losses and of their weights, without a name; then for every metric the number of the step in
-        which it has logged that (-1 for values that callbacks measure), without a name, and the value.
-        """
-        trackers = trainer.current_run.loss_trackers
-        assert isinstance(trackers, SharedLossTrackers)
-        metrics = sorted(trainer.step_metrics.items())
-        values: list[tuple[str, Any]] = []
-        for number in self.shares.own:
-            loss = trackers.by_number[number]["loss"]
-            values += ("", loss.total_loss), ("", loss.running_count)
-            for name, latest in metrics:
-                step, value = self._logged.get((number, name), (-1, latest))
-                values += ("", step), (name, value)
-        return values
-
-    def mean_row(self, ranks: Ranks, names: list[str], values: list[float]) -> tuple[float, float, dict[str, float]]:
-        """Return a row of all processes: the sums of losses and of their weights, and the mean of each step metric.
-
-        It is the mean over the logical processes that have logged one in the latest step with any. Call it on every
-        process.
-        """
-        total = count = 0.0
-        found: dict[str, list[tuple[float, float]]] = {}
-        for names_there, values_there in ranks.all_gather_object((names, values)):
-            numbers = iter(values_there)
-            for own_total, own_count in zip(numbers, numbers, strict=False):
-                total += own_total
-                count += own_count
-                for name in names_there:
-                    found.setdefault(name, []).append((next(numbers), next(numbers)))
-        means = {}
-        for name, pairs in sorted(found.items()):
-            latest = max(step for step, _ in pairs)
-            chosen = [value for step, value in pairs if step == latest]
-            means[name] = sum(chosen) / len(chosen)
-        return total, count, means
-
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""
         return SharedLossTrackers(self.shares.own, lambda: self.current)
@@ -130,13 +70,10 @@ class LogicalProcesses:
     def capture(self, trainer: TrainerLike) -> dict[str, Any]:
         """Return what a training state keeps of them. Call it on every process."""
         run = trainer.current_run
-        logged = [(*key, step, float(value)) for key, (step, value) in self._logged.items()]
-        losses, all_logged = zip(*trainer.ranks.all_gather_object((run.loss_trackers.own_sums(), logged)), strict=True)
+        losses = trainer.ranks.all_gather_object(run.loss_trackers.own_sums())
         return {
             "losses": list(chain.from_iterable(losses)),
             "generators": capture_generators(),
-            "num_steps": self.num_steps,
-            "logged": list(chain.from_iterable(all_logged)),
             "step_metrics": {name: float(value) for name, value in run.step_metrics.items() if is_number(value)},
         }
 
@@ -152,12 +89,7 @@ class LogicalProcesses:
             run.loss_trackers.load_sums(kept["losses"])
         if is_same:
             restore_generators(kept["generators"])
-            self.num_steps = kept.get("num_steps", 0)
             run.step_metrics.update(kept.get("step_metrics", {}))
-            for number, name, step, value in kept.get("logged", ()):
-                run.step_metrics.setdefault(name, value)  # logged on another process
-                if number in self.shares.own:
-                    self._logged[number, name] = step, value
 
     @contextmanager
     def computing_identically(self, trainer: TrainerLike) -> Iterator[None]:
@@ -181,7 +113,7 @@ def _deterministic() -> Iterator[None]:
     fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False  # it takes time, and nothing reads that memory
     try:
-        with BackendSettings(deterministic=True).in_force():
+        with deterministic_kernels(True):
             yield
     finally:
         settings.fill_uninitialized_memory = fills
@@ -207,17 +139,6 @@ class SharedLossTrackers(LossTrackers):
         """Add a value of a share under its own name."""
         super().log(name, value, weight)
         self.by_number[self._current()].log(name, value, weight)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums of logged values, also those of each logical process."""
-        by_number = {number: trackers.state_dict() for number, trackers in self.by_number.items()}
-        return {**super().state_dict(), "by_number": by_number}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
-        super().load_state_dict(state)
-        for number, trackers in self.by_number.items():
-            trackers.load_state_dict(state["by_number"][number])
 
     def own_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of each logical process of this rank."""

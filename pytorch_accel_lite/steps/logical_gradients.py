@@ -91,12 +91,6 @@ class GradientSum:
         else:
             self._slices = summed
 
-    def forget_step(self) -> None:
-        """Leave out the gradients of this step."""
-        self._tree.nodes.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def finish(self) -> None:
         """Give each parameter its gradient of the window, the same on every process. Call it on every process.
 

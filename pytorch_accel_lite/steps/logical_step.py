@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,28 +13,15 @@ from torch import nn
 
 from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import seed_all
 from pytorch_accel_lite.base.splitting import concatenate_if_possible
-from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.shares import split
-from pytorch_accel_lite.engine.snapshot import Snapshot
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
-from pytorch_accel_lite.steps.failed_batches import (
-    DONE,
-    FAILED,
-    BatchFailure,
-    agree,
-    failure_of,
-    is_out_of_memory,
-    merge_outputs,
-    skip_batch,
-    split_further,
-    split_into_parts,
-)
+from pytorch_accel_lite.steps.failed_batches import merge_outputs
 from pytorch_accel_lite.steps.logical_gradients import GradientSum
 
 if TYPE_CHECKING:
@@ -95,7 +81,6 @@ class LogicalStep(PlainStep):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         self._logical = trainer.logical
-        self._logical.forget_logged()
         self._ranks = trainer.ranks
         batch_size = run.required_config.train_per_device_batch_size
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
@@ -112,31 +97,15 @@ class LogicalStep(PlainStep):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
-        :return: the outputs of the shares of this process, put together, or ``None`` if the step is skipped
+        :return: the outputs of the shares of this process, put together
         """
         assert batch.share is not None
         assert batch.total_samples is not None
         window, sums = self._window, self._window.sums
-        may_fail = run.request.skips_failed_batches or run.request.auto_microbatch
-        largest_share = max(batch.data, key=lambda share: share.num_samples or 0)
-        self._logical.num_steps += 1
         self._find_buffers()
         before = _copies(self._buffers())
-        while True:
-            counted = self._keep_counts(run) if may_fail else Snapshot()
-            sums.begin_step(self._trained(trainer))
-            first, failures, error = self._compute_shares(trainer, run, batch, before, may_fail)
-            outcome, largest = agree(trainer, run, largest_share, error) if may_fail else (DONE, 0)
-            if outcome == DONE:
-                break
-            counted.close()
-            sums.forget_step()
-            _restore(self._buffers(), before)
-            if outcome == FAILED:
-                seed_all(batch.share.place)
-                skip_batch(trainer, run, batch, failures, error)
-                return None
-            split_further(trainer, run, largest)
+        sums.begin_step(self._trained(trainer))
+        first = self._compute_shares(trainer, run, batch, before)
         run.progress.add_samples(batch.total_samples)
         sums.end_step()
         _restore(self._buffers(), first)
@@ -146,70 +115,39 @@ class LogicalStep(PlainStep):
         seed_all(batch.share.place)
         return self._put_together(trainer, run, batch)
 
-    def _keep_counts(self, run: Run) -> Snapshot:
-        """Keep what a step that fails has logged and counted."""
-        before = Snapshot()
-        before.keep_states([run.loss_trackers])
-        before.callback(setattr, self._window, "items", dict(self._window.items))
-        return before
-
     def _compute_shares(
-        self, trainer: TrainerLike, run: Run, batch: Batch, before: list[torch.Tensor], may_fail: bool
-    ) -> tuple[list[torch.Tensor], list[BatchFailure], Exception | None]:
-        """Compute the shares of this process one after another.
+        self, trainer: TrainerLike, run: Run, batch: Batch, before: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Compute the shares of this process one after another, and return the buffers after the first one.
 
         :param before: the buffers before the step
-        :return: the buffers after the first share, what has failed, and the error that counts
         """
         self._logical.outputs = {}
         first: list[torch.Tensor] = []
-        failures: list[BatchFailure] = []
-        counts: Exception | None = None
         for share in batch.data:
             if first:
                 _restore(self._buffers(), before)
             run.batch = share
             self._logical.begin_share(share)
-            try:
-                output = self._compute(trainer, run, share)
-            except (StopTrainingError, NonFiniteLossError):
-                raise
-            except Exception as error:
-                if not may_fail:
-                    raise
-                if counts is None or is_out_of_memory(counts):  # any other error counts more
-                    counts = error
-                failures.append(failure_of(self._logical.current, run, error))
-                if is_out_of_memory(error):
-                    traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the share
-            else:
-                self._logical.outputs[self._logical.current] = share, output
+            self._logical.outputs[share.share.number] = share, self._compute(trainer, run, share)
             first = first or _copies(self._buffers())
-        return first, failures, counts
+        return first
 
     def _compute(self, trainer: TrainerLike, run: Run, share: Batch) -> BatchOutput:
         """Run the forward and backward pass of a share, and take its gradients; a filler has none."""
-        if isinstance(share.data, FailedRead):
-            raise share.data.error
         window = self._window
         window.number = self._logical.current
-        outputs: list[BatchOutput] = []
         self._logical.is_computing = True
         try:
-            for part in split_into_parts(share, self.num_microbatches if run.request.auto_microbatch else 1):
-                run.batch = part
-                output = self.forward(trainer, run, part)
-                if not share.is_filler:
-                    self.backward(trainer, run, part, output, *part.samples(output))
-                else:
-                    window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
-                outputs.append(recursively_apply(torch.Tensor.detach, output))
+            output = self.forward(trainer, run, share)
+            if share.is_filler:
+                window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+            else:
+                self.backward(trainer, run, share, output, *share.samples(output))
+                window.sums.take(window.number)
         finally:
             self._logical.is_computing = False
-            run.batch = share
-        if not share.is_filler:
-            window.sums.take(window.number)
-        return merge_outputs(outputs)
+        return recursively_apply(torch.Tensor.detach, output)  # type: ignore[no-any-return]
 
     def _put_together(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
         """Track the losses of the shares, and return the output of this process's part of the step.

@@ -5,29 +5,25 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.utils.operations import convert_to_fp32, honor_type
+from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
-from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size, tensors_in
 from pytorch_accel_lite.base.events import CallbackHandler
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded, local, unwrap
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.splitting import check_is_shared, is_dataclass, is_list_of_samples, with_fields
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.engine.lifecycle import begin_training
@@ -78,15 +74,11 @@ class Scenario:
     :param sharding: ``"custom"``: by the trainer's ``parallelize_model``; ``"blocks"``: by ``fully_shard`` for each
         block and the model; ``"none"``: a copy of the model on each process
     :param device_type: the kind of device, for which optimizers choose their implementation
-    :param batch_size: number of samples in a batch of one process
-    :param recomputes: whether the activations within blocks are computed again in the backward pass
     """
 
     world_size: int
     sharding: Literal["custom", "blocks", "none"]
     device_type: str
-    batch_size: int
-    recomputes: bool = False
 
 
 def measure_step(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenario) -> LiveBytes:
@@ -272,8 +264,6 @@ class FakeTrainer:
         """Copy the model, with fake parameters that are whole."""
         with self._computing():
             self.trainer.model = self._copies.of(self._original.get_model(keep_torch_compile=False))
-        if self._scenario.recomputes:
-            recompute(self.trainer.model)
 
     def shard(self) -> None:
         """Shard the model. New tensors are real meanwhile: the meshes need them."""
@@ -312,21 +302,24 @@ class FakeTrainer:
         """
         with self._computing():
             self._copy_others()
-            run = self._begin(read)
-            size = self._scenario.batch_size
-            data = _fake_batch(batch.data, find_batch_size(batch.data, batch.num_samples), size, self.trainer.device)
+            size = find_batch_size(batch.data, batch.num_samples)
+            run = self._begin(read, size)
+            with fake_tensor.FakeCopyMode(self._mode):
+                data = copy.deepcopy(batch.data)
+            for tensor in tensors_in(data):
+                self.live.note(tensor)
             fake = batch._replace(data=data, num_samples=size, total_samples=size, is_last=False)
             for _ in range(2):
                 self.live.forget_peak()
                 for _ in range(run.window.steps):
                     _step(self.trainer, run, fake)
 
-    def _begin(self, read: Run) -> Run:
+    def _begin(self, read: Run, batch_size: int) -> Run:
         """Begin a run of the trainer."""
         trainer = self.trainer
         run = trainer.current_run = read.derive()
         trainer.open_runs.append(run)
-        begin_training(trainer, run, self._scenario.batch_size)
+        begin_training(trainer, run, batch_size)
         if are_sharded(trainer.model.parameters()):
             run.step = ShardedStep(trainer, run)
         elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
@@ -369,38 +362,9 @@ class FakeTrainer:
                 yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
 
 
-def recompute(model: nn.Module) -> None:
-    """Let the blocks of a model compute their activations again in the backward pass, instead of keeping them."""
-    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
-    if callable(enable):  # of transformers
-        enable({"use_reentrant": False, "preserve_rng_state": False})
-        return
-    for block in find_blocks(model):
-        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-
-
 def _bytes(tensor: Any) -> int:
     part = local(tensor)
     return part.numel() * part.element_size()
-
-
-def _fake_batch(data: Any, size: int, wanted: int, device: torch.device) -> Any:
-    """Return a fake batch with ``wanted`` samples. Raises an error if something in it cannot have as many."""
-    if isinstance(data, torch.Tensor):
-        shape = (wanted, *data.shape[1:]) if data.ndim and len(data) == size else data.shape
-        return torch.empty(shape, dtype=data.dtype, device=device)
-    if isinstance(data, Mapping):
-        return {key: _fake_batch(value, size, wanted, device) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        parts = [data[i % size] for i in range(wanted)] if is_list_of_samples(data, size) else data
-        return honor_type(data, [_fake_batch(part, size, wanted, device) for part in parts])
-    if is_dataclass(data):
-        return with_fields(data, lambda value: _fake_batch(value, size, wanted, device))
-    if isinstance(data, np.ndarray):
-        return np.broadcast_to(data[:1], (wanted, *data.shape[1:])) if data.ndim and len(data) == size else data
-    if wanted != size:
-        check_is_shared(data, size)
-    return data
 
 
 def _step(trainer: TrainerLike, run: Run, batch: Batch) -> None:

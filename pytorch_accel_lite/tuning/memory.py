@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
-from pytorch_accel_lite.base.batches import find_batch_size, is_as_long, parts_in
+from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.devices import module_of
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import PLAIN, are_sharded
@@ -26,9 +23,7 @@ from pytorch_accel_lite.engine.arguments import check_data, check_training
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.trial import check_can_try
-from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
-from pytorch_accel_lite.tuning.finders import largest_fitting_size
 from pytorch_accel_lite.tuning.live_bytes import KINDS
 from pytorch_accel_lite.tuning.reports import Report
 
@@ -37,9 +32,9 @@ if TYPE_CHECKING:
 
 #: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
 _RESERVE = 0.1
-_LOWER = 0.95  # of the peak, at most, for a change to be worth naming
-_LARGEST_BATCH = 2**16
-_USUAL_DEVICES = 8
+_REMEDIES = (
+    "Smaller batches, activation checkpointing, more processes or sharded=True lower it: estimate again with them."
+)
 _NAMES = {
     "optimizer": "optimizer state",
     "averages": "averaged weights",
@@ -64,8 +59,6 @@ class MemoryEstimate(Report):
     :param per_device_batch_size: number of samples in a batch of one process
     :param is_sharded: whether the model is divided over the processes
     :param device_memory: the memory of a device, if it is known
-    :param largest_batch: the largest batch of one process that fits in 90 % of it; ``None`` if that is unknown
-    :param alternatives: the peak after each change that would help, by its description, the lowest first
     """
 
     peak: int
@@ -75,8 +68,6 @@ class MemoryEstimate(Report):
     per_device_batch_size: int
     is_sharded: bool
     device_memory: int | None = None
-    largest_batch: int | None = None
-    alternatives: dict[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool | None:
@@ -97,26 +88,16 @@ class MemoryEstimate(Report):
         sizes = [(_NAMES.get(kind, kind), size) for kind, size in self.parts.items() if size]
         return [(name, f"{format_bytes(size)}, {100 * size / max(self.peak, 1):3.0f} %") for name, size in sizes]
 
-    @property
-    def advice(self) -> list[str]:
-        """Whether it fits, and what would lower the peak."""
-        advice = []
-        if self.device_memory is not None:
-            verdict = "This fits" if self.fits else "This does not fit"
-            advice.append(
-                f"{verdict} in {format_bytes(self.device_memory)}, {100 * _RESERVE:.0f} % of which are left for "
-                "fragments, libraries and the driver."
-            )
-        if self.largest_batch is not None:
-            size = f"batches of up to {self.largest_batch}" if self.largest_batch else "not even a batch of one sample"
-            advice.append(f"With these settings, {size} {'fit' if self.largest_batch != 0 else 'fits'}.")
-        for change, peak in self.alternatives.items():
-            advice.append(f"{change}: {format_bytes(peak)}, which saves {format_bytes(self.peak - peak)}.")
-        return advice
-
     def notes(self) -> list[str]:
-        """Return the advice."""
-        return self.advice
+        """Return whether it fits, and if not, what would lower the peak."""
+        if self.device_memory is None:
+            return []
+        verdict = "This fits" if self.fits else "This does not fit"
+        usable = (
+            f"{verdict} in {format_bytes(self.device_memory)}, {100 * _RESERVE:.0f} % of which are left for fragments, "
+            "libraries and the driver."
+        )
+        return [usable] if self.fits else [usable, _REMEDIES]
 
 
 def format_bytes(size: float) -> str:
@@ -146,7 +127,6 @@ def estimate_memory(
     sharded: bool | None = None,
     device_type: str | None = None,
     device_memory: int | str | None = None,
-    advise: bool = True,
 ) -> MemoryEstimate:
     """Estimate how much memory training takes on each device, for any number of processes, without these devices.
 
@@ -158,8 +138,7 @@ def estimate_memory(
         an overridden :meth:`parallelize_model`; block by block if the accelerator has an FSDP plugin; or not at all.
     :param device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
     :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
-        trainer's GPU, if it has one. The largest batch that fits is only known with it.
-    :param advise: find out what would lower the peak, by an estimate for each change
+        trainer's GPU, if it has one.
     :return: the estimate, to be printed in a script; consoles and notebooks show it
     :raises NotImplementedError: if the step needs the values of tensors, as ``.item()`` does
     """
@@ -180,55 +159,9 @@ def estimate_memory(
         batch = _read_batch(self, run, per_device_batch_size, train_dataloader_kwargs)
         size = find_batch_size(batch.data, batch.num_samples)
         kind = device_type or self.device.type.replace("cpu", "cuda")
-        scenario = Scenario(world_size, how, kind, size)
-        live = measure_step(self, run, batch, scenario)
-        parts = {kind: live.at_peak[kind] for kind in KINDS}
-        result = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
-        if advise:
-            _advise(self, result, run, batch, scenario)
-    return result
-
-
-def _advise(trainer: TrainerLike, estimate: MemoryEstimate, run: Run, batch: Batch, scenario: Scenario) -> None:
-    """Find out what would lower the peak, and the largest batch that fits."""
-
-    @cache
-    def peak_of(other: Scenario) -> int | None:
-        """Return the peak, or ``None`` if the model does not work in that way: if its blocks cannot be recomputed."""
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return measure_step(trainer, run, batch, other).peak
-        return None
-
-    def fits(size: int) -> bool:
-        peak = peak_of(replace(scenario, batch_size=size))
-        return peak is not None and peak <= _usable(estimate.device_memory or 0)
-
-    peaks = {text: peak_of(other) for text, other in _changes(trainer, scenario)}
-    helpful = {text: peak for text, peak in peaks.items() if peak is not None and peak <= _LOWER * estimate.peak}
-    estimate.alternatives = dict(sorted(helpful.items(), key=lambda item: item[1]))
-    can_be_resized = any(is_as_long(part, scenario.batch_size) for part in parts_in([batch.data]))
-    other_size = scenario.batch_size // 2 or 2
-    if estimate.device_memory and can_be_resized and peak_of(replace(scenario, batch_size=other_size)) is not None:
-        estimate.largest_batch = largest_fitting_size(fits, scenario.batch_size, _LARGEST_BATCH)
-
-
-def _changes(trainer: TrainerLike, scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
-    """Yield what can be changed, with the scenario in which it is."""
-    model = trainer.get_model(keep_torch_compile=False)
-    blocks = find_blocks(model)
-    if blocks and not getattr(model, "is_gradient_checkpointing", False):
-        names = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
-        yield f"Activation checkpointing of the blocks ({names})", replace(scenario, recomputes=True)
-    if scenario.batch_size > 1:
-        half = scenario.batch_size // 2
-        yield f"Batches of {half}", replace(scenario, batch_size=half)
-    devices = scenario.world_size if scenario.world_size > 1 else _USUAL_DEVICES
-    if scenario.sharding == "none":
-        shared = replace(scenario, sharding="blocks", world_size=devices)
-        yield f"fully_shard for each block and the model, on {devices} devices", shared
-    else:
-        yield f"{2 * devices} devices", replace(scenario, world_size=2 * devices)
+        live = measure_step(self, run, batch, Scenario(world_size, how, kind))
+    parts = {kind: live.at_peak[kind] for kind in KINDS}
+    return MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
 
 
 def _check(trainer: TrainerLike, request: RunRequest) -> None:
