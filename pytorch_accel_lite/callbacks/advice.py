@@ -45,7 +45,8 @@ class AdviceCallback(TrainerCallback):
       or has not yet raised it to a hundredth of the optimizer's own.
 
     Only the first epoch of a run is measured. For a closer look at speed before a run, see
-    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
+    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`; for mistakes, as when the loss does not fall, see
+    :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`.
 
     :param min_seconds: shortest time of waiting in seconds that is worth reporting
     """

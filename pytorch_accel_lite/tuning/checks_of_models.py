@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import RandomSampler
 
 from pytorch_accel_lite.base.batches import TARGET_KEYS, tensors_in
+from pytorch_accel_lite.optimizers.attributes import registered
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.tuning.probing import (
     TOLERANCE,
@@ -66,7 +67,7 @@ def check_determinism(probe: Probe) -> Iterator[Finding]:
     An evaluation with dropout, or with batch norm that follows the batch, is worse than the model, and never the same.
     """
     batch = probe.eval_batch
-    first, second, third = probe.evaluate(batch), probe.evaluate(batch, 1), probe.evaluate(batch, after=probe.batch)
+    first, second = probe.evaluate(batch), probe.evaluate(batch, seed=1)
     findings = list(_look_at_modes(probe, first.watch))
     dropouts, drawn = listed(set(first.watch.dropouts)), listed(set(first.watch.drawn_by_model))
     if dropouts and not findings:
@@ -76,13 +77,15 @@ def check_determinism(probe: Probe) -> Iterator[Finding]:
         )
         findings.append(mistake(text, advice))
     yield from findings
-    off, off_after = difference(first.numbers, second.numbers), difference(first.numbers, third.numbers)
+    off, off_after = difference(first.numbers, second.numbers), probe.change_after_another_batch
     is_classifier = any(call.name == "cross_entropy" for call in first.watch.losses)
     if off > TOLERANCE and not (drawn and is_classifier):
         raise NotApplicableError("The evaluation draws random numbers of its own, as those of generative models do.")
     if off > TOLERANCE:
         text = f"Two evaluations of a batch differ by {off:.1%} of the largest output; the model draws {drawn}."
         yield doubt(text, "Draw noise only if self.training.", difference=off)
+    elif off_after > TOLERANCE and registered(probe.trainer):
+        raise NotApplicableError("The program registers a state, which it carries from each batch to the next.")
     elif off_after > TOLERANCE and not findings:
         text = f"Evaluated after another batch, outputs differ by {off_after:.1%} of the largest: a state is kept."
         yield doubt(text, "Reset it in forward(), unless batches continue each other.", difference=off_after)

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch
 from pytorch_accel_lite.base.loss_shapes import LossShapeError
 from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.tuning.probing import (
     LOSSES_OF_ELEMENTS,
+    TOLERANCE,
     Finding,
     LossCall,
     NotApplicableError,
@@ -85,15 +87,15 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
     classes = outputs.shape[1] if outputs.ndim > 1 and name != "binary_cross_entropy_with_logits" else 1
     are_probabilities = classes > 1 and bool(((outputs.sum(1) - 1).abs() < 1e-3).all() and (outputs >= 0).all())
     are_logarithms = classes > 1 and bool(((outputs.exp().sum(1) - 1).abs() < 1e-2).all())
-    usual = math.log(max(classes, 2))
     takes_logits = name in ("cross_entropy", "binary_cross_entropy_with_logits")
+    usual, mean = math.log(max(classes, 2)), _mean_loss(call) if takes_logits else 0.0
     if takes_logits and (are_probabilities or (classes == 1 and last in ("sigmoid", "softmax"))):
         text = f"{name} is given probabilities, and applies a softmax or a sigmoid to them again."
         yield mistake(text, "Give it logits: remove the last function of the model.")
-    elif takes_logits and call.mean > 1.5 * usual + 1:  # a smaller one is that of a trained model
-        text = f"The first {name} is {call.mean:.4g}; that of a model that knows nothing is {usual:.3g}."
+    elif takes_logits and mean > 1.5 * usual + 1:  # a smaller one is that of a trained model
+        text = f"The first {name} is {mean:.4g}; that of a model that knows nothing is {usual:.3g}."
         advice = "Look at the scale of the inputs, and of the initial weights of the last layer."
-        yield doubt(text, advice, loss=call.mean, usual=usual)
+        yield doubt(text, advice, loss=mean, usual=usual)
     elif (name == "kl_div" and are_probabilities) or (name == "nll_loss" and classes > 1 and not are_logarithms):
         given = "probabilities" if are_probabilities else "values"
         text = f"{name} is given {given} in place of their logarithms."
@@ -104,6 +106,13 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
         if low < least - margin or high > most + margin:
             text = f"Targets range from {low:.3g} to {high:.3g}, but the model's last function is a {last}."
             yield mistake(text, "Remove the last activation, or scale the targets.", targets=(low, high))
+
+
+def _mean_loss(call: LossCall) -> float:
+    """Return the mean loss for logits, however the program has reduced it or weighted the classes."""
+    if call.name == "cross_entropy":
+        return float(functional.cross_entropy(call.outputs.float(), call.targets, ignore_index=call.ignored))
+    return float(functional.binary_cross_entropy_with_logits(call.outputs.float(), call.targets.float()))
 
 
 def check_mean_loss(probe: Probe) -> Iterator[Finding]:
@@ -184,6 +193,8 @@ def check_processes(probe: Probe) -> Iterator[Finding]:
     with probe.training(quiet=True, logical_processes=2) as update:
         off = distance(alone.gradients, update(halves).gradients)
     if off > 1e-2:
+        if probe.change_after_another_batch > TOLERANCE:
+            raise NotApplicableError("The program carries a state from each batch to the next.")
         text = f"The gradients of two processes differ by {off:.0%} from those of one, though the loss is a mean."
         yield mistake(text, difference=off)
 

@@ -384,12 +384,17 @@ class Probe:
 
         :param after: a batch to compute just before
         """
-        compute, mode = self.trainer.calculate_eval_batch_loss, "evaluation"
         if self.run.data.eval_loader is None:
             self.refuse_own_step()
-            compute, mode = self.trainer.calculate_train_batch_loss, "quiet"
+            return self._pass(self.trainer.calculate_train_batch_loss, batch, "quiet", seed=seed, after=after)
         with attributes.evaluating_optimizers(self.trainer), torch.no_grad():
-            return self._pass(compute, batch, mode, seed=seed, after=after)
+            return self._pass(self.trainer.calculate_eval_batch_loss, batch, "evaluation", seed=seed, after=after)
+
+    @cached_property
+    def change_after_another_batch(self) -> float:
+        """How far the outputs of a batch are from those that it gives just after a training batch."""
+        first, second = (self.evaluate(self.eval_batch, after=after) for after in (None, self.batch))
+        return difference(first.numbers, second.numbers)
 
     def watch_step(self, batch: Batch) -> Watch:
         """Return what a training step calls, also one that makes its own updates."""
