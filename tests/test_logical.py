@@ -272,8 +272,7 @@ def combined() -> dict[str, Any]:
         "head": torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
     }
     schedules = {"head": partial(OneCycleLR, max_lr=0.1, total_steps=P.MAX_NUM_TRAIN_STEPS)}
-    names = Names()
-    trainer = OwnLosses(model, None, optimizers, [names], seed=2, logical_processes=5)
+    trainer = OwnLosses(model, None, optimizers, [], seed=2, logical_processes=5)
     trainer.train(
         mixture(),
         2,
