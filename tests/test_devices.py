@@ -66,7 +66,6 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
         "monitors_and_rows",
         "accumulated_and_clipped",
         "items_counted_on_the_device",
-        "clipped_spikes",
         "split_batches",
         "evaluation",
         "data_on_the_device",

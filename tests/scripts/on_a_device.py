@@ -29,7 +29,6 @@ from pytorch_accel_lite.callbacks import (
     AdviceCallback,
     DeviceMemoryCallback,
     GradientNormCallback,
-    GradientSpikeCallback,
     MetricsCallback,
     MetricsFileCallback,
     ModelEmaCallback,
@@ -139,11 +138,6 @@ def case_items_counted_on_the_device() -> Any:
         return train(trainer, size=2 * size + 1, batch_size=4, gradient_accumulation_steps=2)
 
     return with_waits(run)
-
-
-def case_clipped_spikes() -> Any:
-    callback = GradientSpikeCallback(action="clip", factor=1.5, warm_up_updates=3)
-    return with_waits(lambda size: train(make_trainer([callback]), size=size))
 
 
 def case_evaluation() -> Any:
