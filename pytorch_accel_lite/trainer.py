@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -314,7 +315,8 @@ class Trainer:
         of_train, of_eval = train_dataloader_kwargs, eval_dataloader_kwargs
         arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
-        create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
+        if create_scheduler_fn is not None or warmup_steps:
+            create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
         arguments.check_optimizers(self, create_scheduler_fn)
         if eval_dataset is not None:
             arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
@@ -327,9 +329,10 @@ class Trainer:
             lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
             lifecycle.start_or_resume(self, run, reset_run_history)
-            with ending_in_order(run.control.request, request.ends_at_signals):
+            with ending_in_order(run.control.request) if request.ends_at_signals else nullcontext():
                 self._run_training()
-        exit_for(run.end.pause)
+        if run.end.pause is not None:
+            exit_for(run.end.pause)
 
     evaluate = evaluation.evaluate
     run_evaluation = evaluation.run_evaluation

@@ -323,20 +323,17 @@ def _are_columns(dataset: Any) -> bool:
 # ------------------------------------------------------------------------------------------- on all ranks
 
 
-def check_same_call(ranks: Ranks, call: str, datasets: dict[str, Any], callbacks: list[str], seed: int | None) -> None:
+def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data: Any) -> None:
     """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
 
     It comes before any other communication, in which they would wait for each other.
 
     :param call: the method of the trainer that begins the run
-    :param datasets: the datasets by the names of their arguments; only which there are is compared
-    :param callbacks: the names of their classes, in order
     """
-    if ranks.world_size == 1:
-        return
-    settings: dict[str, Any] = {"call": call, "callbacks": callbacks, "seed": seed}
-    for name, dataset in datasets.items():
-        settings[name] = [*dataset] if isinstance(dataset, dict) else None if dataset is None else "a dataset"
+    ranks = trainer.ranks
+    settings = {"call": call, "callbacks": trainer.callback_handler.callback_list, "seed": trainer.seed}
+    for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
+        settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
     try:
         check_same_on_all_ranks(settings, ranks)
     except RuntimeError as error:  # the time limit of the process group, or the end of another rank
