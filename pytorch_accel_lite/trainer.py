@@ -43,6 +43,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
+from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, shutdown
 from pytorch_accel_lite.engine import (
@@ -235,9 +236,9 @@ class Trainer:
 
     def train(
         self,
-        train_dataset: Any,
+        train_dataset: NamedData,
         num_epochs: int | None = None,
-        eval_dataset: Any = None,
+        eval_dataset: NamedData | None = None,
         per_device_batch_size: int = 8,
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int = 1,
