@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_los
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.base.inspection import accepts, is_overridden
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import is_sharded, without_gradients
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
@@ -317,7 +317,7 @@ class Trainer:
         arguments.check_training(self.optimizer, self.accelerator, request)
         if create_scheduler_fn is not None or warmup_steps:
             create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
-        arguments.check_optimizers(self, create_scheduler_fn)
+        arguments.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
         batch_size = int(size)  # may be a numpy integer
@@ -697,11 +697,4 @@ class TrainerWithTimmScheduler(Trainer):
             raise ValueError(
                 f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
                 "after both updates and epochs, as needed. Omit scheduler_interval and scheduler_metric."
-            )
-        scheduler = self.scheduler
-        takes = scheduler is None or (hasattr(scheduler, "step_update") and accepts(scheduler.step, 1, 0.0))
-        if not takes:
-            raise TypeError(
-                f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped like timm's "
-                "schedulers, by step_update(num_updates) and step(epoch, metric). Use Trainer for it."
             )

@@ -162,7 +162,7 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     had_optimizer = is_made(trainer.optimizer)
     prepare_model(trainer, training=True)
     if not had_optimizer:
-        check_optimizers(trainer, trainer.create_scheduler_fn)
+        check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     if trainer.ranks.world_size > 1:
         check_same_on_all_ranks(run.config.to_dict(), trainer.ranks)

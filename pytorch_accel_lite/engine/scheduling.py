@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_pl
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, schedulers_in
+from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, learning_rates, scheduled_options, set_options
 
 if TYPE_CHECKING:
@@ -95,7 +95,13 @@ def _listed(rates: list[Any]) -> str:
 def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
     """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
     create = replace_trainer_placeholder_values(trainer, create)
-    return create_schedulers(create, trainer.optimizer) if isinstance(create, Mapping) else create(trainer.optimizer)
+    if not isinstance(create, Mapping):
+        return create(trainer.optimizer)
+    optimizers = parts_of(trainer.optimizer)
+    for name in create.keys() - optimizers.keys():
+        existing = ", ".join(map(repr, optimizers)) or "one without a name"
+        raise ValueError(f"create_scheduler_fn[{name!r}]: no optimizer has that name, only {existing}.")
+    return create_schedulers(create, trainer.optimizer)
 
 
 def step_after_epoch(trainer: TrainerLike, run: Run) -> None:
