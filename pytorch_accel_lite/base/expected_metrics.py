@@ -28,7 +28,7 @@ _LOSS: Directions = {"eval_loss": False}
 _NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a training metric."
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class ExpectedMetrics:
     """The metrics that a run records and watches, declared by callbacks in ``configure_run`` via ``request.metrics``.
 

@@ -25,7 +25,7 @@ from pytorch_accel_lite.engine.trial import prepared_for_trial
 from pytorch_accel_lite.optimizers.gradients import total_norm
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class NonFinite:
     """Where numbers stopped being finite in a forward pass.
 
@@ -49,7 +49,7 @@ class NonFinite:
         return f"{where}; its {causes} are not finite either." if causes else f"{where}."
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RecordedStep:
     """A batch of the accumulation window, with the generators' states before its step."""
 
@@ -213,7 +213,7 @@ def non_finite_gradients(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Replay:
     """The result of :func:`replay`.
 

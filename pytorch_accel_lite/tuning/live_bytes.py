@@ -25,7 +25,7 @@ _FRAMES_TO_SEARCH = 32
 Owners = Callable[[], Iterable[tuple[str, Any]]]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _LiveStorage:
     """A storage that is alive: a reference that tells when it is freed, what it is for, and its size in bytes."""
 
