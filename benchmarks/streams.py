@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import OwnShard, ReadByAll
+from pytorch_accel_lite.data import OwnShard
 
 BATCH = 32
 IN_BLOCK = 16
@@ -119,16 +119,6 @@ def train_with_trainer(batches: Any, images: bool) -> Seconds:
     return blocks.seconds
 
 
-class EveryNth:
-    """The batches of a loader that this process uses, out of those that all processes read."""
-
-    def __init__(self, batches: Iterable[Any], rank: int, world_size: int) -> None:
-        self._batches, self._rank, self._world_size = batches, rank, world_size
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._batches, self._rank, None, self._world_size)
-
-
 class Agreed:
     """Batches about whose sizes the processes agree in each step, as cheaply as torch allows, and a step ahead."""
 
@@ -170,19 +160,16 @@ def of_streams(steps: int, rank: int, world_size: int) -> Ways:
     samples = steps * BATCH * world_size
     own, whole = Images(rank, samples, world_size), Images(0, samples)
     shards = partial(train_by_hand, DataLoader(own, BATCH), images=True)
-    every = partial(train_by_hand, EveryNth(DataLoader(whole, BATCH), rank, world_size), images=True)
     ours = partial(train_with_trainer, images=True)
     by_hand, joined = "plain loop, own shards", "plain loop, own shards, `Join`"
-    read_by_all, dealt = "plain loop, read by all", "plain loop, `scatter`"
+    dealt = "plain loop, `scatter`"
     ways: Ways = {by_hand: (shards, by_hand), "plain loop, own shards, again (control)": (shards, by_hand)}
     if world_size > 1:
         ways[joined] = partial(shards, joined=True), joined
-        ways[read_by_all] = every, read_by_all
         ways[dealt] = lambda: train_by_hand(scattered(whole, steps), images=True), dealt
     return ways | {
         "ours, own shards (`OwnShard`)": (partial(ours, OwnShard(DataLoader(own, BATCH))), joined),
         "ours, divided (`shard`)": (partial(ours, DataLoader(Divisible(0, samples), BATCH)), joined),
-        "ours, `ReadByAll`": (partial(ours, DataLoader(ReadByAll(whole), BATCH)), read_by_all),
         "ours, read and dealt out by rank 0": (partial(ours, DataLoader(whole, BATCH)), dealt),
     }
 

@@ -28,7 +28,7 @@ from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.signals import ending_in_order, exit_for
-from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
+from pytorch_accel_lite.base.unknown_names import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -133,7 +133,7 @@ class Trainer:
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar train_dataset_name: name of the batch's dataset, if each batch is from one; likewise ``eval_dataset_name``
+    :ivar eval_dataset_name: name of the dataset that is being evaluated, if there are several
     :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
     :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
@@ -168,7 +168,6 @@ class Trainer:
     num_microbatches: int = shadowable("step.num_microbatches")
     is_finished: bool = shadowable("is_finished")
     evaluation_is_due: bool = shadowable("evaluation_is_due")
-    train_dataset_name: str | None = shadowable("train_dataset_name")
     eval_dataset_name: str | None = shadowable("data.eval_dataset_name")
     batch_indices: list[Any] | None = shadowable("batch_indices")
     clock: float = shadowable("clock")
@@ -200,7 +199,7 @@ class Trainer:
             channels_last=channels_last,
             deterministic=deterministic,
         )
-        arguments.check_constructor(model, loss_func, optimizer, seed)
+        arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = combine_or_defer(optimizer)
@@ -265,9 +264,8 @@ class Trainer:
         :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
             evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
             metrics.
-        :param per_device_batch_size: number of samples in a batch of one process, or of all processes together if the
-            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``. Like ``collate_fn`` and the dataloader
-            kwargs, it is for datasets: a ``DataLoader`` has its own.
+        :param per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the
+            dataloader kwargs, it is for datasets: a ``DataLoader`` has its own.
         :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
         :param gradient_accumulation_steps: number of batches per process in one update
         :param gradient_clip_value: maximum absolute value of each element of the gradients
@@ -340,6 +338,8 @@ class Trainer:
     find_batch_size = finders.find_batch_size
     diagnose = diagnosis.diagnose
     estimate_memory = memory.estimate_memory
+    if not TYPE_CHECKING:
+        fit, test, validate, add_callback = METHODS
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import MixtureStream, OwnShard, ReadByAll, ShuffledStream
+from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
 from tests.tasks import regression_data, weights
@@ -90,11 +90,6 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
         stream = SHELVES[kind](numbers)
         stream.read = read
         return stream, {}
-    if kind.startswith("all of "):
-        stream, kwargs = source(kind.removeprefix("all of "), size, read)
-        return ReadByAll(stream), kwargs
-    if kind == "stacked shelf":
-        return source("shelf", size, read)[0], {"collate_fn": torch.stack}
     if kind == "mixture of cut":
         streams = {"a": Cut(range(size)), "b": ForgetfulCut(range(100, 100 + size))}
         streams["a"].read = streams["b"].read = read

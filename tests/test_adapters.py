@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint.__main__ import print_contents
+from pytorch_accel_lite.checkpoint import model_state, print_contents
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
 from tests.sharded import gathered, large_model
@@ -155,64 +154,7 @@ def test_what_was_trained_before_it_was_frozen_is_in_every_state(tmp_path, async
         assert equal(weights(resumed.model), weights(whole.model))
 
 
-def test_adapters_are_saved_as_peft_does(tmp_path):
-    peft = pytest.importorskip("peft")
-    trainer = run(None, with_lora(bert()))
-    folder = tmp_path / "new" / "adapters"
-    trainer.save_model(folder, trainable_only=True)
-    (folder / "notes.txt").write_text("mine")
-    (folder / "README.md").write_text("---\nlibrary_name: peft\n---\nMy card")
-    trainer.save_model(folder, trainable_only=True)
-    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(
-        ["README.md", "adapter_config.json", "adapter_model.safetensors", "notes.txt"],
-        (folder / "notes.txt").stat().st_mode & 0o777,
-    )
-    assert "My card" in (folder / "README.md").read_text()
-    assert [path.name for path in folder.parent.iterdir()] == ["adapters"]
-    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
-    loaded = peft.PeftModel.from_pretrained(bert(), folder)
-    assert equal(weights(loaded), weights(trainer.model))
-    again = make_trainer(model=with_lora(bert(), seed=5))
-    again.get_model().load_adapter(folder, "default", is_trainable=True)  # as the error of load_checkpoint says
-    assert equal(weights(again.model), weights(trainer.model))
-    with pytest.raises(ValueError, match=r"adapters in PEFT's format. .*load_adapter\(path, 'default', is_trainable"):
-        again.load_checkpoint(folder)
-
-
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")  # PEFT knows its own keys not
-def test_adapters_to_which_ranks_were_allocated_are_saved(tmp_path):
-    peft = pytest.importorskip("peft")
-    schedule = {"tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 4}
-    config = peft.AdaLoraConfig(task_type="SEQ_CLS", init_r=4, target_r=1, target_modules=["query"], **schedule)
-    model = peft.get_peft_model(bert(), config)
-    allocate = listener(on_optimizer_step_start=lambda t: t.model.base_model.update_and_allocate(t.progress.update + 1))
-    trainer = make_trainer([allocate], model, loss_func=None)
-    trainer.train(rows(), 2, per_device_batch_size=4)
-    assert 0 < sum(map(sum, config.rank_pattern.values())) < 2 * 4
-    trainer.save_model(tmp_path / "adapters", trainable_only=True)
-    loaded = peft.PeftModel.from_pretrained(bert(), tmp_path / "adapters").eval()
-    batch = {"input_ids": rows()[0]["input_ids"][None]}
-    assert torch.equal(loaded(**batch).logits, trainer.model.eval()(**batch).logits)
-    model.base_model.model.bert.pooler.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"more is trained: .*pooler.dense.weight"):
-        trainer.save_model(tmp_path / "adapters", trainable_only=True)
-
-
-def test_adapters_that_transformers_added_are_saved_as_such(tmp_path):
-    # transformers 5.24 refuses the newest PEFT of its day: it asks for one that was not out yet.
-    asks = pytest.importorskip("transformers.integrations.peft").MIN_PEFT_VERSION
-    peft = pytest.importorskip("peft", minversion=asks)
-    model = bert()
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
-    model.classifier.requires_grad_(False)
-    trainer = run(None, model)
-    trainer.save_model(tmp_path / "adapters", trainable_only=True)
-    loaded = bert()
-    loaded.load_adapter(tmp_path / "adapters")
-    assert equal(weights(loaded), weights(trainer.model))
-
-
-def test_adapters_in_a_part_of_the_model_are_saved_like_any_trained_weights(tmp_path):
+def test_adapters_are_saved_like_any_trained_weights(tmp_path):
     pytest.importorskip("peft")
     trainer = make_trainer(model=nn.ModuleDict({"body": with_lora(bert()), "head": nn.Linear(2, 2)}))
     trainer.save_model(tmp_path / "model.safetensors", trainable_only=True)
@@ -220,17 +162,6 @@ def test_adapters_in_a_part_of_the_model_are_saved_like_any_trained_weights(tmp_
     assert len([name for name in kept if "lora" in name]) == 8
     assert len([name for name in kept if "modules_to_save" in name]) == 2
     assert len(kept) == 8 + 2 + 2
-
-
-def test_adapters_are_not_mistaken_for_all_that_is_trained(tmp_path):
-    pytest.importorskip("peft")
-    trainer = make_trainer(model=with_lora(bert()))
-    with pytest.raises(ValueError, match=r"path='.*a.safetensors' is a file, but the adapters of PeftModel"):
-        trainer.save_model(tmp_path / "a.safetensors", trainable_only=True)
-    trainer.model.base_model.model.bert.pooler.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"more is trained: .*pooler.dense.bias, .*pooler.dense.weight. Name those"):
-        trainer.save_model(tmp_path / "a", trainable_only=True)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -256,12 +187,15 @@ def resumed_and_saved(folder: Path) -> Any:
     whole = run(folder / "states", with_lora(bert()), trainable_only=True)
     state = folder / "states" / "update-000000002"
     resumed = run(folder / "again", with_lora(bert(), seed=9), resume_from=state)
-    resumed.save_model(folder / "adapters", trainable_only=True)
+    whole_state = model_state(resumed.get_model())
+    resumed.ranks.run_together(
+        lambda: resumed.get_model().save_pretrained(folder / "adapters", state_dict=whole_state), only_first=True
+    )
     loaded = PeftModel.from_pretrained(bert(), folder / "adapters")
     return weights(whole.get_model()), weights(resumed.get_model()), weights(loaded)
 
 
-def test_several_processes_resume_and_save_adapters(two_ranks, tmp_path):
+def test_several_processes_resume_and_peft_saves_adapters(two_ranks, tmp_path):
     pytest.importorskip("peft")
     results = two_ranks.run(resumed_and_saved, tmp_path)
     for whole, resumed, loaded in results:

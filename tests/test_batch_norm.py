@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
@@ -148,17 +148,6 @@ def test_a_last_batch_that_is_left_out_or_not_reached_is_not_warned_of():
     assert is_warned(max_num_train_steps=2, gradient_accumulation_steps=2)
     assert not is_warned([LimitBatchesCallback(3)])
     assert not is_warned(train_dataloader_kwargs={"drop_last": True})
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_the_last_batch_of_torchs_batch_sampler_or_a_stream_with_a_length_is_known(drop_last):
-    sampler = BatchSampler(range(7), 3, drop_last)
-    trainer = make_trainer(model=normalised(nn.BatchNorm1d(4)))
-    kwargs = {"train_dataloader_kwargs": {"batch_sampler": sampler}, "size": 7}
-    assert warned_before_the_first_batch(trainer, **kwargs) != drop_last
-    trainer = make_trainer(model=normalised(nn.BatchNorm1d(4)))
-    kwargs = {"train_dataloader_kwargs": {"drop_last": drop_last}, "train_dataset": Sized(), "batch_size": 3}
-    assert warned_before_the_first_batch(trainer, **kwargs) != drop_last
 
 
 def test_a_batch_norm_that_is_kept_in_evaluation_mode_is_not_warned_of():

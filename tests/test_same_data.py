@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
-from pytorch_accel_lite.data import Mixture, MixtureStream, OwnShard, ReadByAll, ShuffledStream
+from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
 from tests.ranks import rank, world_size
 from tests.tasks import Rows, make_trainer
 
@@ -161,23 +161,6 @@ def configured(**options: Any) -> Accelerator:
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
 
 
-def split_batches() -> dict[str, Any]:
-    """What this process sees in two epochs where batches of six are split, and what Accelerate gives it."""
-    in_batches = BatchSampler(range(24), 6, False)
-    loaders: dict[str, Callable[[Any], Any]] = {
-        "rows": lambda data: DataLoader(data, 6),
-        "batches": lambda data: DataLoader(data, batch_sampler=in_batches),
-        "stream": lambda data: DataLoader(InTurn(data), 6),
-        "read by all": lambda data: DataLoader(ReadByAll(InTurn(data)), 6),
-    }
-    found: dict[str, Any] = {}
-    for name, make in loaders.items():
-        prepared = configured(split_batches=True).prepare(make(numbers(24)))
-        given = [x for batch, _ in prepared for x in batch.flatten().int().tolist()]
-        found[name] = given, trained_on(numbers(24), make, accelerator=configured(split_batches=True))
-    return found
-
-
 def distributed_samplers() -> Any:
     """What is seen of all data where torch's sampler is inside others, or makes batches by itself."""
 
@@ -284,99 +267,16 @@ def test_samplers_that_draw_another_order_on_each_process_under_a_seed_are_refus
             assert "set_epoch(epoch)" in said, name
 
 
-def loaders_with_a_method_of_their_own() -> Any:
-    """What is said of subclasses that read everything on each process, and what is seen of a part for each."""
-    loaders: dict[str, Callable[..., Any]] = {
-        "all": lambda data: ReadsAhead(data, 4, shuffle=True),
-        "batches": lambda data: ReadsAhead(data, batch_sampler=BatchSampler(RandomSampler(data), 4, False)),
-        "by its sampler": lambda data: ReadsAhead(data, 4, sampler=EveryOther(NAMES_OF_PARTS[0])),
-        "by its data": lambda data: ReadsAhead(Subset(data, range(rank(), 16, world_size())), 4),
-        "own": lambda data: OwnShard(ReadsAhead(data, 4)),
-    }
-    return {name: trained_on(numbers(), make) for name, make in loaders.items()}
+def configured_evenly() -> Any:
+    """What is seen where settings have nothing to change."""
+    options = {"even_batches": False, "non_blocking": True, "dispatch_batches": False}
+    return trained_on(numbers(15), lambda data: DataLoader(data, 4), accelerator=configured(**options))[0]
 
 
 @pytest.mark.processes
-def test_a_dataloader_that_reads_by_a_method_of_its_own_must_not_read_all_on_each_process(ranks):
-    results = ranks(loaders_with_a_method_of_their_own)
-    for result in results:
-        for name in ("all", "batches"):
-            assert "ReadsAhead has an __iter__ of its own" in result[name]
-            assert f"each sample would be used {ranks.world_size} times" in result[name]
-        assert sorted(result["own"][0][0]) == [*range(16)]
-    for name in ("by its sampler", "by its data"):
-        for parts in zip(*(result[name][0] for result in results), strict=True):
-            assert sorted(chain(*parts)) == [*range(16)]
-
-
-@pytest.mark.processes
-def test_batches_are_split_as_accelerate_splits_them(two_ranks):
-    for result in two_ranks(split_batches):
-        for name, (given, (epochs, _)) in result.items():
-            assert len(given) == 12, name
-            assert epochs == [given, given], name
-
-
-def settings_with_split_batches() -> Any:
-    """The settings of a run that is given a batch size of six, and the samples of its first step on all processes."""
-    seen = Seen()
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    accelerator = configured(split_batches=True)
-    trainer = Trainer(model, MeanOfTargets(), optimizer, callbacks=[seen], seed=0, accelerator=accelerator)
-    trainer.train(numbers(12), 1, numbers(12), per_device_batch_size=6, gradient_accumulation_steps=2)
-    mixture = Mixture({"a": numbers(12), "b": numbers(12)}, mix_batches=False)
-    steps = trainer.progress.step
-    trainer.train(mixture, 1, per_device_batch_size=6)
-    return trainer.run_config, [steps, trainer.progress.step], seen.epochs
-
-
-@pytest.mark.processes
-def test_a_split_batch_size_is_that_of_all_processes(two_ranks):
-    results = two_ranks(settings_with_split_batches)
-    for config, steps, epochs in results:
-        assert config.train_per_device_batch_size == config.eval_per_device_batch_size == 3
-        assert config.train_total_batch_size == config.eval_total_batch_size == 6
-        assert steps == [2, 4]
-        assert [len(epoch) for epoch in epochs] == [6, 12]
-
-
-def refused_configurations() -> dict[str, Any]:
-    """What is said of what cannot be obeyed, and what is seen where it can be."""
-    loaders: dict[str, Callable[[Any], Any]] = {
-        "uneven": lambda data: DataLoader(data, 5),
-        "rows": lambda data: DataLoader(data, 4),
-        "stream": lambda data: DataLoader(InTurn(data), 4),
-        "stream read by all": lambda data: DataLoader(ReadByAll(InTurn(data)), 4),
-        "made batches": lambda data: DataLoader(InTurn([numbers(4)[:]] * 4), batch_size=None),
-    }
-
-    def found(name: str, size: int = 16, **options: Any) -> Any:
-        return trained_on(numbers(size), loaders[name], accelerator=configured(**options))
-
-    return {
-        "uneven": found("uneven", split_batches=True),
-        "made batches": found("made batches", split_batches=True),
-        "rows dispatched": found("rows", dispatch_batches=True),
-        "stream not dispatched": found("stream", dispatch_batches=False),
-        "stream dispatched": found("stream", dispatch_batches=True),
-        "stream read by all": found("stream read by all", dispatch_batches=False),
-        "rows not dispatched": found("rows", dispatch_batches=False),
-        "uneven shares": found("rows", size=15, even_batches=False, non_blocking=True),
-    }
-
-
-@pytest.mark.processes
-def test_configurations_of_dataloaders_are_obeyed_or_refused_by_name(two_ranks):
-    results = two_ranks(refused_configurations)
-    for result in results:
-        assert "batches of 5 samples cannot be divided evenly among 2 processes" in result["uneven"]
-        assert "split_batches=True" in result["made batches"]
-        assert result["rows dispatched"].startswith("dispatch_batches=True")
-        assert "Pass ReadByAll(InTurn(...))" in result["stream not dispatched"]
-    for name in ("stream dispatched", "stream read by all", "rows not dispatched", "uneven shares"):
-        for parts in zip(*(result[name][0] for result in results), strict=True):
-            assert sorted(chain(*parts)) == [*range(15 if name == "uneven shares" else 16)], name
+def test_batches_are_even_without_being_asked_to(two_ranks):
+    for parts in zip(*two_ranks(configured_evenly), strict=True):
+        assert sorted(chain(*parts)) == [*range(15)]
 
 
 @pytest.mark.parametrize(
@@ -385,6 +285,8 @@ def test_configurations_of_dataloaders_are_obeyed_or_refused_by_name(two_ranks):
         ("use_seedable_sampler", True, r"Trainer\(seed=\.\.\.\)"),
         ("data_seed", 3, r"Trainer\(seed=\.\.\.\)"),
         ("use_stateful_dataloader", True, "torchdata's StatefulDataLoader"),
+        ("split_batches", True, "pass the batch size of one process"),
+        ("dispatch_batches", True, "each process reads its share of data that can be indexed or divided"),
     ],
 )
 def test_options_of_dataloaders_without_effect_are_refused_before_training(option, value, instead):

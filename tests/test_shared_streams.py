@@ -1,4 +1,4 @@
-"""Streams on several processes: dealt out by the first, divided into parts, or read by all."""
+"""Streams on several processes: dealt out by the first, or divided into parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import OwnShard, ReadByAll, shard
+from pytorch_accel_lite.data import OwnShard, shard
 from pytorch_accel_lite.distributed import Ranks
 from tests.ranks import OrderedStream, Recorder
 from tests.ranks import rank as own_rank
@@ -299,7 +299,7 @@ def random_steps(kind: str, folder: Any = None, resume_from: Any = None) -> torc
     return torch.tensor(drawn)
 
 
-@pytest.mark.parametrize("kind", ["cut", "shelf", "all of shelf"])
+@pytest.mark.parametrize("kind", ["cut", "shelf"])
 def test_random_numbers_of_steps_do_not_depend_on_how_far_batches_are_read_ahead(two_ranks, tmp_path, kind):
     whole = two_ranks.run(random_steps, kind, tmp_path)
     assert not torch.equal(whole[0], whole[1])
@@ -314,27 +314,6 @@ def test_a_process_whose_part_is_empty_waits_for_the_others(ranks, size):
     found = ranks.run(train_on, "cut", size=size)
     assert sorted(numbers_in(found)) == sorted([*range(size)] * 2)
     assert all(equal(result["weights"], found[0]["weights"]) for result in found)
-
-
-def test_a_stream_that_all_read_gives_the_batches_that_one_process_would_deal(two_ranks, tmp_path):
-    (tmp_path / "dealt").mkdir()
-    (tmp_path / "read").mkdir()
-    dealt = two_ranks.run(train_on, "shelf", tmp_path / "dealt")
-    found = two_ranks.run(train_on, "all of shelf", tmp_path / "read")
-    for one, other in zip(dealt, found, strict=True):
-        assert same(one["seen"], other["seen"])
-        assert equal(one["weights"], other["weights"])
-        assert other["read"] == [*range(26)] * 2
-    for found_otherwise, other in zip(two_ranks.run(train_on, "all of stacked shelf"), found, strict=True):
-        assert same(found_otherwise["seen"], other["seen"])  # collated by a function of the user's
-        assert equal(found_otherwise["weights"], other["weights"])
-    for folder, update in (("dealt", 3), ("read", 3), ("read", 6)):
-        resumed = two_ranks.run(train_on, "all of shelf", resume_from=tmp_path / folder / f"{update}")
-        for before, after in zip(found, resumed, strict=True):
-            assert equal(after["weights"], before["weights"])
-            assert len(after["read"]) == {3: 8, 6: 20}[update] + 26 * (update == 3)
-    alone = train_on("all of shelf", resume_from=tmp_path / "read" / "3", batch_size=6)
-    assert sorted(numbers_in([alone])) == sorted([*range(18, 26), *range(26)])
 
 
 def dealt_batches() -> Any:
@@ -389,8 +368,6 @@ def failing_streams() -> dict[str, Any]:
         "cannot be opened": OwnShard(DataLoader(CannotBeOpened(), 2)),
         "without samples": Reading([torch.ones(2, 2), torch.ones(0, 2), torch.ones(2, 2)]),
         "no batch at all": [[1, 2]] if own_rank() else [torch.ones(2, 2)],
-        "different": DataLoader(ReadByAll(Fails([n + (n > 11) * own_rank() for n in all_numbers], None)), 2),
-        "different lengths": DataLoader(ReadByAll(Fails(all_numbers[: 16 + 4 * own_rank()], None)), 2),
     }
     for name, stream in streams.items():
         model, keeps = nn.Linear(2, 1), Keeps()
@@ -408,16 +385,13 @@ def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
     for rank, found in enumerate(two_ranks(failing_streams)):
         of_reader = "OSError: " if rank == 0 else "OSError: Rank 0 failed: OSError: "
         of_second = "OSError: " if rank == 1 else "OSError: Rank 1 failed: OSError: "
-        assert found["dealt"] == (4, f"{of_reader}no number 17")
+        assert found["dealt"] == (2, f"{of_reader}no number 17")
         assert found["dealt at once"] == (0, f"{of_reader}no number 0")
         assert found["divided"] == (3, f"{of_second}no number 17")
         assert found["own"] == (2, f"{of_second}no number 6")
         assert found["cannot be opened"] == (0, f"{of_second}no file")
         assert found["without samples"][1].startswith("ValueError: calculate_train_batch_loss returned batch_size=0")
         assert "Rank 1 failed: ValueError: The batch size" in found["no batch at all"][1] or rank == 1
-        for name in ("different", "different lengths"):
-            assert "The processes read different samples from ReadByAll(Fails). It must" in found[name][1]
-        assert found["different"][0] == 2
 
 
 def read_ahead() -> dict[str, Any]:
@@ -468,7 +442,7 @@ def streams_within_streams() -> Any:
 
     class Looks(TrainerCallback):
         def on_train_step_end(self, trainer, **kwargs):
-            for name in ("shelf", "cut", "all of shelf"):
+            for name in ("shelf", "cut"):
                 stream, _ = source(name, 7, [])
                 trainer.evaluate(stream, per_device_batch_size=2)
                 predicted = trainer.predict(source(name, 5, [])[0], per_device_batch_size=2)
@@ -481,7 +455,7 @@ def streams_within_streams() -> Any:
         def calculate_predict_batch_output(self, batch):
             return batch
 
-    for name in ("shelf", "cut", "all of shelf", "own part"):
+    for name in ("shelf", "cut", "own part"):
         for callbacks in ([], [Looks()]):
             torch.manual_seed(0)
             model = nn.Linear(2, 1)
@@ -496,7 +470,7 @@ def streams_within_streams() -> Any:
 
 def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):
     for found in two_ranks(streams_within_streams):
-        for name in ("shelf", "cut", "all of shelf", "own part"):
+        for name in ("shelf", "cut", "own part"):
             assert equal(found[name, False], found[name, True]), name
 
 

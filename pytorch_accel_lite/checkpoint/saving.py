@@ -13,7 +13,6 @@ from typing import Any
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.checkpoint.adapters import CONFIG, check_directory, save_adapters
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
@@ -21,7 +20,6 @@ from pytorch_accel_lite.checkpoint.beside_model import (
     load_loss_state,
     loss_state,
 )
-from pytorch_accel_lite.checkpoint.export import is_directory, read_exported, save_exported
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
     StrPath,
@@ -43,10 +41,9 @@ from pytorch_accel_lite.checkpoint.weights import (
     leave_out_frozen,
     load_optimizer_state,
     model_state,
-    without_compile,
+    read_pretrained,
 )
 from pytorch_accel_lite.optimizers import attributes
-from pytorch_accel_lite.optimizers.layer_groups import has_adapters
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
@@ -135,13 +132,16 @@ def load_checkpoint(
     :raises ValueError: if it does not fit the model; lists missing and unexpected keys
     """
     self.ranks.barrier()
-    _refuse_adapters(checkpoint_path)
     model = self.get_model(keep_torch_compile=False)
-    is_state = (Path(checkpoint_path) / MANIFEST).is_file()
-    if is_state and not (load_optimizer or load_scheduler):
+    if (Path(checkpoint_path) / MANIFEST).is_file():
+        if load_optimizer or load_scheduler:
+            raise ValueError(
+                f"{os.fspath(checkpoint_path)!r} is a training state. Load it with "
+                "trainer.load_training_state(directory), or resume the run with train(resume_from=directory)."
+            )
         checkpoint = read_learned(checkpoint_path)
     elif Path(checkpoint_path).is_dir():
-        checkpoint = read_exported(Path(checkpoint_path), model)
+        checkpoint = read_pretrained(Path(checkpoint_path), model)
     else:
         checkpoint = read_checkpoint(checkpoint_path)
     left_out = checkpoint.get(FROZEN, {})
@@ -166,48 +166,24 @@ def load_checkpoint(
     return checkpoint
 
 
-def _refuse_adapters(path: StrPath) -> None:
-    if (Path(path) / CONFIG).is_file():
-        raise ValueError(
-            f"{os.fspath(path)!r} holds adapters in PEFT's format. Load them with "
-            "trainer.get_model().load_adapter(path, 'default', is_trainable=True), or create the model with "
-            "PeftModel.from_pretrained(base_model, path, is_trainable=True)."
-        )
-
-
 def save_model(self: TrainerLike, path: StrPath, *, trainable_only: bool = False) -> None:
     """Save only the weights, as safetensors, for use in other programs. Written atomically, once in the job.
 
-    Call it on every process.
+    Call it on every process. Sharded weights are gathered in the host memory of the first.
 
-    :param path: path of the file, usually ending in ``.safetensors``; missing folders are created. For a sharded model,
-        a name without suffix, or of any model an existing directory, is that of a directory: it gets several files and
-        an index, as transformers reads them, with the configuration of a model of transformers. No process then holds
-        more than its part of the weights.
+    :param path: path of the file, usually ending in ``.safetensors``; missing folders are created
     :param trainable_only: whether to leave out frozen parameters. :meth:`load_checkpoint` then leaves those of the
-        model as they are. If the model is PEFT's, its adapters are saved in PEFT's format instead, and ``path`` is a
-        directory, to be loaded with ``PeftModel.from_pretrained(base_model, path)``.
-    :raises ValueError: if ``trainable_only`` would leave out everything, or trained parameters that are in no adapter
+        model as they are.
+    :raises ValueError: if ``trainable_only`` would leave out everything
     """
     model = self.get_model(keep_torch_compile=False)
-    of_adapters = trainable_only and has_adapters(model)
     if trainable_only:
         check_has_trainable(model)
-    if of_adapters:
-        check_directory(model, path)
     with _timed(self), attributes.evaluating_optimizers(self):
         _warn_of_weights(self, "save_model")
-        if not of_adapters and is_directory(path, self.is_sharded):
-            parts = without_compile(model.state_dict())
-            frozen = leave_out_frozen(model, parts) if trainable_only else {}
-            save_exported(model, parts, Path(path), self.ranks, frozen)
-            return
         weights = model_state(model, keep=self.accelerator.is_main_process)
 
         def write() -> None:
-            if of_adapters:
-                save_adapters(model, weights, Path(path))
-                return
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
             with replacing(Path(path)) as temporary:
                 write_tensors(weights, temporary, {FROZEN: json.dumps(left_out)} if left_out else None)

@@ -166,18 +166,6 @@ def check_history(history: object) -> None:
         )
 
 
-def warn_of_project_configuration(accelerator: Accelerator) -> None:
-    """Warn that what a given ``Accelerator`` says of the names and the number of its states has no effect on ours."""
-    configuration = accelerator.project_configuration
-    settings = {name: getattr(configuration, name) for name in ("automatic_checkpoint_naming", "total_limit")}
-    named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
-    if named and accelerator.is_main_process:
-        warn_outside(
-            f"ProjectConfiguration({named}) applies only to accelerator.save_state(). SaveTrainingStateCallback names "
-            "its states after their updates, in save_dir, and keeps the newest max_checkpoints of them."
-        )
-
-
 def _is_saved(history: object) -> bool:
     return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
 

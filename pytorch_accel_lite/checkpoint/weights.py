@@ -9,9 +9,11 @@ operation: all processes must call it.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from pytorch_accel_lite.base.inspection import sums_of_bits
-from pytorch_accel_lite.checkpoint.shards import is_sharded
+from pytorch_accel_lite.checkpoint.files import FROZEN
+from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded
 
+_INDEX = "model.safetensors.index.json"  # of the files of a large model, as the Hugging Face Hub has it
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
 
@@ -100,6 +104,32 @@ def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
     return max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
+
+
+def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
+    """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
+
+    :return: the content of a checkpoint. Weights that are tied in the model have all their names.
+    :raises FileNotFoundError: if the directory has no weights, or not all that its index names
+    :raises ValueError: if a file is damaged
+    """
+    index = json.loads((directory / _INDEX).read_text()) if (directory / _INDEX).is_file() else {}
+    names = sorted(set(index.get("weight_map", {}).values()))
+    files = [directory / name for name in names] or sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"There is no checkpoint at {os.fspath(directory)!r}: it has no weights as safetensors."
+        )
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{missing[0]} is missing in {os.fspath(directory)!r}, whose index names it.")
+    own = without_compile(model.state_dict())
+    weights = {name: stored.read(own.get(name)) for name, stored in find_tensors(files).items()}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = without_compile(dict(named))
+    read = {id(tensors[name]): value for name, value in weights.items() if name in tensors}
+    tied = {name: read[id(tensor)] for name, tensor in tensors.items() if name in own and id(tensor) in read}
+    return {"model_state_dict": tied | weights, FROZEN: json.loads(index.get("metadata", {}).get(FROZEN, "{}"))}
 
 
 def listed(names: Collection[str], most: int = 10) -> str:

@@ -1,11 +1,11 @@
 """Samplers and loaders: order, position, sharding and batched reading."""
 
 from pytorch_accel_lite.base.batches import Batch
-from pytorch_accel_lite.data.iterable_datasets import MixtureStream, ReadByAll, ShuffledStream
+from pytorch_accel_lite.data.iterable_datasets import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoadedBatch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import shard
-from pytorch_accel_lite.data.mixtures import Mixture, MixtureBatchSampler, MixtureSampler, NamedDatasets, NamedSampler
+from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
 
 __all__ = [
     "Batch",
@@ -13,13 +13,11 @@ __all__ = [
     "LoadedBatch",
     "LoaderOptions",
     "Mixture",
-    "MixtureBatchSampler",
     "MixtureSampler",
     "MixtureStream",
     "NamedDatasets",
     "NamedSampler",
     "OwnShard",
-    "ReadByAll",
     "ShardedLoader",
     "ShuffledStream",
     "shard",

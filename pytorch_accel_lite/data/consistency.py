@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import Dataset, Subset
 
 from pytorch_accel_lite.base.batches import tensors_in
 from pytorch_accel_lite.base.inspection import find_length, nested_in
@@ -43,23 +43,6 @@ def check_same_data(dataset: Any, ranks: Ranks) -> None:
             "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
             "every process: call torch.manual_seed before random_split, and do not split by rank, as "
             f"split_dataset_by_node and shard() do: the trainer shards the data. {IF_OWN_PART}"
-        )
-
-
-def check_is_divided(source: Any, ranks: Ranks) -> None:
-    """Check that a ``DataLoader`` that reads by an ``__iter__`` of its own does not give each process all samples.
-
-    Nothing divides its batches. Raises only if its order is one of torch's, over data that are the same on all
-    processes. Call it on every process.
-
-    :raises ValueError: on all processes
-    """
-    identities = ranks.all_gather_object(_identity(source.dataset) if _reads_all(source) else None)
-    if ranks.world_size > 1 and identities[0] is not None and all(other == identities[0] for other in identities):
-        raise ValueError(
-            f"{type(source).__name__} has an __iter__ of its own, by which every process would read all samples of its "
-            f"DataLoader: each sample would be used {ranks.world_size} times. Use a plain DataLoader, which the "
-            f"trainer shards. {IF_OWN_PART}"
         )
 
 
@@ -153,15 +136,6 @@ def _is_dataset(value: Any) -> bool:
 def _is_table(value: Any) -> bool:
     """Whether an object is a ``Dataset`` of Hugging Face."""
     return all(hasattr(type(value), name) for name in ("with_format", "num_rows"))
-
-
-def _reads_all(source: Any) -> bool:
-    """Whether a source is a ``DataLoader`` that reads a map dataset in an order of torch, which has all samples."""
-    if not isinstance(source, DataLoader) or isinstance(source.dataset, (IterableDataset, range)):  # range: of anything
-        return False
-    sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
-    is_torchs = type(getattr(sampler, "sampler", sampler)) in (RandomSampler, SequentialSampler)
-    return is_torchs and not is_prepared(source)
 
 
 def is_prepared(loader: Any) -> bool:

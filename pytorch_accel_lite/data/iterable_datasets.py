@@ -1,4 +1,4 @@
-"""Streams made of streams: mixed, shuffled, or read by all processes."""
+"""Streams made of streams: mixed or shuffled."""
 
 from __future__ import annotations
 
@@ -21,41 +21,7 @@ from pytorch_accel_lite.data.stream_shards import part_of
 _END = object()  # of a stream
 
 
-class _AroundStream(IterableDataset[Any]):
-    """A stream around another one.
-
-    :param stream: an iterable dataset
-    """
-
-    def __init__(self, stream: Any) -> None:
-        if not isinstance(stream, IterableDataset):
-            raise TypeError(f"The stream must be an IterableDataset, not {type(stream).__name__}.")
-        self.stream: Any = stream
-
-    def __len__(self) -> int:
-        return len(self.stream)
-
-
-class ReadByAll(_AroundStream):
-    """Marks a stream that is cheap to read: every process reads all of it, and uses its own batches.
-
-    Nothing is then sent between processes, and the batches are the same as if one process had dealt them out. The
-    stream must give the same samples in the same order on every process; random numbers that it draws while it is read
-    are the same under a seed. The processes compare a few values of each step, and raise an error if these differ.
-
-    :param stream: an iterable dataset
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stream)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "stream":  # not set yet during unpickling
-            raise AttributeError(name)
-        return getattr(self.stream, name)
-
-
-class ShuffledStream(_AroundStream):
+class ShuffledStream(IterableDataset[Any]):
     """A stream whose samples are shuffled block by block, so that a resumed run need only read one block again.
 
     The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while a block is
@@ -67,12 +33,17 @@ class ShuffledStream(_AroundStream):
     """
 
     def __init__(self, stream: Any, block_size: int = 1000, seed: int = 0) -> None:
-        super().__init__(stream)
+        if not isinstance(stream, IterableDataset):
+            raise TypeError(f"The stream must be an IterableDataset, not {type(stream).__name__}.")
+        self.stream: Any = stream
         self.block_size = check_positive_int("block_size", block_size)
         self.seed = seed
         self._epoch = 0
         self._state: Mapping[str, Any] = {}  # where the next iteration begins
         self._position: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.stream)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, counting from 0."""

@@ -39,8 +39,6 @@ class LoaderOptions:
         be indexed
     :param shares: the shares of logical processes that this process reads; ``None`` without logical processes
     :param first_epoch: what the ``set_epoch`` of the user's samplers and datasets is given in the first epoch
-    :param split_batches: divide each batch of a ``DataLoader`` among the processes; otherwise each gets as many samples
-    :param dispatch_batches: let the first process read for all, or each by itself; ``None`` for what suits the data
     :param divides: let each process read a part of a stream that can be divided, in an order of its own; otherwise, the
         batches of all processes follow the order of the stream
     """
@@ -53,8 +51,6 @@ class LoaderOptions:
     shares: Shares | None = None
     divides: bool = False
     first_epoch: int = 0
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
 
     def reported_epoch(self, epoch: int) -> int:
         """Return what ``set_epoch`` is given in an epoch; the first is number 1, and before it is 0."""
@@ -110,8 +106,8 @@ class ShardedLoader(ABC):
     @abstractmethod
     def _num_steps(self) -> int: ...
 
-    def _ends_in_one(self) -> bool:
-        """Whether the last batch of the data is known to have a single sample."""
+    def ends_in_one_sample(self, steps: float) -> bool:
+        """Whether the first ``steps`` steps of an epoch are known to end with a batch of a single sample."""
         return False
 
     def steps_left(self, start: int) -> int | None:
@@ -132,10 +128,6 @@ class ShardedLoader(ABC):
 
         :return: what the user should know about it
         """
-
-    def ends_in_one_sample(self, steps: float) -> bool:
-        """Whether the first ``steps`` steps of an epoch are known to end with a batch of a single sample."""
-        return self._ends_in_one() and min(self.limit or steps, steps) >= self._num_steps()
 
     def steps(
         self, epoch: int, start: int = 0, steps_done: int = 0, measured: bool = False, min_share: int = 1

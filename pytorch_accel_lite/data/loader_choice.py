@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.data.consistency import check_is_divided, check_same_data
-from pytorch_accel_lite.data.iterable_datasets import ReadByAll
+from pytorch_accel_lite.data.consistency import check_same_data
 from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, like
 from pytorch_accel_lite.data.map import MapLoader
@@ -62,8 +61,6 @@ def shard(
         raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
     chosen = LoaderOptions(seed, training, **options)
     is_of_torch = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
-    if is_of_torch and chosen.split_batches:
-        source = _with_split_batches(source, chosen.shares.total if chosen.shares else ranks.world_size)
     if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
         if chosen.shares is not None:
             dataset = getattr(source, "dataset", source)
@@ -74,12 +71,6 @@ def shard(
             )
         return _read_in_turn(source, ranks, device, chosen, is_of_torch)
     if ranks.world_size > 1:
-        if chosen.dispatch_batches:
-            raise ValueError(
-                "dispatch_batches=True in the accelerator's DataLoaderConfiguration: each process reads its share of "
-                f"data that can be indexed itself, here of a {type(source.dataset).__name__}. Leave it out or, if "
-                "only the first process can read the data, pass an IterableDataset, which it reads for all."
-            )
         check_same_data(source.dataset, ranks)
     return MapLoader(source, ranks, device, chosen)
 
@@ -92,48 +83,16 @@ def _read_in_turn(
     :param is_of_torch: whether the source is a ``DataLoader`` of torch
     """
     if not is_of_torch:
-        check_is_divided(source, ranks)
         return PreShardedLoader(source, ranks, device, options)
     if ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
         source = like(source, sampler=of_all_processes(source.sampler, ranks.world_size))
     shared_by = find_self_sharding(source.dataset, ranks)
     if shared_by:
         return PreShardedLoader(source, ranks, device, options, shared_by)
-    part = part_of_this_process(source.dataset, ranks) if options.divides and not options.dispatch_batches else None
+    part = part_of_this_process(source.dataset, ranks) if options.divides else None
     if part is not None:
         return DividedLoader(source, part, ranks, device, options)
-    if options.dispatch_batches is False and ranks.world_size > 1 and not isinstance(source.dataset, ReadByAll):
-        kind = type(source.dataset).__name__
-        raise ValueError(
-            f"dispatch_batches=False in the accelerator's DataLoaderConfiguration: {kind} would be read by the first "
-            f"process for all. Pass ReadByAll({kind}(...)) to let each process read all of it and use its own batches, "
-            "or give it a method shard(rank, world_size) to let each read a part."
-        )
     return StreamLoader(source, ranks, device, options)
-
-
-def _with_split_batches(source: DataLoader[Any], processes: int) -> DataLoader[Any]:
-    """Return a loader like another one, with the batch size of one of the processes that share a batch.
-
-    The batches of a user's ``batch_sampler`` are divided when they are read.
-    """
-    if source.batch_sampler is None:
-        raise ValueError(
-            "split_batches=True in the accelerator's DataLoaderConfiguration, but the DataLoader has batch_size=None: "
-            "batches that the dataset makes cannot be split. Pass a batch_size, or leave split_batches out and let the "
-            "dataset make smaller batches."
-        )
-    if source.batch_size is None:
-        return source
-    size, rest = divmod(source.batch_size, processes)
-    if rest:
-        raise ValueError(
-            f"split_batches=True in the accelerator's DataLoaderConfiguration: batches of {source.batch_size} samples "
-            f"cannot be divided evenly among {processes} processes. Choose a multiple of {processes}, or leave "
-            "split_batches out and pass the batch size of one process."
-        )
-    resized: DataLoader[Any] = with_batch_size(source, size)
-    return resized
 
 
 def _is_of_torch(method: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +13,7 @@ import torch
 
 from pytorch_accel_lite.base.batches import Batch, find_batch_size, parts_in
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.data.shares import with_last
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.messages import Message, decode
 
@@ -56,17 +57,13 @@ class Lockstep(Generic[T]):
     While the steps that the processes know about are computed, those that follow are read little by little.
 
     :param source: what is read in each step
-    :param describe: returns a number for an item; not 0 if the numbers are to be equal
-    :param unequal: the error to raise if the numbers for a step differ; ``None`` if they are to be added up
+    :param describe: returns a number for an item
     """
 
-    def __init__(
-        self, source: Iterator[T], ranks: Ranks, describe: Callable[[T], int], unequal: ValueError | None = None
-    ) -> None:
+    def __init__(self, source: Iterator[T], ranks: Ranks, describe: Callable[[T], int]) -> None:
         self._source = source
         self._ranks = ranks
         self._describe = describe
-        self._unequal = unequal
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[AgreedStep]:
@@ -120,12 +117,10 @@ class Lockstep(Generic[T]):
     def _any_has_read(self, reports: list[list[int]], index: int) -> bool:
         """Whether any process has read something for a step.
 
-        :raises Exception: on all processes, if one of them could not read for this step, or if the numbers differ
+        :raises Exception: on all processes, if one of them could not read for this step
         """
         if any(has_failed and count == index for count, has_failed, *_ in reports):
             self._ranks.run_together(self._fail)
-        if self._unequal is not None and len({report[3 + index] for report in reports}) > 1:
-            raise self._unequal
         return any(count > index for count, *_ in reports)
 
     def _steps_after(self, steps: _Round[T], reports: list[list[int]]) -> int:
@@ -144,101 +139,67 @@ def _size_of(part: Any) -> int:
     return part.numel() * part.element_size() if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
 
 
-#: In place of the size of the next messages: there are none, or the data cannot be read.
-_ENDED, _FAILED = 0, -1
-_FRONT = 64  # bytes before a message, which hold the size of the next one
+class _Dealt(NamedTuple):
+    """What the first process has read for a step: the batches of all, its own, and the messages to the others."""
+
+    group: list[Any]
+    own: Batch
+    messages: list[Message | None]
+
+    @property
+    def size(self) -> int:
+        """The number of bytes of the largest message."""
+        return max((message.size for message in self.messages if message is not None), default=1)
 
 
-def batch_of(rank: int, group: Sequence[Any], sizes: Sequence[int]) -> Batch:
-    """Return the batch of a process in a step, a filler batch if there are fewer than processes.
+def deal(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
+    """Yield this process's batch of each step, and how many batches it has itself read for the step.
 
-    :param group: the batches of all processes
-    :param sizes: their numbers of samples
-    """
-    has_own = rank < len(group)
-    return Batch(group[rank if has_own else 0], sizes[rank] if has_own else 0, sum(sizes), is_last=False)
+    The first process reads all, and sends the others their batches, which they receive while they compute the step
+    before.
 
-
-class Deal:
-    """Reads the steps on rank 0, and sends all processes their batches a step ahead.
-
-    Each message holds the size of the next one, so a process can begin to receive that before it computes a step.
-
-    :param groups: the batches of all processes in each step, which only rank 0 reads
+    :param groups: the batches of all processes in each step, which only the first process reads
     :param fill: whether a process that has no samples left in a step is sent a filler batch
     """
+    reads = ranks.rank == 0 and ranks.is_first_sharer
+    steps = Lockstep(_prepared(groups, ranks, fill) if reads else iter(()), ranks.everyone, lambda dealt: dealt.size)
+    begun = (_begin_receiving(step, ranks) for step in steps)
+    return (receive() for receive, _ in with_last(begun))
 
-    def __init__(self, groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> None:
-        self._groups = groups
-        self._ranks = ranks
-        self._fill = fill
-        self._reads = ranks.rank == 0 and ranks.is_first_sharer
-        self._first_sent = 0 if ranks.replicas > 1 else 1  # the process that reads need not be sent its own batch
-        self._next: tuple[Batch, int, list[Message]]
-        self._error: Exception | None = None
 
-    def steps(self) -> Iterator[tuple[Batch, int]]:
-        """Yield this process's batch of each step, and how many batches it has itself read for the step."""
-        size = self._ranks.broadcast_object(self._prepare)
-        if size != _ENDED:
-            receive = self._begin(size)
-        while size != _ENDED:
-            size, batch, num_read = receive()
-            if size not in (_ENDED, _FAILED):
-                receive = self._begin(size)
-            yield batch._replace(is_last=size == _ENDED), num_read
-            if size == _FAILED:
-                self._ranks.run_together(self._fail)
-
-    def _prepare(self) -> int:
-        """Read the next step, and return the size of its messages."""
+def _prepared(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[_Dealt]:
+    sent_to_first = ranks.replicas > 1  # to those that share its batches; it needs no message itself
+    while True:
         # Generators that must be the same on processes that do not read are left as they are.
-        with preserving_generators() if self._ranks.replicas > 1 else nullcontext():
-            group = next(self._groups, None)
+        with preserving_generators() if ranks.replicas > 1 else nullcontext():
+            group = next(groups, None)
         if group is None:
-            return _ENDED
+            return
         sizes = [find_batch_size(batch) for batch in group]
-        dealt = [batch_of(rank, group, sizes) for rank in range(self._ranks.world_size)]
-        if not self._fill:
-            dealt[len(group) :] = [batch._replace(data=None) for batch in dealt[len(group) :]]
-        messages = [Message(batch) for batch in dealt[self._first_sent :]]
-        self._next = dealt[0], len(group), messages
-        return max((message.size for message in messages), default=1)
+        batches = [Batch(batch, size, sum(sizes), is_last=False) for batch, size in zip(group, sizes, strict=True)]
+        filler = Batch(group[0] if fill else None, 0, sum(sizes), is_last=False)
+        batches += [filler] * (ranks.world_size - len(group))
+        messages = [Message(batch) if number or sent_to_first else None for number, batch in enumerate(batches)]
+        yield _Dealt(group, batches[0], messages)
 
-    def _begin(self, size: int) -> Callable[[], tuple[int, Batch, int]]:
-        """Begin to send and receive the messages of a step; the process that reads also prepares the next step.
 
-        :param size: number of bytes in each
-        :return: waits for this process's batch, and returns it with the size of the next messages
-        """
-        if not self._reads:
-            receive = self._ranks.begin_scatter(None, _FRONT + size)
+def _begin_receiving(step: AgreedStep, ranks: Ranks) -> Callable[[], tuple[Batch, int]]:
+    """Begin to send and receive the batches of a step.
 
-            def receive_part() -> tuple[int, Batch, int]:
-                piece = receive()
-                return int(piece[:8].view(torch.int64)), decode(piece[_FRONT:]), 0
+    :return: waits for this process's batch, and returns it with the number of batches that it has read
+    """
+    dealt: _Dealt | None = step.item
+    pieces = None
+    if dealt is not None:
+        pieces = torch.empty(ranks.world_size, step.total, dtype=torch.uint8).unbind()
+        for piece, message in zip(pieces, dealt.messages, strict=True):
+            if message is not None:
+                message.write(piece)
+    receive = ranks.begin_scatter(pieces, step.total)
 
-            return receive_part
-        batch, num_read, messages = self._next
-        pieces = torch.empty(self._ranks.world_size, _FRONT + size, dtype=torch.uint8).unbind()
-        for piece, message in zip(pieces[self._first_sent :], messages, strict=True):
-            message.write(piece[_FRONT:])
-        try:
-            following = self._prepare()
-        except Exception as error:
-            self._error = error
-            following = _FAILED
-        for piece in pieces[self._first_sent :]:
-            piece[:8].view(torch.int64).fill_(following)
-        finish = self._ranks.begin_scatter(pieces, _FRONT + size)
+    def finish() -> tuple[Batch, int]:
+        piece = receive()
+        batch, num_read = (decode(piece), 0) if dealt is None else (dealt.own, len(dealt.group))
+        return batch._replace(is_last=step.is_last), num_read
 
-        def receive_own() -> tuple[int, Batch, int]:
-            finish()
-            return following, batch, num_read
-
-        return receive_own
-
-    def _fail(self) -> None:
-        """Raise the error that reading has met, on the process that reads."""
-        if self._error is not None:
-            raise self._error
+    return finish

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.batches import Batch, Share
@@ -22,7 +22,6 @@ from pytorch_accel_lite.data.reading import SeededReader, as_rows, read_rows, re
 from pytorch_accel_lite.data.shares import (
     WrongLengthError,
     count_global_batches,
-    ends_in_one,
     global_batches,
     grouped,
     skip_samples,
@@ -49,12 +48,9 @@ class _EpochShares:
         self.is_batched = source.batch_size is None  # the user's batch sampler
         self.sampler: Any = source.batch_sampler if self.is_batched else source.sampler
         if type(self.sampler) not in (RandomSampler, SequentialSampler):
-            self.sampler = of_all_processes(self.sampler, self._divided[0], options.split_batches)
+            self.sampler = of_all_processes(self.sampler, self._divided[0])
         self.per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
         self.drop_last = source.drop_last
-        self.mixture = self.sampler if hasattr(self.sampler, "name_of_batch") else None
-        if self.mixture is not None or (options.split_batches and self.is_batched):
-            self.per_step = 1  # batch, which is divided among the processes
         self._ranks = ranks
         self._seed = options.seed
         self._fill = options.fill
@@ -67,8 +63,6 @@ class _EpochShares:
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
         """Set the start of the next iteration without affecting running ones; return the queue that it will fill."""
-        if self.mixture is not None:
-            self.mixture.begin(start)
         self.planned = _Planned()
         self._next = epoch, start, limit, min_share, self.planned
         return self.planned
@@ -81,14 +75,13 @@ class _EpochShares:
         epoch_seed = None if self._seed is None else mix(self._seed, epoch)
         is_seeded = epoch_seed is not None and self._rows is None
         lengths: list[int] = []
-        name = seed = share = None
+        seed = share = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             indices = group
             if self.is_batched:
                 indices = list(chain(*group))
                 lengths = [len(batch) for batch in group]
                 at_least = min(min_share, max(lengths))
-                name = None if self.mixture is None else self.mixture.name_of_batch(indices)
             size = len(indices)
             for number in numbers:
                 begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least, lengths)
@@ -102,7 +95,7 @@ class _EpochShares:
                 if self._is_logical:
                     ends_step = end == size or number == numbers[-1]
                     share = Share(number, mix(self._seed or 0, epoch, 0, position), ends_step)
-                planned.append((seed, (count, size, is_last, local, name, share)))
+                planned.append((seed, (count, size, is_last, local, share)))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
@@ -257,15 +250,10 @@ class MapLoader(ShardedLoader):
         return list(planned[0][1][3]) if planned else None
 
     def position(self) -> Any:
-        shares = self._shares
-        return {"order": shares.resumed or shares.drawn} if shares.mixture is None else shares.mixture.state_dict()
+        return {"order": self._shares.resumed or self._shares.drawn}
 
     def move_to(self, position: Any) -> str:
-        state = position if isinstance(position, dict) else {}  # nothing in states of earlier versions
-        if self._shares.mixture is None:
-            self._shares.resumed = state.get("order")
-        elif "parts" in state:
-            self._shares.mixture.load_state_dict(state)
+        self._shares.resumed = position.get("order") if isinstance(position, dict) else None
         return ""
 
     def steps_left(self, start: int) -> int | None:
@@ -278,13 +266,7 @@ class MapLoader(ShardedLoader):
     def _count_steps(self, size: int) -> int:
         return count_global_batches(size, self._shares.per_step, self._shares.drop_last)
 
-    def _ends_in_one(self) -> bool:
-        sampler = self._shares.sampler
-        if self._shares.mixture is not None:
-            return self._shares.mixture.ends_in_one()  # type: ignore[no-any-return]
-        if not self._shares.is_batched:
-            return ends_in_one(find_length(sampler), self._shares.per_step, self._shares.drop_last)
-        if type(sampler) is not BatchSampler:
-            return False
-        size = sampler.batch_size * self._shares.per_step
-        return ends_in_one(find_length(sampler.sampler), size, sampler.drop_last)
+    def ends_in_one_sample(self, steps: float) -> bool:
+        size = None if self._shares.is_batched else find_length(self._shares.sampler)
+        ends_so = size is not None and not self._shares.drop_last and size % self._shares.per_step == 1
+        return ends_so and min(self.limit or steps, steps) >= self._num_steps()

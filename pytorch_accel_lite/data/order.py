@@ -157,14 +157,11 @@ def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[An
         yield from piece
 
 
-def of_all_processes(sampler: Any, world_size: int, splits_batches: bool = False) -> Any:
+def of_all_processes(sampler: Any, world_size: int) -> Any:
     """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here.
 
-    :param splits_batches: whether its batches are those of all processes together
     :raises ValueError: with several processes, if another sampler gives a part of its order only
     """
-    if hasattr(sampler, "for_processes"):  # of the batches of a mixture
-        return sampler.for_processes(1 if splits_batches else world_size)
     if isinstance(sampler, DistributedSampler):
         # No sample is repeated to pad shares; what its drop_last leaves out stays out.
         size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]

@@ -35,11 +35,6 @@ def count_global_batches(num_samples: int, global_batch: int, drop_last: bool = 
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
 
 
-def ends_in_one(num_samples: int | None, batch: int | None, drop_last: bool) -> bool:
-    """Whether the last batch of an epoch has a single sample, as far as that is known."""
-    return bool(num_samples and batch) and not drop_last and num_samples % batch == 1  # type: ignore[operator]
-
-
 def global_batches(
     num_samples: int, global_batch: int, start: int = 0, drop_last: bool = False, at_least: int = 1
 ) -> Iterator[tuple[int, int]]:

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.batches import Batch, find_batch_size
-from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.data.consistency import checksum_of_batches
-from pytorch_accel_lite.data.iterable_datasets import ReadByAll
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import LoaderOptions, like
-from pytorch_accel_lite.data.lockstep import AgreedStep, Deal, Lockstep, batch_of
-from pytorch_accel_lite.data.shares import count_global_batches, ends_in_one, grouped
+from pytorch_accel_lite.data.lockstep import AgreedStep, deal
+from pytorch_accel_lite.data.shares import count_global_batches, grouped
 from pytorch_accel_lite.data.stream_shards import can_be_divided, how_divided, part_of
 from pytorch_accel_lite.distributed import Ranks
 
@@ -38,9 +34,6 @@ class StreamLoader(ReadInTurn):
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._batches_per_step = ranks.world_size
-        self._is_read_by_all = isinstance(source.dataset, ReadByAll) and ranks.world_size > 1
-        if self._is_read_by_all:
-            self._reader = 0
         self._parts: list[_Part] = []  # of a resumed epoch
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -53,33 +46,11 @@ class StreamLoader(ReadInTurn):
         return self._ranks.world_size == 1 and not self._parts
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
-        """Yield the batches of this process, which it picks, or receives while it computes the step before."""
         groups = islice(self._groups(start), self._left)
-        if self._is_read_by_all:
-            steps = self._pick_own(groups)
-        else:
-            steps = Deal(groups, self._ranks, self.options.fill).steps()
-        for batch, num_read in steps:
+        for batch, num_read in deal(groups, self._ranks, self.options.fill):
             self._advance(num_read)
             if self.options.fill or not batch.is_filler:
                 yield batch
-
-    def _pick_own(self, groups: Iterator[list[Any]]) -> Iterator[tuple[Batch, int]]:
-        """Yield this process's batch of each step, and how many batches all processes have read for it."""
-        name = type(self.source.dataset.stream).__name__
-        unequal = ValueError(
-            f"The processes read different samples from ReadByAll({name}). It must give the same samples in the same "
-            f"order on every process: seed its random numbers, pass {name} without ReadByAll, which the first process "
-            "then reads for all, or give it a method shard(rank, world_size)."
-        )
-        for step in Lockstep(map(self._own_of, groups), self._ranks.everyone, itemgetter(2), unequal):
-            batch, num_read, _ = step.item
-            yield batch._replace(is_last=step.is_last), num_read
-
-    def _own_of(self, group: list[Any]) -> tuple[Batch, int, int]:
-        """Return this process's batch of a step, how many there are, and a number to compare all of them by."""
-        sizes = [find_batch_size(batch) for batch in group]
-        return batch_of(self._ranks.rank, group, sizes), len(group), checksum_of_batches(group[:1], sizes)
 
     def _groups(self, start: int) -> Iterator[list[Any]]:
         """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
@@ -141,9 +112,6 @@ class StreamLoader(ReadInTurn):
 
     def _num_steps(self) -> int:
         return count_global_batches(len(self.source), self._ranks.world_size)
-
-    def _ends_in_one(self) -> bool:
-        return ends_in_one(find_length(self.source.dataset), self.source.batch_size, self.source.drop_last)
 
 
 def _is_divided(position: Any) -> bool:

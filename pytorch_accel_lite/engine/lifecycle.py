@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state, warn_of_project_configuration
+from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed import shutdown
@@ -65,7 +65,6 @@ def find_data(
     _check_metrics(trainer, run)
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
-        warn_of_project_configuration(trainer.accelerator)
     state = None
     if resume_from is not None:
         run.resumed = state = find_state(trainer, request.state_sources, resume_from)
@@ -127,7 +126,6 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
 
 def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run."""
-    accelerate = trainer.accelerator.dataloader_config
     loader = shard(
         source,
         run.data.ranks,
@@ -140,8 +138,6 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
         yields_failures=run.request.skips_failed_batches if training else run.request.on_failed_batch is not None,
         divides=training,
         first_epoch=run.data.first_epoch,
-        split_batches=accelerate.split_batches,
-        dispatch_batches=accelerate.dispatch_batches,
     )
     if loader is not source:
         run.data.made_loaders.add(loader)
@@ -203,9 +199,8 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
     request = _limit(request, updates_per_epoch)
     logical = None if trainer.logical is None else trainer.logical.count
     processes = logical or data.ranks.world_size
-    sharers = processes if accelerator.split_batches else 1
-    train_batch_size = max(((data.train_loader_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
-    eval_batch_size = max(((data.eval_loader_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
+    train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
+    eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
     requested = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
     return TrainerRunConfig(
         **requested,
