@@ -1229,17 +1229,16 @@ def test_the_command_line_inspects_and_verifies(tmp_path):
     run(tmp_path, max_checkpoints=1)
     (state,) = states(tmp_path)
 
-    def command(name: str) -> subprocess.CompletedProcess[str]:
-        return run_module("pytorch_accel_lite.checkpoint", name, str(state))
+    def inspect() -> subprocess.CompletedProcess[str]:
+        return run_module("pytorch_accel_lite", "inspect", str(state))
 
-    assert command("verify").returncode == 0
-    shown = command("inspect")
+    shown = inspect()
     assert shown.returncode == 0
     for part in ("epoch 3", "update 12", "OrderCallback", "train_loss_epoch", "model.safetensors", "optimizer"):
         assert part in shown.stdout
     DAMAGES["flipped"](state / "model.safetensors")
-    refused = command("verify")
-    assert refused.returncode == 1
+    refused = inspect()
+    assert refused.returncode == 2
     assert "model.safetensors" in refused.stdout
 
 
