@@ -12,7 +12,7 @@ help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
 	@echo "make test    run all tests, in a random order; ARGS=\"-k resume\" for a part"
 	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.10 (OLDEST_PYTHON=...)"
-	@echo "make quick   run what is quick of one process, in about a minute: for working"
+	@echo "make quick   run the quick tests of a single process: for working"
 	@echo "make soak    run the tests that kill, launch and resume again and again, for hours"
 	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"
 	@echo "make check   linter, formatter in check mode, type checker"
@@ -83,7 +83,7 @@ bench: $(EXTRAS)-bench
 
 docs: $(EXTRAS)-test
 	rm -f docs/_build/html/.finished
-	$(BIN)/python -m sphinx -W --keep-going -E -a -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -j auto -E -a -b html docs docs/_build/html
 	@touch docs/_build/html/.finished  # the tests look at these pages
 	@echo "The documentation is in docs/_build/html/index.html"
 

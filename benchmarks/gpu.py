@@ -331,7 +331,6 @@ def train_ours(workload: Workload, batches: Iterator[Any]) -> None:
         optimizer,
         get_default_callbacks(progress_bar=False),
         accelerator=accelerator,
-        tf32=setting.tf32,
         **options,
     )
     # The trainer copies batches itself, except from a loader that does so on a stream of its own.

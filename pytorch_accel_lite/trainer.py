@@ -13,7 +13,6 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.backends import BackendSettings
 from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
@@ -29,7 +28,7 @@ from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.signals import ending_in_order, exit_for
-from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
+from pytorch_accel_lite.base.unknown_names import METHODS, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -128,10 +127,8 @@ class Trainer:
         same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
     :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
-    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is none
-    :param cudnn_benchmark: let cuDNN measure which kernels are the fastest for shapes that recur
-    :param tf32: compute products and convolutions of float32 values in TF32, faster and less precise, on GPUs with it.
-        ``None`` leaves each of these three settings as torch has it; after a run they are what they were before.
+    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
+        none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
     :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
@@ -193,13 +190,16 @@ class Trainer:
         check_replicas: bool = True,
         logical_processes: int | None = None,
         deterministic: bool | None = None,
-        cudnn_benchmark: bool | None = None,
-        tf32: bool | None = None,
     ) -> None:
         launch.respect_launcher()
         arguments.check_types(model=model, run_history=run_history, accelerator=accelerator)
-        arguments.check_types(compile_model=compile_model, compile_step=compile_step, channels_last=channels_last)
-        arguments.check_constructor(model, loss_func, optimizer, seed)
+        arguments.check_types(
+            compile_model=compile_model,
+            compile_step=compile_step,
+            channels_last=channels_last,
+            deterministic=deterministic,
+        )
+        arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = combine_or_defer(optimizer)
@@ -214,7 +214,7 @@ class Trainer:
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
-        self.backend_settings = BackendSettings(deterministic, cudnn_benchmark, tf32)
+        self.deterministic = deterministic
         self.scheduler: Any = None
         self.create_scheduler_fn: Any = None
         self.registered_objects: dict[str, Any] = {}
@@ -338,6 +338,8 @@ class Trainer:
     find_batch_size = finders.find_batch_size
     diagnose = diagnosis.diagnose
     estimate_memory = memory.estimate_memory
+    if not TYPE_CHECKING:
+        fit, test, validate, add_callback = METHODS
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint

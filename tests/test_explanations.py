@@ -24,6 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.base.text import SHOWS_NOTES
 from pytorch_accel_lite.callbacks import MetricsCallback, SkipFailedBatchesCallback, StepBasedEvaluationCallback
+from pytorch_accel_lite.data import OwnShard
 from tests.ranks import IN_ORDER, rank
 from tests.tasks import (
     equal,
@@ -413,12 +414,6 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
     "labels out of range": (one_layer(3), CE, (INPUTS, torch.full((N,), 3)), "the labels must range from 0"),
     "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels must range from 0"),
     "yes or no as whole numbers": (one_layer(), BCE, (INPUTS, YES_OR_NO.long()), "use targets.float()"),
-    "outputs for probabilities": (
-        nn.Sequential(one_layer(), nn.Threshold(9.0, 9.0)),
-        nn.BCELoss(),
-        (INPUTS, YES_OR_NO),
-        "Use BCEWithLogitsLoss",
-    ),
     "an index that an embedding lacks": (
         nn.Embedding(2, 1),
         MSE,
@@ -553,45 +548,12 @@ def test_targets_of_a_dict_are_looked_at_too():
         train(make_trainer(model=Named(4, 1)), train_dataset=data)
 
 
-def test_they_are_an_error_in_a_step_of_ones_own_too():
-    class Own(Trainer):
-        def calculate_train_batch_loss(self, batch):
-            return {"loss": self.loss_func(target=batch[1], input=self.model(batch[0]))}
-
-    with pytest.raises(ValueError, match=r"would be broadcast to \(2, 2\)"):
-        train(make_trainer(trainer_class=Own), train_dataset=TensorDataset(INPUTS, TARGETS[:, 0]))
-
-
-def test_a_step_that_makes_the_shapes_equal_itself_is_fine():
-    class Own(Trainer):
-        def calculate_train_batch_loss(self, batch):
-            return {"loss": self.loss_func(self.model(batch[0]).squeeze(1), batch[1])}
-
-    trainer = make_trainer(trainer_class=Own)
-    train(trainer, train_dataset=TensorDataset(INPUTS, TARGETS[:, 0]))
-    assert trainer.progress.update == 3
-
-
 def test_a_first_batch_of_a_single_sample_shows_nothing_and_the_next_is_looked_at():
-    sizes = iter([1, 2, 3])
-
-    class Growing(Trainer):
-        def calculate_train_batch_loss(self, batch):
-            size = next(sizes)
-            return {"loss": self.loss_func(self.model(INPUTS[:size]), TARGETS[:size, 0])}
-
+    batches = [(INPUTS[:size], TARGETS[:size, 0]) for size in (1, 2, 3)]
+    trainer = make_trainer()
     with pytest.warns(UserWarning, match="Using a target size"), pytest.raises(ValueError, match=r"\(2, 2\)"):
-        train(make_trainer(trainer_class=Growing))
-    assert next(sizes) == 3
-
-
-def test_a_run_is_looked_at_once_and_the_loss_function_is_left_as_it_was():
-    loss_func = nn.MSELoss()
-    trainer = make_trainer(loss_func=loss_func)
-    train(trainer, size=2)
-    assert not loss_func._forward_pre_hooks
-    with pytest.raises(ValueError, match="would be broadcast"):  # of the next run
-        train(trainer, train_dataset=TensorDataset(INPUTS, TARGETS[:, 0]))
+        trainer.train(OwnShard(batches), 1)
+    assert trainer.progress.update == 1
 
 
 def test_targets_that_are_one_for_all_are_left_to_the_loss_function():

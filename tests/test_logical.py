@@ -27,7 +27,6 @@ from pytorch_accel_lite.base.randomness import restore_generators
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     GradualUnfreezingCallback,
-    LogOutputsCallback,
     MetricsCallback,
     ModelEmaCallback,
     NaNReportCallback,
@@ -273,7 +272,7 @@ def combined() -> dict[str, Any]:
         "head": torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
     }
     schedules = {"head": partial(OneCycleLR, max_lr=0.1, total_steps=P.MAX_NUM_TRAIN_STEPS)}
-    trainer = OwnLosses(model, None, optimizers, [LogOutputsCallback()], seed=2, logical_processes=5)
+    trainer = OwnLosses(model, None, optimizers, [], seed=2, logical_processes=5)
     trainer.train(
         mixture(),
         2,

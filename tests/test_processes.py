@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pickle
 import re
 import runpy
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,8 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
-from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
-from tests.launching import SOAK, TORCHRUN, Fork, launch, run_elastic_script, run_script, two_are_enough
+from tests.launching import SOAK, TORCHRUN, launch, run_elastic_script, run_script, two_are_enough
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder, world_size
 from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model, weights
@@ -343,27 +339,6 @@ def test_the_signal_that_killed_a_rank_is_the_root_cause_and_not_the_lost_connec
     rarely = "--monitor-interval=1"  # the launcher looks at the ranks, which leaves the other the time to fail
     done = launch([*TORCHRUN, "2", rarely, "tests/scripts/failing_rank.py", "killed"], warm=True)
     assert "Signal 9 (SIGKILL)" in done.stderr.split("Root Cause")[1]
-
-
-def test_of_an_error_report_that_was_interrupted_nothing_is_left_for_the_launcher(tmp_path, monkeypatch):
-    """The launcher itself would fail, and name no error at all, if it found a part of one."""
-    report = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-
-    def fail(ends: bool) -> None:
-        if not ends:
-            monkeypatch.setattr(json, "dump", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        try:
-            raise OSError("sample 7 cannot be read")
-        except OSError as error:
-            record_error(error)
-
-    process = Fork(partial(fail, False), tmp_path / "output")
-    assert process.wait() == -signal.SIGTERM
-    assert not report.exists()
-    fail(True)
-    assert json.loads(report.read_text())["message"]["message"] == "OSError: sample 7 cannot be read"
-    assert os.environ["TORCHELASTIC_ERROR_FILE"] == str(report)
 
 
 def unlike_calls() -> dict[str, str]:

@@ -38,12 +38,18 @@ def message(error: type[Exception], action: Any) -> str:
 
 TRAINER: list[tuple[dict[str, Any], str]] = [
     ({"precision": "bf16"}, "Trainer() has no argument 'precision': it is called mixed_precision."),
+    ({"bf16": True}, "pass mixed_precision='bf16', or 'fp16', to Trainer()."),
+    ({"logger": "wandb"}, "add TrackerCallback('wandb') to the callbacks."),
+    ({"report_to": ["mlflow"]}, "add TrackerCallback('wandb') to the callbacks."),
+    ({"device": "cuda"}, "'device': Accelerate finds the devices."),
     ({"compute_metrics": len}, "it is called metrics."),
     ({"batch_size": 8}, "'batch_size': pass per_device_batch_size to train()."),
     ({"epochs": 8}, "pass num_epochs to train()."),
     ({"num_epochs": 8}, "pass num_epochs to train()."),
     ({"lr_scheduler": None}, "pass create_scheduler_fn to train()."),
     ({"gradient_clip_val": 1.0}, "pass gradient_clip_norm to train()."),
+    ({"patience": 3}, "add EarlyStoppingCallback(early_stopping_patience=...)"),
+    ({"monitor": "val_loss"}, "pass watch_metric to a SaveBestModelCallback"),
     ({"loss_fn": None}, "it is called loss_func."),
     ({"sed": 3}, "Did you mean 'seed'?"),
     ({"zzz": 3}, "it has model, loss_func, optimizer,"),
@@ -68,6 +74,10 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {}}, "pass metrics to Trainer()."),
     ({"lr_scheduler_type": "cosine"}, "it is called create_scheduler_fn."),
     ({"warmup_ratio": 0.1}, "it is called warmup_steps."),
+    ({"num_workers": 3}, "'num_workers': pass it in train_dataloader_kwargs,"),
+    ({"patience": 3}, "add EarlyStoppingCallback("),
+    ({"monitor": "loss"}, "pass watch_metric to"),
+    ({"lr": 0.1}, "pass it to the optimizer"),
     ({"num_epoch": 3}, "Did you mean 'num_epochs'?"),
     ({"epochs": 1, "batch_size": 2}, "called per_device_batch_size. train() has no argument 'epochs': it is"),
 ]
@@ -114,6 +124,25 @@ def test_an_argument_that_a_tool_does_not_have(tool):
     assert trainer.progress.update == 0
 
 
+@pytest.mark.parametrize("name", ["test", "validate"])
+def test_other_names_of_evaluate(name):
+    assert f"Trainer has no {name}(). Call evaluate(dataset)." in message(
+        AttributeError, lambda: getattr(make_trainer(), name)
+    )
+
+
+def test_fit_is_train():
+    trainer = make_trainer()
+    assert "Trainer has no fit(). Call train(" in message(AttributeError, lambda: trainer.fit(make_data(), 3))
+    assert not hasattr(trainer, "fit")
+
+    class Fits(Trainer):
+        def fit(self):
+            return "mine"
+
+    assert make_trainer(trainer_class=Fits).fit() == "mine"
+
+
 def test_a_subclass_has_the_arguments_that_it_has():
     class Own(Trainer):
         def __init__(self, model, batch_size, **kwargs):
@@ -126,7 +155,7 @@ def test_a_subclass_has_the_arguments_that_it_has():
     trainer = Own(make_model(), batch_size=3, callbacks=[])
     trainer.train(make_data(), epochs=2)
     assert trainer.progress.update == 4
-    assert "called mixed_precision." in message(TypeError, lambda: Own(make_model(), batch_size=3, precision="bf16"))
+    assert "pass mixed_precision=" in message(TypeError, lambda: Own(make_model(), batch_size=3, bf16=True))
     assert "it is called eval_dataset." in message(TypeError, lambda: trainer.train(make_data(), epochs=1, val_data=()))
 
 
@@ -276,7 +305,7 @@ def test_of_targets_that_are_missing_only_that_is_said():
         "validation_step": "Override calculate_eval_batch_loss instead",
         "prediction_step": "Override calculate_eval_batch_loss or calculate_predict_batch_output instead",
         "get_train_dataloader": "Override create_train_dataloader instead",
-        "configure_optimizers": "no such method",
+        "configure_optimizers": "Pass the optimizer, or a function that creates it",
     }.items(),
 )
 def test_a_method_that_another_library_calls_is_said_not_to_be_called_here(name, advice):

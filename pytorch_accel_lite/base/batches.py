@@ -17,8 +17,6 @@ from torch import nn
 from pytorch_accel_lite.base.loss_shapes import check_loss, shapes_are_known
 
 BatchOutput = dict[str, Any]
-#: The keys of a step's output that have a meaning; others are for callbacks.
-KNOWN_OUTPUTS = ("loss", "losses", "model_outputs", "batch_size", "num_items_in_batch")
 _IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 

@@ -69,6 +69,27 @@ def install_command(extra: str, package: str) -> str:
     return f"pip install {shlex.join(brought or [package])}"
 
 
+def is_installed(module: Any) -> bool:
+    """Whether a module, or ``None`` for an unknown one, belongs to Python or to an installed package."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file is not None and os.path.realpath(file).startswith(LIBRARIES)
+
+
+def leave_out_libraries(error: BaseException) -> None:
+    """Leave only the user's own frames in the traceback of an error, and the first, which has called this."""
+    trace = error.__traceback__
+    while trace is not None:
+        following = trace.tb_next
+        while trace.tb_next is not None and _is_of_library(trace.tb_next.tb_frame.f_globals.get("__name__")):
+            trace.tb_next = trace.tb_next.tb_next
+        trace = following
+    error.__suppress_context__ = True
+
+
+def _is_of_library(module: Any) -> bool:
+    return str(module).partition(".")[0] == "pytorch_accel_lite" or is_installed(sys.modules.get(module))
+
+
 def warn_outside(message: str) -> None:
     """Warn at the innermost line outside this package: that of the user's call, however deep below it this is."""
     frame, level = sys._getframe(1), 2  # noqa: SLF001

@@ -18,30 +18,6 @@ _OF_EACH_ELEMENT = {
 _OF_CLASSES = {nn.CrossEntropyLoss, functional.cross_entropy}
 
 
-def watch_shapes(loss_func: Any, always: bool) -> None:
-    """Let a loss module of torch check the shapes of its first inputs, wherever it is called.
-
-    :param always: whether it checks all inputs; torch would compile the module again once the check is gone
-    """
-    is_watched = any(isinstance(hook, _ShapeCheck) for hook in getattr(loss_func, "_forward_pre_hooks", {}).values())
-    if type(loss_func) in _OF_EACH_ELEMENT | _OF_CLASSES and not is_watched:
-        _ShapeCheck(loss_func, always)
-
-
-class _ShapeCheck:
-    """A hook on a loss module, which removes itself once shapes are known."""
-
-    def __init__(self, loss_func: nn.Module, always: bool) -> None:
-        self._always = always
-        self._handle = loss_func.register_forward_pre_hook(self, with_kwargs=True)
-
-    def __call__(self, loss_func: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outputs = args[0] if args else kwargs.get("input", kwargs.get("log_input"))  # the latter of a PoissonNLLLoss
-        targets = args[1] if len(args) > 1 else kwargs.get("target")
-        if shapes_are_known(loss_func, outputs, targets) and not self._always:
-            self._handle.remove()
-
-
 def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
     """Check shapes; return whether that settles it, as a batch with a single element is inconclusive.
 

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from pytorch_accel_lite.base.backends import BackendSettings
 from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.events import CallbackHandler
 from pytorch_accel_lite.base.progress import Progress
@@ -35,7 +34,7 @@ class TrainerLike(Protocol):
     compile_model: bool | dict[str, Any]
     channels_last: bool
     check_replicas: bool
-    backend_settings: BackendSettings
+    deterministic: bool | None
     logical: Any
     compiled_forward: Any
     registered_objects: dict[str, Any]

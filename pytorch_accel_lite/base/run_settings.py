@@ -102,7 +102,7 @@ class TrainerRunConfig:
     :param seed: the seed of the trainer, or ``None``
     :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
         are those of a logical process then
-    :param deterministic: that argument of the trainer, if it was given; likewise ``cudnn_benchmark`` and ``tf32``
+    :param deterministic: that argument of the trainer, if it was given
     """
 
     num_epochs: int | None
@@ -130,8 +130,6 @@ class TrainerRunConfig:
     auto_microbatch: bool = False
     logical_processes: int | None = None
     deterministic: bool | None = None
-    cudnn_benchmark: bool | None = None
-    tf32: bool | None = None
 
     def __repr__(self) -> str:
         return call(type(self).__name__, self.notable())

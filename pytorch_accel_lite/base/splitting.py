@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pytorch_accel_lite.base.batches import is_as_long, parts_in, tensors_in
 from pytorch_accel_lite.base.inspection import find_length
@@ -160,79 +159,6 @@ def concatenate(parts: Sequence[Any]) -> Any:
             "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list with one per sample."
         )
     return honor_type(first, map(concatenate, zip(*parts, strict=True)))
-
-
-class Concatenation:
-    """Nested outputs of the same structure, concatenated along their first dimension as they are added.
-
-    Rows are copied into tensors for all of them, which takes half the memory of concatenating a list of tensors.
-    Outputs that differ in more than their number of rows, and lists of samples, are kept and concatenated at the end.
-
-    :param num_rows: expected number of rows; ``None`` if unknown
-    """
-
-    def __init__(self, num_rows: int | None = None) -> None:
-        self._num_rows = num_rows or 0
-        self._structure: Any = None
-        self._columns: list[_Column] = []
-        self._tensor: _Column | None = None  # if the outputs so far are single tensors
-        self._others: list[Any] = []
-
-    def add(self, outputs: Any) -> None:
-        """Add outputs, which may be changed afterwards."""
-        if self._tensor is not None and self._tensor.fits(outputs):
-            self._tensor.add(outputs)
-            return
-        leaves, structure = tree_flatten(outputs)
-        if self._structure is None and not self._others and all(map(_is_plain, leaves)):
-            self._structure = structure
-            self._columns = [_Column(leaf, self._num_rows) for leaf in leaves]
-            self._tensor = self._columns[0] if leaves and leaves[0] is outputs else None
-        is_alike = not self._others and structure == self._structure
-        if is_alike and all(column.fits(leaf) for column, leaf in zip(self._columns, leaves, strict=True)):
-            for column, leaf in zip(self._columns, leaves, strict=True):
-                column.add(leaf)
-        else:
-            self._others.append(outputs)
-            self._tensor = None
-
-    def result(self) -> Any:
-        """Return all outputs as :func:`concatenate` does."""
-        parts = list(self._others)
-        if self._structure is not None:
-            parts.insert(0, tree_unflatten([column.result() for column in self._columns], self._structure))
-        return concatenate(parts) if self._others else parts[0]
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
-
-
-class _Column:
-    """A tensor to which rows are added; expected rows that never come take no memory."""
-
-    def __init__(self, like: torch.Tensor, num_rows: int) -> None:
-        self._size = 0
-        self._room = max(num_rows, len(like))
-        self._dtype, self._shape = like.dtype, like.shape[1:]
-        self._rows = like.new_empty((self._room, *self._shape))
-
-    def fits(self, rows: Any) -> bool:
-        return _is_plain(rows) and rows.dtype is self._dtype and rows.shape[1:] == self._shape
-
-    def add(self, rows: torch.Tensor) -> None:
-        number = rows.shape[0]
-        end = self._size + number
-        if end > self._room:
-            self._room = max(end, 2 * self._room)
-            grown = self._rows.new_empty((self._room, *self._shape))
-            grown[: self._size] = self._rows[: self._size]
-            self._rows = grown
-        self._rows.narrow(0, self._size, number).copy_(rows)
-        self._size = end
-
-    def result(self) -> torch.Tensor:
-        return self._rows if self._size == self._room else self._rows[: self._size].clone()
 
 
 def reorder(outputs: Any, order: Sequence[int]) -> Any:

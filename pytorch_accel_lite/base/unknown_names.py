@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
+from pytorch_accel_lite.base.environment import leave_out_libraries
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -28,8 +29,6 @@ _NAMES = {
     "metrics": "compute_metrics eval_metrics metric",
     "seed": "random_seed random_state",
     "deterministic": "full_determinism use_deterministic_algorithms",
-    "cudnn_benchmark": "benchmark",
-    "tf32": "allow_tf32",
     "compile_model": "compile torch_compile",
     # arguments of its methods
     "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",
@@ -82,7 +81,36 @@ _NAMES = {
     "load_state_dict": "on_load_checkpoint",
 }
 
-#: Methods of other libraries' trainers that are not called here, with those to override instead, if there are any.
+#: Advice for words without a corresponding argument.
+_ADVICE = {
+    "fp16 bf16 fp8 amp": "pass mixed_precision='bf16', or 'fp16', to Trainer().",
+    "device devices gpus use_cpu num_gpus strategy num_nodes": (
+        "Accelerate finds the devices. Start several processes with accelerate launch, or pass "
+        "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
+    ),
+    "logger loggers report_to log_with tracker": "add TrackerCallback(<value>) to the callbacks.",
+    "patience early_stopping early_stopping_patience": (
+        "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks."
+    ),
+    "monitor watch_metric metric_for_best_model load_best_model_at_end save_best": (
+        "pass watch_metric to a SaveBestModelCallback or an EarlyStoppingCallback among the callbacks."
+    ),
+    "num_workers shuffle drop_last pin_memory sampler batch_sampler": (
+        "pass it in train_dataloader_kwargs, eval_dataloader_kwargs or dataloader_kwargs."
+    ),
+    "lr learning_rate weight_decay momentum": "pass it to the optimizer that you pass to Trainer().",
+    "save_every save_steps save_dir output_dir checkpoint_dir default_root_dir": (
+        "add SaveTrainingStateCallback(save_dir=...) to the callbacks."
+    ),
+    "verbose progress_bar enable_progress_bar disable_tqdm": (
+        "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer(), or callbacks=[] for no output."
+    ),
+    "limit_train_batches limit_val_batches fast_dev_run": "add LimitBatchesCallback(num_batches) to the callbacks.",
+    "use_ema ema ema_decay": "add ModelEmaCallback(decay=...) to the callbacks.",
+    "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
+}
+
+#: Methods of other libraries' trainers that are not called here, with those to override instead.
 _REPLACED = {
     "training_step": "calculate_train_batch_loss train_step",
     "compute_loss": "calculate_train_batch_loss train_step",
@@ -99,10 +127,17 @@ _REPLACED = {
     "_run_evaluation": "evaluation_run_start evaluation_run_end evaluate",
     "_update_loss_tracker": "calculate_train_batch_loss calculate_eval_batch_loss",
     "_add_epoch_loss_to_run_history": "train_epoch_end eval_epoch_end",
-    "configure_optimizers": "",
-    "create_optimizer": "",
-    "create_optimizer_and_scheduler": "",
-    "_check_eval_batch_size": "",
+}
+_OF_OPTIMIZERS = (
+    "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
+    "train()."
+)
+#: Further ones, in place of which there is nothing to override, with what to do.
+_GONE = {
+    "configure_optimizers": _OF_OPTIMIZERS,
+    "create_optimizer": _OF_OPTIMIZERS,
+    "create_optimizer_and_scheduler": _OF_OPTIMIZERS,
+    "_check_eval_batch_size": "Remove it: nothing needs it.",
 }
 
 
@@ -128,26 +163,35 @@ def suggest_arguments(cls: C) -> C:
 
 
 def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
-    known = list(inspect.signature(method).parameters)
+    known = inspect.signature(method).parameters.keys()
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython and pytest hide this frame
-        unknown = sorted(kwargs.keys() - known)
-        if unknown:
+        if not kwargs.keys() <= known:
+            unknown = sorted(kwargs.keys() - known)
             where = _called(cls, method.__name__)
-            raise TypeError(" ".join(f"{where} has no argument {w!r}: {_answer(cls, known[1:], w)}" for w in unknown))
+            raise TypeError(
+                " ".join(
+                    f"{where} has no argument {word!r}: {_answer(cls, method, word, kwargs[word])}" for word in unknown
+                )
+            )
         if method.__name__ != "__init__" and "current_run" not in vars(self):
             raise RuntimeError(
                 f"{type(self).__name__}.__init__ does not call super().__init__(model, loss_func, optimizer)."
             )
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            leave_out_libraries(interrupt)
+            raise
 
     return call
 
 
-def _answer(cls: type, known: list[str], word: str) -> str:
+def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
     candidates = [word, *_our_names(word)]
+    known = list(inspect.signature(method).parameters)[1:]
     renamed = next((ours for ours in candidates if ours in known), None)
     if renamed:
         return f"it is called {renamed}."
@@ -156,11 +200,37 @@ def _answer(cls: type, known: list[str], word: str) -> str:
         moved = next((ours for ours in candidates if ours in parameters), None)
         if moved:
             return f"pass {moved} to {_called(cls, other)}."
-    return did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
+    advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), "")
+    advice = advice.replace("<value>", repr(value if isinstance(value, str) else "wandb"))
+    return advice or did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
 
 
 def _called(cls: type, method: str) -> str:
     return f"{cls.__name__}()" if method == "__init__" else f"{method}()"
+
+
+class MethodElsewhere:
+    """A method of other libraries' trainers: reading it raises an ``AttributeError`` that says what to call instead."""
+
+    def __init__(self, name: str, advice: str) -> None:
+        self._name = name
+        self._advice = advice
+
+    def __repr__(self) -> str:
+        return f"<not there: {self._advice}>"
+
+    def __get__(self, instance: object, owner: type) -> MethodElsewhere:
+        if instance is None:
+            return self
+        raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._advice}")
+
+
+METHODS = [
+    MethodElsewhere("fit", "Call train(train_dataset, num_epochs, eval_dataset)."),
+    MethodElsewhere("test", "Call evaluate(dataset)."),
+    MethodElsewhere("validate", "Call evaluate(dataset)."),
+    MethodElsewhere("add_callback", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
+]
 
 
 def check_subclass(cls: type, trainer_class: type) -> None:
@@ -170,13 +240,15 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     """
     own = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: value for c in reversed(own) for name, value in vars(c).items()}
+    never_called = {name: advice for name, advice in _GONE.items() if name in defined}
     for name in defined.keys() & _REPLACED.keys():
         methods = _REPLACED[name].split()
         if not defined.keys() & set(methods):
-            instead = f" Override {' or '.join(methods)} instead." if methods else ""
-            warnings.warn(
-                f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method.{instead}", stacklevel=3
-            )
+            never_called[name] = f"Override {' or '.join(methods)} instead."
+    for name, advice in never_called.items():
+        warnings.warn(
+            f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}", stacklevel=3
+        )
     for name, value in defined.items() if not is_ours(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.backends import describe_settings
+from pytorch_accel_lite.base.backends import describe_settings, deterministic_kernels
 from pytorch_accel_lite.base.protocols import TrainerLike
 
 
 def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
     """Return what computes the run of a trainer, in JSON types."""
     device = trainer.device
-    with trainer.backend_settings.in_force():
+    with deterministic_kernels(trainer.deterministic):
         settings = describe_settings(device.type == "cuda")
     name = device.type
     versions: dict[str, Any] = {}

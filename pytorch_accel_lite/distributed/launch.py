@@ -74,22 +74,11 @@ def _report_uncaught_errors() -> None:
 
 
 def record_error(error: BaseException) -> None:
-    """Leave the error that is being handled for the launcher to show.
-
-    It is written as a whole or not at all: the launcher itself fails if it finds a part of it, and may kill this
-    process at any moment because another one has failed.
-    """
+    """Leave the error that is being handled for the launcher to show."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    target = os.environ.get(_ERROR_FILE)
-    if target is None:
-        return
-    temporary = os.environ[_ERROR_FILE] = f"{target}.tmp"
-    try:
+    if _ERROR_FILE in os.environ:
         get_error_handler().record_exception(error)
-        os.replace(temporary, target)
-    finally:
-        os.environ[_ERROR_FILE] = target
 
 
 def _die_with_parent() -> None:

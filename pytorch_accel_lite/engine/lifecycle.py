@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -218,7 +219,7 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
         num_processes=accelerator.num_processes,
         seed=trainer.seed,
         logical_processes=logical,
-        **vars(trainer.backend_settings),
+        deterministic=trainer.deterministic,
     )
 
 
@@ -309,7 +310,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 def computing(trainer: TrainerLike) -> Iterator[None]:
     """Let the settings of torch that a trainer has asked for hold in a block."""
     with (
-        trainer.backend_settings.in_force(),
+        deterministic_kernels(trainer.deterministic),
         nullcontext() if trainer.logical is None else trainer.logical.computing_identically(trainer),
     ):
         yield

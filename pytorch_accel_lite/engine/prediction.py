@@ -11,13 +11,11 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
-from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
-from pytorch_accel_lite.data.loader_choice import dataset_of
+from pytorch_accel_lite.base.splitting import concatenate, to_cpu
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
@@ -57,18 +55,14 @@ def predict(
     :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
         tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
     """
-    outputs = Concatenation(find_length(dataset_of(dataset)))
-    is_empty = True
-    for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True):
-        is_empty = False
-        while parts:
-            outputs.add(parts.pop(0))  # the next outputs take the memory of these
-    if is_empty:
+    predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
+    steps = list(predicted)
+    if not steps:
         raise ValueError(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
             "has already written all predictions: read them with read_predictions()."
         )
-    return outputs.result() if _keeps(self, only_first) else None
+    return concatenate(list(chain(*steps))) if _keeps(self, only_first) else None
 
 
 def predict_iter(

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.loss_shapes import watch_shapes
 from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
@@ -141,7 +140,6 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
         return
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
-        watch_shapes(trainer.loss_func, always=trainer.compiled_forward is not None)
     apply_model_options(trainer)
     averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)

@@ -68,8 +68,8 @@ class WSDLrScheduler(PlannedLrScheduler):
     :param is_continuation_from_checkpoint: whether the weights are already trained: there is no warm-up, and
         :meth:`load_state_dict` takes only the base rates from the previous run's state
     :param decay: shape of the decay, a key of :data:`DECAYS`
-    :param checkpoint_steps: increasing numbers of updates at which the periods end, instead of ``num_checkpoints``; the
-        last is the end of the schedule
+    :param checkpoint_steps: increasing numbers of updates at which the periods end; the last is the end of the
+        schedule. Takes precedence over ``total_steps`` and ``num_checkpoints``.
     :raises TypeError, ValueError: for the first argument that is out of range
     """
 
@@ -105,7 +105,7 @@ class WSDLrScheduler(PlannedLrScheduler):
             total_steps = _count_updates(num_epochs, num_update_steps_per_epoch, total_steps)
             ends = estimate_checkpoint_steps(total_steps, num_checkpoints)
         else:
-            ends = _check_checkpoint_steps(checkpoint_steps, total_steps, num_checkpoints)
+            ends = _check_checkpoint_steps(checkpoint_steps)
         self._ends = ends
         self._periods = [self._plan_period(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self.num_warmup_steps = 0 if is_continuation_from_checkpoint else self._count_warmup(num_warmup_steps)
@@ -281,16 +281,9 @@ def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps:
     return round(check_range("num_epochs", num_epochs, above=0) * per_epoch)
 
 
-def _check_checkpoint_steps(steps: Sequence[int], total_steps: int | None, num_checkpoints: int) -> list[int]:
-    steps = [check_positive_int(f"checkpoint_steps[{i}]", step) for i, step in enumerate(steps)]
+def _check_checkpoint_steps(steps: Sequence[int]) -> list[int]:
     if not steps or any(second - first < 2 for first, second in zip([0, *steps], steps, strict=False)):
         raise ValueError(
             f"checkpoint_steps={steps!r} must increase by at least 2 updates each: one stable, one of decay."
         )
-    if num_checkpoints != 1:
-        raise ValueError(f"num_checkpoints={num_checkpoints!r} and checkpoint_steps={steps!r}: pass only one of them.")
-    if total_steps not in (None, steps[-1]):
-        raise ValueError(
-            f"total_steps={total_steps!r} contradicts the last of checkpoint_steps={steps!r}. Leave it out."
-        )
-    return steps
+    return list(steps)
