@@ -1469,21 +1469,6 @@ def test_wherever_in_a_file_of_a_state_the_disk_is_full_a_run_may_go_on(tmp_path
     assert [int(path.name[-2:]) for path in states(tmp_path)] == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
 
 
-def test_a_run_may_go_on_when_the_weights_alone_do_not_fit_on_the_disk(tmp_path, capsys):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    saver = SaveTrainingStateCallback(tmp_path, continue_on_error=True)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 20_000), torch.nn.Linear(20_000, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[saver], seed=0)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
-        trainer.train(regression_data(8), 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "could not be saved; the run continues. OSError: " in capsys.readouterr().out
-    assert not list(tmp_path.glob("*update*"))
-
-
 def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
     """The first sync to the disk waits for a later update: were training to wait for it, neither would come."""
     later, sync = threading.Event(), os.fsync
