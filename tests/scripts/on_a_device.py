@@ -46,6 +46,7 @@ from tests.tasks import make_data, make_trainer, train
 waits: Counter[str] = Counter()
 copies: Counter[str] = Counter()
 LAG = 8  # times the usual
+STEPS_OF_SHIPPED = 5
 
 
 def on_host(tree: Any) -> Any:
@@ -84,7 +85,7 @@ def case_shipped_callbacks() -> Any:
         return train(make_trainer([callback]), size=size, eval_dataset=make_data(), **arguments)
 
     def waited(callback_class: type[TrainerCallback]) -> int:
-        return sum(with_waits(lambda size: run(callback_class, size), steps=15)["waits"].values())
+        return sum(with_waits(lambda size: run(callback_class, size), steps=STEPS_OF_SHIPPED)["waits"].values())
 
     return {callback_class.__name__: waited(callback_class) for callback_class in SHIPPED}
 
