@@ -83,7 +83,7 @@ bench: $(EXTRAS)-bench
 
 docs: $(EXTRAS)-test
 	rm -f docs/_build/html/.finished
-	$(BIN)/python -m sphinx -W --keep-going -E -a -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -j auto -E -a -b html docs docs/_build/html
 	@touch docs/_build/html/.finished  # the tests look at these pages
 	@echo "The documentation is in docs/_build/html/index.html"
 

@@ -111,6 +111,6 @@ def make_task(workload: str, quick: bool = False) -> Task:
         steps = 5 if quick else 500
         return Task(make_convnet, sgd, random_data(32 * steps, 3, 16, 16), 32, steps, ready=True)
     if workload == "transformer":
-        return text_task(8, steps=4, depth=1) if quick else text_task(8, steps=10)
+        return text_task(1, steps=4, depth=1) if quick else text_task(8, steps=10)
     steps = 1 if workload == "first" else 20 if quick else 2000
     return Task(make_mlp, sgd, random_data(32 * steps, 64), 32, steps, ready=workload != "tensors")

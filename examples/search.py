@@ -13,7 +13,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import optuna
+from optuna.visualization.matplotlib import plot_slice
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError
@@ -24,7 +26,6 @@ from pytorch_accel_lite.experiment import (
     retry_killed_trials,
     suggest_overrides,
 )
-from pytorch_accel_lite.plotting import plot_search
 
 HERE = Path(__file__).parent
 
@@ -80,7 +81,9 @@ def main() -> None:
     left = args.trials - len(study.get_trials(states=ended))
     # A trial whose loss diverges has failed, but not the search.
     study.optimize(run_trial, n_trials=max(left, 0), catch=NonFiniteLossError)
-    plot_search(study, args.output / "search.png", metric)
+    plot_slice(study, target_name=metric)
+    plt.gcf().set_size_inches(14, 4)
+    plt.savefig(args.output / "search.png", bbox_inches="tight")
 
     states = [trial.state for trial in study.get_trials(states=ended)]
     print(f"\n{len(states)} trials, of which {states.count(ended[1])} were pruned")

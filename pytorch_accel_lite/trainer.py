@@ -133,7 +133,7 @@ class Trainer:
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar train_dataset_name: name of the batch's dataset, if each batch is from one; likewise ``eval_dataset_name``
+    :ivar eval_dataset_name: name of the dataset that is being evaluated, if there are several
     :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
     :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
@@ -168,7 +168,6 @@ class Trainer:
     num_microbatches: int = shadowable("step.num_microbatches")
     is_finished: bool = shadowable("is_finished")
     evaluation_is_due: bool = shadowable("evaluation_is_due")
-    train_dataset_name: str | None = shadowable("train_dataset_name")
     eval_dataset_name: str | None = shadowable("data.eval_dataset_name")
     batch_indices: list[Any] | None = shadowable("batch_indices")
     clock: float = shadowable("clock")
@@ -200,7 +199,7 @@ class Trainer:
             channels_last=channels_last,
             deterministic=deterministic,
         )
-        arguments.check_constructor(model, loss_func, optimizer, seed)
+        arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = combine_or_defer(optimizer)

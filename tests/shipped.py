@@ -6,7 +6,6 @@ import inspect
 from functools import partial
 from typing import Any
 
-import torch
 from torchmetrics import MeanSquaredError
 
 import pytorch_accel_lite.callbacks as shipped
@@ -24,7 +23,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "LimitBatchesCallback": {"num_batches": 2},
     "LimitEvalStepsCallback": {"num_eval_steps": 2},
     "MetricsCallback": {"metrics": MeanSquaredError()},
-    "SnapshotCallback": {"fn": lambda model, samples: torch.zeros(4, 4)},
     "StepBasedEvaluationCallback": {"eval_every_n_steps": 2},
     "TimeLimitCallback": {"limit": 3600},
 }
@@ -38,8 +36,6 @@ RUN: dict[str, dict[str, Any]] = {
 # Arguments with which a run leaves a trace in the callback's state, where the defaults leave none.
 STATEFUL: dict[str, dict[str, Any]] = {"MetricsCallback": {"metrics": MeanSquaredError(), "train": True}}
 STATEFUL["MetricsFileCallback"] = {"every_n_updates": 1}
-if hasattr(shipped, "KeepBest"):
-    STATEFUL["SaveTrainingStateCallback"] = {"save_every_n_epochs": 1, "keep_best": shipped.KeepBest("eval_loss_epoch")}
 
 
 # Arguments of train() with which a run leaves a trace in the callback's state, where a quiet run leaves none.

@@ -24,7 +24,6 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     AdviceCallback,
     EarlyStoppingCallback,
-    KeepBest,
     LogMetricsCallback,
     MetricsFileCallback,
     ModelEmaCallback,
@@ -911,18 +910,6 @@ def test_the_best_value_counts_after_a_resume_from_a_state_of_an_older_version(n
     assert first.best_metric == 0.5
 
 
-def test_the_best_states_by_another_metric_do_not_count_after_a_resume(here):
-    def run(epochs: int, best: KeepBest) -> None:
-        record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("new", float(t.progress.epoch)))
-        saver = SaveTrainingStateCallback("states", 1, max_checkpoints=1, keep_best=best)
-        train(make_trainer([record, saver], seed=0), epochs=epochs, eval_dataset=True, resume_from="latest")
-
-    run(1, KeepBest("eval_loss_epoch"))
-    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback starts afresh: it watches 'new'"):
-        run(4, KeepBest("new"))  # smaller than the loss or not, the first value is that of epoch 2
-    assert sorted(path.name for path in Path("states").glob("update-*")) == ["update-000000006", "update-000000012"]
-
-
 # ------------------------------------------------------------------------------------- early stopping
 
 
@@ -1053,14 +1040,10 @@ def test_a_run_that_is_stopped_where_it_reaches_its_target_keeps_what_has_reache
             raise StopTrainingError("the target is reached")
 
     best = SaveBestModelCallback(tmp_path / "best.pt", "score")
-    keep = KeepBest("score", 1, greater_is_better=False)
-    states = SaveTrainingStateCallback(tmp_path / "states", keep_best=keep, save_at_end=False)
     target = listener(**{event: stop})
-    trainer = scripted([3, 2, 1, 4], *([best, states, target] if saves_first else [target, best, states]))
+    trainer = scripted([3, 2, 1, 4], *([best, target] if saves_first else [target, best]))
     assert (best.best_metric, best.best_metric_epoch) == (1, 3)
     assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(trainer.model))
-    (kept,) = {path.name for path in (tmp_path / "states").glob("update-*")} - {"update-000000003", "update-000000006"}
-    assert kept == "update-000000009"
 
 
 def test_a_run_that_is_stopped_after_a_step_of_its_own_saves_no_model_for_an_earlier_value(tmp_path):

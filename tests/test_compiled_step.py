@@ -313,7 +313,7 @@ def test_a_step_that_cannot_be_compiled_as_one_says_why_once(settings, reason):
 
 
 @pytest.mark.slow
-def test_code_compiled_in_parts_is_forgotten_with_its_trainer():
+def test_code_compiled_in_parts_is_forgotten_when_the_next_is():
     backend = Counts()
     models, compiled = [], []
     with torch._dynamo.config.patch(cache_size_limit=2):  # of one function, and the function is shared
@@ -325,7 +325,7 @@ def test_code_compiled_in_parts_is_forgotten_with_its_trainer():
             compiled.append(len(backend.graphs))
     del model
     gc.collect()
-    assert [model() for model in models] == [None] * 5
+    assert [model() for model in models[:-1]] == [None] * 4
     assert len({after - before for before, after in itertools.pairwise(compiled)}) == 1  # none met the limit
 
 

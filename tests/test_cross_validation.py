@@ -22,7 +22,7 @@ from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import Trainer, TrainerCallback, cross_validate
 from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTrainingStateCallback
-from pytorch_accel_lite.experiment import CrossValidation
+from pytorch_accel_lite.experiment import CrossValidation, Experiment
 from tests import experiment_parts as parts
 from tests.experiment_parts import Net, load_data
 from tests.launching import run_forked
@@ -238,6 +238,26 @@ def test_the_deviation_of_one_fold_is_unknown(tmp_path):
     assert found.mean["error"] == found.folds[0].metrics["error"]
     assert math.isnan(found.deviation["error"])
     assert os.listdir(tmp_path / "fold-1") != []
+
+
+def test_a_file_describes_the_trainer_of_each_fold_in_its_folder(tmp_path):
+    pytest.importorskip("jsonargparse")
+    from tests.test_experiments import FILE
+
+    states = "callbacks: [{class_path: SaveTrainingStateCallback, init_args: {save_every_n_epochs: 1}}]\n"
+    (tmp_path / "small.yaml").write_text(FILE + states)
+
+    def from_file(folder: Path) -> Trainer:
+        overrides = {"output_dir": str(folder), "overwrite": True}
+        return Experiment.from_file(tmp_path / "small.yaml", overrides).trainer
+
+    first = cross_validate(from_file, DATA, splitters.KFold(2), save_dir=tmp_path / "folds", num_epochs=1)
+    (first.folds[1].folder / "fold.json").unlink()  # as a kill before the end of the fold leaves it
+    again = cross_validate(from_file, DATA, splitters.KFold(2), save_dir=tmp_path / "folds", num_epochs=1, resume=True)
+    assert again.rows() == first.rows()
+    assert sorted(os.listdir(tmp_path / "folds")) == ["fold-1", "fold-2", "splits.json"]
+    for fold in again.folds:
+        assert {"experiment.yaml", "metrics.jsonl", "training_states", "fold.json"} <= {*os.listdir(fold.folder)}
 
 
 def validated() -> tuple[list[dict[str, Any]], list[list[int]], torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -183,29 +182,6 @@ def test_what_no_part_explains_is_shown_and_said(spend):
     found = quiet_trainer(Contended(spend)).diagnose(Reads(regression_data(48)), **arguments)
     assert (found.forward, found.step, found.unexplained) == pytest.approx((0.01, 0.02, 0.5), rel=0.2)
     assert re.search(r"\d\d % of a step are explained by none of its parts", " ".join(found.advice))
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_nothing_is_changed(trained):
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double().eval()
-    optimizer = torch.optim.AdamW(model.parameters())
-    trainer = quiet_trainer(model, optimizer=optimizer)
-    if trained:
-        trainer.train(regression_data(16), 1)
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer.progress, trainer.run_config))
-    training, generator = model.training, torch.get_rng_state()
-    dataset = trainer.train_dataset
-    trainer.diagnose(regression_data(40), num_steps=3)
-    assert equal(model.state_dict(), before[0])
-    for index, state in before[1]["state"].items():
-        assert equal(optimizer.state_dict()["state"][index], state)
-    assert optimizer.state_dict()["param_groups"] == before[1]["param_groups"]
-    assert len(optimizer.state_dict()["state"]) == len(before[1]["state"])
-    assert (trainer.progress, trainer.run_config) == before[2:]
-    assert model.training == training
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert trainer.train_dataset is dataset
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def diagnosis() -> Any:

@@ -414,12 +414,6 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
     "labels out of range": (one_layer(3), CE, (INPUTS, torch.full((N,), 3)), "the labels must range from 0"),
     "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels must range from 0"),
     "yes or no as whole numbers": (one_layer(), BCE, (INPUTS, YES_OR_NO.long()), "use targets.float()"),
-    "outputs for probabilities": (
-        nn.Sequential(one_layer(), nn.Threshold(9.0, 9.0)),
-        nn.BCELoss(),
-        (INPUTS, YES_OR_NO),
-        "Use BCEWithLogitsLoss",
-    ),
     "an index that an embedding lacks": (
         nn.Embedding(2, 1),
         MSE,

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer
-from pytorch_accel_lite.callbacks import RunLogCallback, SnapshotCallback, TrackerCallback
+from pytorch_accel_lite.callbacks import RunLogCallback, TrackerCallback
 from tests.launching import forget
 
 forget("matplotlib", "PIL", installed=False)
@@ -42,7 +42,6 @@ kept = [path for path in sys.path if Path(path).name not in gone and not [*Path(
 sys.path[:] = [sys.argv[1], *kept]
 history = InMemoryRunHistory()
 history.update_metric("loss", 1)
-snapshots = SnapshotCallback(lambda model, samples: torch.zeros(4, 4))
 data = torch.utils.data.TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
 
 
@@ -52,7 +51,7 @@ def train(*callbacks):
     Trainer(model, torch.nn.MSELoss(), optimizer, callbacks=callbacks).train(data, 1, data, per_device_batch_size=2)
 
 
-for attempt in (history.plot, lambda: TrackerCallback("tensorboard"), lambda: train(snapshots)):
+for attempt in (history.plot, lambda: TrackerCallback("tensorboard")):
     try:
         attempt()
     except ImportError as error:
@@ -87,9 +86,8 @@ def messages(folder: Path, metadata: str | None) -> list[str]:
     ids=["installed", "not installed"],
 )
 def test_errors_name_what_to_install(tmp_path, metadata, plot, tensorboard):
-    plotting, tracking, snapshots, log = messages(tmp_path, metadata)
+    plotting, tracking, log = messages(tmp_path, metadata)
     assert plotting == f"plot() needs matplotlib. Install it with: pip install {plot}"
     assert tracking.startswith("tracker='tensorboard' (installed: ")
     assert tracking.endswith(f") needs tensorboard. Install it with: pip install {tensorboard}")
-    assert snapshots == f"SnapshotCallback needs pillow. Install it with: pip install {plot if metadata else 'pillow'}"
     assert f"<p>For curves: <code>pip install {html.escape(plot).replace('&#x27;', '&#39;')}</code></p>" in log

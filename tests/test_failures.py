@@ -16,7 +16,6 @@ from torch.utils.data import Subset, TensorDataset
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
-    OutOfMemoryCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
@@ -346,11 +345,10 @@ def test_a_stream_goes_on_when_the_model_refuses_a_batch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("callbacks", [[], [OutOfMemoryCallback]])
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_a_batch_that_does_not_fit_is_split_and_has_the_gradient_of_the_whole(callbacks, error, capsys):
+def test_a_batch_that_does_not_fit_is_split_and_has_the_gradient_of_the_whole(error, capsys):
     model = without_dropout(limit=3, error=error)
-    found = fit(model, callbacks, per_device_batch_size=10, auto_microbatch=not callbacks)
+    found = fit(model, per_device_batch_size=10, auto_microbatch=True)
     expected = fit(without_dropout(), per_device_batch_size=10)
     assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
     assert histories_agree(found, expected)

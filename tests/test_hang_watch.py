@@ -57,28 +57,26 @@ class LooksAtTimeouts(TrainerCallback):
         self.seen.append(timeout_of(dist.group.WORLD))
 
 
-def _slow_to(read: float, compute: float) -> None:
-    """Train while each sample and each forward pass takes this many seconds on rank 1; on others, a pass takes 1 ms."""
+def slow_to_read() -> None:
+    """Train while each sample takes 10 ms on rank 1."""
 
     class Slow(Rows):
         def __getitem__(self, index: int) -> Any:
-            spend(read if rank() == 1 else 0.0)
+            spend(0.01 if rank() == 1 else 0.0)
             return super().__getitem__(index)
 
-    model = small_model()
-    model.register_forward_pre_hook(lambda *_: spend(compute if rank() == 1 else 0.001))
-    trainer = quiet_trainer(model, callbacks=[AdviceCallback(min_seconds=0.05)])
+    trainer = quiet_trainer(small_model(), callbacks=[AdviceCallback(min_seconds=0.05)])
     data = Slow(regression_data(30 * world_size()))
     with own_clock() as spend:
         trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
 
 
-def stuck_while_reading(num_workers: int = 0, **kwargs: Any) -> dict[str, torch.Tensor]:
+def stuck_while_reading(**kwargs: Any) -> dict[str, torch.Tensor]:
     """Train with a watch on data that are stuck once."""
     model = small_model()
     trainer = quiet_trainer(model, callbacks=[HangWatchCallback(0.3, **kwargs)])
     data = Stuck(regression_data(6 * world_size()))
-    trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER | {"num_workers": num_workers})
+    trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER | {"num_workers": 0})
     return weights(model)
 
 
@@ -87,25 +85,17 @@ def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys)
     stuck_while_reading()
     said = capsys.readouterr().err
     assert "No progress for 0.3 seconds." in said
-    assert re.search(
-        r"^  rank 0, epoch 1, step 3: reading data, in load_sample of test_hang_watch.py:\d+$", said, re.MULTILINE
-    )
+    assert re.search(r"^  rank 0, epoch 1, step 3: in load_sample of test_hang_watch.py:\d+$", said, re.MULTILINE)
     assert re.search(r"Stack of rank 0:\n(.*\n)*.*in load_sample\n +time.sleep\(1.2\)", said)
     assert re.search(r"Rank 0 makes progress again after \d+ seconds\.", said)
-
-
-@pytest.mark.slow
-def test_a_process_that_waits_for_its_workers_says_so(capsys):
-    stuck_while_reading(num_workers=1)
-    assert re.search(r"  rank 0, epoch 1, step \d: reading data, waiting for its workers, in ", capsys.readouterr().err)
 
 
 def test_all_processes_are_named_those_that_are_behind_first(ranks):
     results = ranks(stuck_while_reading)
     last = ranks.world_size - 1
     others = "rank 0" if last == 1 else f"ranks {', '.join(map(str, range(last)))}"
-    behind = rf"  rank {last}, epoch 1, step 3: reading data, in load_sample of test_hang_watch.py:\d+\n"
-    waiting = rf"  {others}, epoch 1, step 3: backward pass, in _engine_run_backward of graph.py:\d+\n"
+    behind = rf"  rank {last}, epoch 1, step 3: in load_sample of test_hang_watch.py:\d+\n"
+    waiting = rf"  {others}, epoch 1, step 3: in _engine_run_backward of graph.py:\d+\n"
     assert re.search(behind + waiting, results.output)
     assert all(equal(results[0], weights) for weights in results)
 
@@ -206,16 +196,5 @@ def test_the_time_is_checked(seconds):
         HangWatchCallback(seconds)
 
 
-def slow_to_read() -> None:
-    _slow_to(0.01, 0.001)
-
-
-def slow_to_compute() -> None:
-    _slow_to(0.0, 0.02)
-
-
-def test_a_process_that_reads_or_computes_more_slowly_is_named_in_the_advice(two_ranks):
+def test_a_process_that_reads_more_slowly_is_named_in_the_advice(two_ranks):
     assert "Rank 1 waited for data for" in two_ranks(slow_to_read).output
-    output = two_ranks(slow_to_compute).output
-    assert re.search(r"Forward passes take \d+\S* ms on rank 1, .* times as long as on the other processes", output)
-    assert "waited for data" not in output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import random
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
@@ -293,45 +291,19 @@ def test_an_evaluation_alone_leaves_the_file_of_an_earlier_run(tmp_path):
 # ---------------------------------------------------------------------------------------------- trackers
 
 
-def test_pictures_are_logged_at_the_update(tmp_path):
+def test_pictures_are_logged_with_the_tracker_of_accelerate(tmp_path):
     import numpy as np
 
-    tracker = TrackerCallback("tensorboard", "run", tmp_path)
-    picture = np.zeros((4, 5, 3), dtype=np.uint8)
-    draw = listener(on_train_epoch_end=lambda t: tracker.log_images(t, {"sample": picture}))
-    train(make_trainer([tracker, draw]), epochs=2)
+    picture = np.zeros((1, 4, 5, 3), dtype=np.uint8)
+
+    def draw(trainer: Any) -> None:
+        (tracker,) = trainer.accelerator.trackers
+        tracker.log_images({"sample": picture}, step=trainer.progress.update, dataformats="NHWC")
+
+    train(make_trainer([TrackerCallback("tensorboard", "run", tmp_path), listener(on_epoch_checkpoint=draw)]), epochs=2)
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     assert [(e.step, e.width, e.height) for e in events.Images("sample")] == [(3, 5, 4), (6, 5, 4)]
-
-
-@pytest.mark.slow
-def test_pictures_are_logged_by_mlflow_and_by_a_tracker_of_ones_own(tmp_path, monkeypatch):
-    import numpy as np
-
-    class Draws(OfOneThread):
-        def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-            self.logged.append((step, {name: [picture.shape for picture in values[name]] for name in values}))
-
-    def draws(*trackers: TrackerCallback) -> None:
-        def draw(trainer: Any) -> None:
-            for tracker in trackers:
-                tracker.log_images(trainer, {"sample": np.zeros((4, 5, 3), dtype=np.uint8)})
-
-        train(make_trainer([*trackers, listener(on_train_epoch_end=draw)]))
-
-    own, without = Draws(), OfOneThread()
-    draws(TrackerCallback(own), TrackerCallback(without))
-    assert own.logged[0] == (3, {"sample": [(4, 5, 3)]})
-    assert own.logged[1:] == without.logged
-    import_trackers()
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    process = Fork(lambda: draws(TrackerCallback("mlflow")), tmp_path / "output")
-    assert process.wait() == 0, (tmp_path / "output").read_text()
-    (picture,) = tmp_path.rglob("sample/3.png")
-    with Image.open(picture) as image:
-        assert image.size == (5, 4)
 
 
 def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
@@ -465,37 +437,6 @@ def test_a_tracker_of_ones_own_is_used_in_one_thread_and_not_after_its_end():
     train(trainer).evaluate(make_data())
     assert [step for step, _ in own.logged] == [1, 2, 3, 3, None]
     assert own.logged[3][1].keys() == {"evaluation_loss", "train_loss_epoch"}
-
-
-def test_pictures_are_those_of_their_time(tmp_path):
-    import numpy as np
-
-    tracker, canvas = TrackerCallback("tensorboard", "run", tmp_path), np.zeros((4, 5, 3), dtype=np.uint8)
-
-    may_log = threading.Event()
-
-    def draw(trainer: Any) -> None:
-        if trainer.progress.epoch == 1:
-            tracker.in_background(lambda: may_log.wait(60) and None)  # all three are drawn before one is logged
-        canvas[:] = 40 * trainer.progress.epoch
-        tracker.log_images(trainer, {"sample": canvas})
-        if trainer.progress.epoch == 3:
-            may_log.set()
-
-    train(make_trainer([tracker, listener(on_train_epoch_end=draw)]), epochs=3)
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    shades = [Image.open(io.BytesIO(e.encoded_image_string)).getpixel((0, 0))[0] for e in events.Images("sample")]
-    assert shades == [40, 80, 120]
-
-
-def test_pictures_after_the_run_hide_nothing_of_it(tmp_path):
-    import numpy as np
-
-    tracker = TrackerCallback("tensorboard", "run", tmp_path)
-    trainer = train(make_trainer([tracker]), epochs=2)
-    tracker.log_images(trainer, {"late": np.zeros((4, 5, 3), dtype=np.uint8)})
-    assert [step for step, _ in scalars(tmp_path / "run")["train_loss_epoch"]] == [3, 6]
 
 
 LOGGED = r"""

@@ -27,7 +27,6 @@ from pytorch_accel_lite.base.randomness import restore_generators
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     GradualUnfreezingCallback,
-    LogOutputsCallback,
     MetricsCallback,
     ModelEmaCallback,
     NaNReportCallback,
@@ -260,45 +259,33 @@ class OwnLosses(Trainer):
     calculate_eval_batch_loss = calculate_train_batch_loss
 
 
-class Names(TrainerCallback):
-    """Remembers which dataset each step is from."""
-
-    def __init__(self) -> None:
-        self.seen: list[str | None] = []
-
-    def on_train_step_end(self, trainer, **kwargs):
-        self.seen.append(trainer.train_dataset_name)
-
-
-def mixture(**kwargs: Any) -> Mixture:
+def mixture() -> Mixture:
     datasets = {"small": regression_data(11, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
-    return Mixture(datasets, {"small": 1.0, "large": 2.0}, **kwargs)
+    return Mixture(datasets, {"small": 1.0, "large": 2.0})
 
 
 def combined() -> dict[str, Any]:
-    """Losses of the model, an adapter, optimizers and schedules by name, batches of one dataset of a mixture."""
+    """Losses of the model, an adapter, optimizers and schedules by name, batches of a mixture."""
     model = OwnModel()
     optimizers = {
         "adapter": torch.optim.AdamW(model.adapter.parameters(), lr=0.01),
         "head": torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
     }
     schedules = {"head": partial(OneCycleLR, max_lr=0.1, total_steps=P.MAX_NUM_TRAIN_STEPS)}
-    names = Names()
-    callbacks = [names, LogOutputsCallback()]
-    trainer = OwnLosses(model, None, optimizers, callbacks, seed=2, logical_processes=5)
+    trainer = OwnLosses(model, None, optimizers, [], seed=2, logical_processes=5)
     trainer.train(
-        mixture(mix_batches=False, batch_sizes={"small": 1}),
+        mixture(),
         2,
         regression_data(13, dtype=FLOATS),
         per_device_batch_size=2,
         gradient_accumulation_steps=2,
         create_scheduler_fn=schedules,
     )
-    return result_of(trainer, names=names.seen)
+    return result_of(trainer)
 
 
 def unfreezing() -> dict[str, Any]:
-    """Layers that are frozen first, an optimizer that the trainer makes, batches of a mixture of all datasets."""
+    """Layers that are frozen first, an optimizer that the trainer makes, batches of a mixture."""
     torch.manual_seed(0)
     layers = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 1)
     model = nn.Sequential(*layers)

@@ -19,14 +19,7 @@ from torchmetrics import R2Score
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.base import time_budget
-from pytorch_accel_lite.callbacks import (
-    MetricsCallback,
-    ModelEmaCallback,
-    PlotMetricsCallback,
-    SnapshotCallback,
-    TrackerCallback,
-    WorstSamplesCallback,
-)
+from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, PlotMetricsCallback, WorstSamplesCallback
 from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from pytorch_accel_lite.schedulers.preview import schedule_values
@@ -40,7 +33,6 @@ from tests.tasks import (
     regression_data,
     small_model,
     train,
-    weights,
 )
 
 
@@ -212,64 +204,6 @@ def test_the_worst_samples_of_all_processes_are_found(ranks):
 
 
 # -------------------------------------------------------------------------------------------- snapshots
-
-
-def test_snapshots_are_saved_and_sent_to_trackers_and_change_nothing(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    def draw(model: nn.Module, samples: Any) -> dict[str, Any]:
-        assert not model.training
-        assert not torch.is_grad_enabled()
-        torch.rand(3)  # leaves no trace
-        figure = Figure(figsize=(2, 1))
-        figure.subplots().plot(model(samples).numpy())
-        return {"curve": figure, "noise": np.zeros((3, 8, 8)), "grey": torch.arange(16.0).reshape(4, 4)}
-
-    results = []
-    for with_it in (True, False):
-        model = small_model()
-        snapshots = SnapshotCallback(draw, torch.randn(9, 5).double(), 2, tmp_path / "snapshots")
-        tracker = TrackerCallback("tensorboard", "run", tmp_path)
-        trainer = quiet_trainer(model, callbacks=[snapshots, tracker] if with_it else [], seed=0)
-        trainer.train(regression_data(), 4)
-        results.append(weights(model))
-    assert equal(*results)
-    names = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
-    assert names == [f"{name}-epoch-{epoch:04d}.png" for name in ("curve", "grey", "noise") for epoch in (2, 4)]
-    assert pixels(tmp_path / "snapshots" / "grey-epoch-0002.png")[:, :, 0].tolist()[3][3] == 255
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    assert [event.step for event in events.Images("noise")] == [10, 20]
-
-
-def test_a_function_that_fails_is_reported_once(tmp_path, capsys):
-    def fail(model: nn.Module, samples: Any) -> Any:
-        raise KeyError("no such thing")
-
-    trainer = train(make_trainer([SnapshotCallback(fail, directory=tmp_path)]), epochs=3)
-    assert trainer.progress.epochs_completed == 3
-    assert capsys.readouterr().out.count("fn failed; the run continues. KeyError: 'no such thing'") == 1
-
-
-def test_a_picture_that_is_none_is_reported(tmp_path, capsys):
-    train(make_trainer([SnapshotCallback(lambda model, samples: torch.zeros(2, 3, 4, 5), directory=tmp_path)]))
-    assert "is not an image" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("picture", "shades"),
-    [
-        (torch.full((2, 2), 0.5), [128] * 4),
-        (torch.ones(2, 2), [255] * 4),
-        (torch.zeros(2, 2), [0] * 4),
-        (torch.tensor([[0.2, 0.4], [0.4, 0.2]]), [51, 102, 102, 51]),
-        (torch.tensor([[-1.0, 1.0], [3.0, 1.0]]), [0, 128, 255, 128]),
-    ],
-)
-def test_values_from_0_to_1_are_shown_as_they_are_and_others_stretched(tmp_path, picture, shades):
-    train(make_trainer([SnapshotCallback(lambda model, samples: picture, directory=tmp_path)]))
-    found = pixels(tmp_path / "snapshot-epoch-0001.png")
-    assert found[:, :, 0].flatten().tolist() == shades
 
 
 # ------------------------------------------------------------------------------------------------ plots
@@ -469,10 +403,7 @@ def test_a_confusion_matrix_counts(count, tmp_path):
     ("provoke", "error", "message"),
     [
         (lambda: WorstSamplesCallback(0), ValueError, "k=0"),
-        (lambda: SnapshotCallback("draw"), TypeError, "fn='draw' must be callable"),
-        (lambda: SnapshotCallback(print, every_n_epochs=0), ValueError, "every_n_epochs=0"),
         (lambda: plot_confusion_matrix([1, 2], [1]), ValueError, "2 predictions, but 1 targets"),
-        (lambda: plot_confusion_matrix([1, 2], [1, 0], ["a"]), ValueError, "classes has 1 names, but there are 3"),
         (lambda: plot_schedule(print, 0), ValueError, "num_updates=0"),
     ],
 )

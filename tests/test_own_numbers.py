@@ -13,12 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    LogOutputsCallback,
-    MetricsFileCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, MetricsFileCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.ranks import IN_ORDER, global_batch, rank, shared_folder
 from tests.tasks import listener, make_data, make_trainer, regression_data, small_model, train
@@ -30,11 +25,11 @@ class LogsNumbers(Trainer):
     def calculate_train_batch_loss(self, batch: Any) -> Any:
         self.log("index", batch[0])
         self.log("weighted", torch.tensor(2.0), weight=3)
-        return super().calculate_train_batch_loss(batch) | {"given": batch[0].mean(), "one": 1, "text": "is no number"}
+        return super().calculate_train_batch_loss(batch)
 
     def calculate_eval_batch_loss(self, batch: Any) -> Any:
         self.log("index", batch[0])
-        return super().calculate_eval_batch_loss(batch) | {"given": batch[0].mean()}
+        return super().calculate_eval_batch_loss(batch)
 
 
 class LogsTheLoss(TrainerCallback):
@@ -72,7 +67,7 @@ def logged_numbers() -> dict[str, Any]:
     data = TensorDataset(x, x)
     model = small_model(features=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss, LogOutputsCallback])
+    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss])
     trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
     trainer.evaluate(data)
     return {name: list(values) for name, values in trainer.run_history.to_dict().items()}
@@ -84,10 +79,6 @@ def test_logged_numbers_are_means_over_samples(two_ranks):
     assert alone["eval_index_epoch"] == [sum(range(11)) / 11] * 2
     assert alone["evaluation_index"] == [5.0]
     assert alone["train_weighted_epoch"] == [2.0, 2.0]
-    assert [alone[name] for name in ("train_given_epoch", "eval_given_epoch")] == [[5.0, 5.0]] * 2
-    assert alone["train_one_epoch"] == [1.0, 1.0]
-    assert alone["evaluation_given"] == [5.0]
-    assert not [name for name in alone if "text" in name or "batch_size" in name]
     assert alone["train_from_callback_epoch"] == pytest.approx(alone["train_loss_epoch"])
     for found in two_ranks(logged_numbers):
         assert found.keys() == alone.keys()
@@ -294,14 +285,6 @@ def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
 # --------------------------------------------------------------------------------------- what steps return
 
 
-class Returns(Trainer):
-    """Returns more than the loss."""
-
-    def calculate_train_batch_loss(self, batch):
-        outputs = super().calculate_train_batch_loss(batch)
-        return outputs | {"first": batch[0][0, 0], "all": batch[0][:, 0], "some": 2.0, "flag": True, "text": "some"}
-
-
 def test_step_metrics_are_those_of_training_whatever_the_mode_of_the_model():
     class OtherModes(Trainer):
         def train_epoch_start(self):
@@ -324,47 +307,22 @@ def test_step_metrics_are_those_of_training_whatever_the_mode_of_the_model():
         assert trainer.step_metrics == {"trained": 1.0}
 
 
-def test_the_numbers_that_are_named_are_logged_of_whole_batches(tmp_path):
-    files = MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
-    logs = LogOutputsCallback(["all", "some"])
-    watch = EarlyStoppingCallback(watch_metric="train_all_epoch", greater_is_better=True)
-    trainer = make_trainer([logs, files, watch], trainer_class=Returns)
-    train(trainer, eval_dataset=True, auto_microbatch=True)
-    mean = make_data().tensors[0][:, 0].mean().item()
-    assert trainer.run_history.get_latest_metric("train_all_epoch") == pytest.approx(mean)
-    assert set(trainer.run_history) == {"train_loss_epoch", "train_all_epoch", "train_some_epoch", "eval_loss_epoch"}
-    rows = [json.loads(line) for line in (tmp_path / "metrics_updates.jsonl").read_text().splitlines()]
-    assert [row["some"] for row in rows] == [2.0] * 3
-
-
 def test_numbers_of_a_batch_that_was_split_are_averaged():
     class Splits(Trainer):
         def calculate_train_batch_loss(self, batch):
             if len(batch[0]) > 2:
                 raise torch.OutOfMemoryError("out of memory")
-            return super().calculate_train_batch_loss(batch) | {"index": batch[0].mean(), "size": len(batch[0])}
+            self.log("index", batch[0])
+            self.log("size", len(batch[0]))
+            return super().calculate_train_batch_loss(batch)
 
     x = torch.arange(5.0)[:, None]
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    trainer = Splits(model, nn.MSELoss(), optimizer, callbacks=[LogOutputsCallback])
+    trainer = Splits(model, nn.MSELoss(), optimizer, callbacks=[])
     trainer.train(TensorDataset(x, x), 1, per_device_batch_size=5, auto_microbatch=True)
     assert trainer.run_history.get_latest_metric("train_index_epoch") == 2.0
     assert trainer.run_history.get_latest_metric("train_size_epoch") == pytest.approx((1 + 1 + 1 + 2 * 2) / 5)
-
-
-@pytest.mark.parametrize(
-    ("names", "error", "message"),
-    [
-        ("kl", TypeError, "names='kl' must be a list of keys"),
-        (["som"], ValueError, "the training step returned no 'som'. Did you mean 'some'.* It returned 'loss', 'mod"),
-        (["text"], TypeError, "'text' is of type str, not a number"),
-        (["loss"], ValueError, "'loss' is already a loss of the step"),
-    ],
-)
-def test_names_of_no_numbers_are_refused(names, error, message):
-    with pytest.raises(error, match=message):
-        train(make_trainer([LogOutputsCallback(names)], trainer_class=Returns))
 
 
 # --------------------------------------------------------------------------------------- evaluations without a loss

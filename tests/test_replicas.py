@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import ReplicaCheckCallback
 from tests.ranks import rank, world_size
 from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
 
@@ -106,6 +105,14 @@ def _train(trainer_class: type[Trainer] = Trainer, model: nn.Module | None = Non
     return weights(model)
 
 
+class Compares(TrainerCallback):
+    """Compares the replicas every two updates."""
+
+    def on_update_end(self, trainer, **kwargs):
+        if trainer.progress.update % 2 == 0:
+            trainer.compare_replicas()
+
+
 def drifting() -> dict[str, Any]:
     """How far each run came, and what it said, or the weights at its end."""
     return {
@@ -115,7 +122,7 @@ def drifting() -> dict[str, Any]:
         "unfrozen": _train(model=_frozen_model(), callbacks=[Unfreezing()]),
         "unused": _train(model=WithSpare()),
         "one bit": _train(callbacks=[UpsetAt(len(DATA) // (4 * world_size()))]),
-        "one bit, checked often": _train(callbacks=[UpsetAt(2), ReplicaCheckCallback(2)]),
+        "one bit, checked often": _train(callbacks=[UpsetAt(2), Compares()]),
         "on purpose": _train(BareModel, check_replicas=False),
     }
 

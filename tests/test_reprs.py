@@ -23,7 +23,6 @@ from pytorch_accel_lite import InMemoryRunHistory, LossTracker, RunHistory, Trai
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
-    KeepBest,
     MetricsCallback,
     SaveTrainingStateCallback,
     TrackerCallback,
@@ -180,12 +179,11 @@ def test_large_values_are_abbreviated_and_secrets_left_out():
 
 
 def test_long_calls_are_wrapped():
-    best = KeepBest("accuracy")
-    saving = SaveTrainingStateCallback("states", save_every_n_steps=100, asynchronous=True, keep_best=best)
+    saving = SaveTrainingStateCallback("states", save_every_n_steps=100, asynchronous=True, max_checkpoints=3)
     assert repr(saving) == (
         "SaveTrainingStateCallback(\n"
-        "    save_dir='states', save_every_n_steps=100, asynchronous=True,\n"
-        "    keep_best=KeepBest(metric='accuracy', n=1, greater_is_better=None),\n"
+        "    save_dir='states', save_every_n_steps=100, max_checkpoints=3,\n"
+        "    asynchronous=True,\n"
         ")"
     )
 

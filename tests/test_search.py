@@ -13,7 +13,6 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
-from pytorch_accel_lite.plotting import NothingToPlotError, plot_search
 from tests.experiment_parts import CrashAt, Net, load_data
 from tests.launching import run_code
 from tests.ranks import rank
@@ -175,31 +174,6 @@ def test_a_trial_does_not_silently_take_over_the_precision_of_another(first, tmp
         assert Experiment.from_file(tmp_path / "small.yaml", trials[0]).trainer.accelerator.mixed_precision == first
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_a_plot_shows_every_trial_by_number_by_epoch_and_by_setting():
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), pruner=PruneAt(2))
-    with pytest.raises(NothingToPlotError, match="no trial of the study has been completed yet"):
-        plot_search(study)
-
-    def objective(trial):
-        suggest_overrides(trial, SPACE)
-        for epoch in (1, 2):
-            trial.report(trial.number / epoch, epoch)
-        if trial.number == 3:
-            raise optuna.TrialPruned
-        return trial.number / 2
-
-    study.optimize(objective, n_trials=5)
-    figure = plot_search(study, metric="error")
-    trials, curves, rate, _, optimizer = figure.axes
-    assert [axis.get_title(loc="left") for axis in figure.axes][:2] == ["trials", "curves"]
-    assert trials.lines[0].get_ydata().tolist() == [0.0] * 4  # the best so far
-    assert [points.get_offsets()[:, 0].tolist() for points in trials.collections] == [[0, 1, 2, 4], [3]]
-    assert len(curves.lines) == 6  # the best again
-    assert rate.get_xscale() == "log"
-    assert [label.get_text() for label in optimizer.get_xticklabels()] == ["SGD", "AdamW"]
-    assert {axis.get_ylabel() for axis in figure.axes} == {"error"}
 
 
 def test_a_study_of_the_wrong_direction_and_an_unknown_metric_are_refused():

@@ -97,17 +97,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if is_newest(BUILT / ".finished"):
         shutil.copytree(BUILT, folder, dirs_exist_ok=True)
         return folder
-    sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-j", "auto", "-b", "html"]
     done = launch([*sphinx, "docs", str(folder)], warm=True)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
-def seen(site: Path) -> dict[str, Any]:
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What a browser finds on the pages and in the search."""
     if BROWSER is None:
         pytest.skip("There is no Chromium or Chrome to look at the pages with")
+    site: Path = request.getfixturevalue("site")
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
     pages = [page for page in pages if not page.startswith(("search", "genindex", "_static"))]
     assert len(pages) > 40

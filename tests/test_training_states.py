@@ -36,7 +36,6 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     GradualUnfreezingCallback,
-    KeepBest,
     LimitBatchesCallback,
     ModelEmaCallback,
     PredictionWriterCallback,
@@ -615,16 +614,12 @@ def test_states_of_which_none_is_whole_are_an_error(tmp_path):
         run(tmp_path)
 
 
-def test_rotation_keeps_the_newest_and_the_best_and_foreign_files(tmp_path):
+def test_rotation_keeps_the_newest_and_foreign_files(tmp_path):
     (tmp_path / "states" / "notes").mkdir(parents=True)
     (tmp_path / "states" / "update-final").mkdir()
-    worse = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("mine", -t.progress.epoch))
-    best = KeepBest("mine", n=1, greater_is_better=True)
-    result = run(tmp_path, extra=(worse,), max_checkpoints=2, keep_best=best, save_every_n_epochs=1)
-    per_epoch = result["progress"]["update"] // 3
-    expected = {per_epoch, per_epoch * 3 - 1, per_epoch * 3}
+    last = run(tmp_path, max_checkpoints=2, save_every_n_epochs=1)["progress"]["update"]
     kept = [path for path in states(tmp_path) if path.name != "update-final"]
-    assert {int(path.name.removeprefix("update-")) for path in kept} == expected
+    assert {int(path.name.removeprefix("update-")) for path in kept} == {last - 1, last}
     assert (tmp_path / "states" / "notes").is_dir()
     assert not list((tmp_path / "states").glob(".update*"))
 
@@ -783,24 +778,6 @@ def test_weights_that_share_memory_in_another_order_are_saved(tmp_path):
     other.load_checkpoint(tmp_path / "model.safetensors")
     assert equal(other.model.state_dict(), trained)
     assert equal(train(new(), resume_from="latest").model.state_dict(), trained)
-
-
-@pytest.mark.parametrize("arguments", [{"save_every_n_steps": 4}, {"save_every_n_epochs": 4}, {}])
-def test_the_best_epoch_is_saved_whenever_else_states_are(tmp_path, arguments):
-    values = [2.0, 1.0, 3.0, 4.0, 5.0]
-    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("mine", values[t.progress.epoch - 1]))
-    saver = SaveTrainingStateCallback(tmp_path, max_checkpoints=1, keep_best=KeepBest("mine", 1, False), **arguments)
-    train(make_trainer([record, saver], seed=0), epochs=5)
-    assert {int(path.name.removeprefix("update-")) for path in tmp_path.glob("update-*")} == {6, 15}
-
-
-@pytest.mark.parametrize("arguments", [{"save_every_n_steps": 1}, {"save_every_n_epochs": 3}, {}])
-def test_a_metric_of_the_best_states_that_is_not_recorded_is_named(tmp_path, arguments):
-    saver = SaveTrainingStateCallback(tmp_path, keep_best=KeepBest("train_los_epoch"), **arguments)
-    trainer = make_trainer([saver], seed=0)
-    with pytest.raises(ValueError, match=r"keep_best.metric='train_los_epoch'.*Did you mean 'train_loss_epoch'"):
-        train(trainer, epochs=3)
-    assert trainer.progress.step == 0
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):

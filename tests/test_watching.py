@@ -24,7 +24,6 @@ from pytorch_accel_lite.base.text import SHOWS_NOTES
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
-    KeepBest,
     MetricsCallback,
     ModelEmaCallback,
     PrintProgressCallback,
@@ -75,9 +74,6 @@ WATCHERS: dict[str, Any] = {
     "SaveBestModelCallback(watch_metric=": lambda name, *greater: SaveBestModelCallback("best.pt", name, *greater),
     "EarlyStoppingCallback(watch_metric=": lambda name, *greater: EarlyStoppingCallback(9, 0.0, name, *greater),
     "ModelEmaCallback(watch_metric=": lambda name, *greater: ModelEmaCallback(0.5, True, "ema.pt", name, *greater),
-    "SaveTrainingStateCallback(keep_best.metric=": lambda name, *greater: SaveTrainingStateCallback(
-        "states", keep_best=KeepBest(name, 1, *greater)
-    ),
 }
 
 
@@ -108,11 +104,9 @@ def test_a_run_whose_accuracy_rises_is_not_stopped(here):
     assert stopping.best_metric == pytest.approx(0.9)
 
 
-def test_the_states_and_averages_that_are_kept_are_the_best_by_what_the_metric_says(here):
-    saver = SaveTrainingStateCallback("states", 1, max_checkpoints=1, keep_best=KeepBest("score"))
+def test_the_averages_that_are_kept_are_the_best_by_what_the_metric_says(here):
     ema = ModelEmaCallback(0.5, watch_metric="ema_model_score", callbacks=[scores([1.0, 3.0, 2.0])])
-    train(make_trainer([scores([1.0, 3.0, 2.0]), ema, saver], seed=0), epochs=3, eval_dataset=True)
-    assert {path.name for path in Path("states").glob("update-*")} == {"update-000000006", "update-000000009"}
+    train(make_trainer([scores([1.0, 3.0, 2.0]), ema], seed=0), epochs=3, eval_dataset=True)
     assert ema.best_metric == 3.0
 
 

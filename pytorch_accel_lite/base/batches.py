@@ -17,8 +17,6 @@ from torch import nn
 from pytorch_accel_lite.base.loss_shapes import check_loss, shapes_are_known
 
 BatchOutput = dict[str, Any]
-#: The keys of a step's output that have a meaning; others are for callbacks.
-KNOWN_OUTPUTS = ("loss", "losses", "model_outputs", "batch_size", "num_items_in_batch")
 _IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -303,7 +301,6 @@ class Batch(NamedTuple):
     :param total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
     :param is_last: whether this is the last step of the epoch
     :param indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
-    :param dataset_name: name of the dataset of a mixture that all samples of the step are from, if they are from one
     :param share: the share of a logical process that this is, or the last of those in a step of training, whose
         ``data`` are the batches of all; ``None`` without logical processes
     """
@@ -313,7 +310,6 @@ class Batch(NamedTuple):
     total_samples: int | None
     is_last: bool
     indices: Any = None
-    dataset_name: str | None = None
     share: Share | None = None
 
     def samples(self, output: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,19 +34,6 @@ def record_event(device: torch.device, **kwargs: Any) -> Any:
     event = module_of(device).Event(**kwargs)
     event.record()
     return event
-
-
-def mark_time(device: torch.device) -> Any:
-    """Return the current time on a device, between which and a later one :func:`seconds_between` tells the seconds.
-
-    It is a device event if the device computes asynchronously, so nothing waits for it.
-    """
-    return record_event(device, enable_timing=True) if is_asynchronous(device) else time.perf_counter()
-
-
-def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two times of :func:`mark_time`, of which a device must have reached the later one."""
-    return end - start if isinstance(start, float) else float(start.elapsed_time(end)) / 1e3
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

@@ -12,12 +12,10 @@ from pytorch_accel_lite.base.events import TrainerCallback as TrainerCallback
 from pytorch_accel_lite.base.watched_metric import WatchedMetric as WatchedMetric
 from pytorch_accel_lite.callbacks.advice import AdviceCallback as AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback as SaveBestModelCallback
-from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback as OutOfMemoryCallback
 from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback as SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback as HangWatchCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback as LimitBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitEvalStepsCallback as LimitEvalStepsCallback
-from pytorch_accel_lite.callbacks.metrics import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback as MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback as MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaCallback
@@ -25,13 +23,10 @@ from pytorch_accel_lite.callbacks.monitoring import DeviceMemoryCallback as Devi
 from pytorch_accel_lite.callbacks.monitoring import GradientNormCallback as GradientNormCallback
 from pytorch_accel_lite.callbacks.monitoring import LearningRateMonitorCallback as LearningRateMonitorCallback
 from pytorch_accel_lite.callbacks.monitoring import LossScaleCallback as LossScaleCallback
-from pytorch_accel_lite.callbacks.monitoring import ModelSummaryCallback as ModelSummaryCallback
 from pytorch_accel_lite.callbacks.monitoring import ThroughputCallback as ThroughputCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback as NaNReportCallback
-from pytorch_accel_lite.callbacks.nan_report import replay as replay
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
-from pytorch_accel_lite.callbacks.plot_metrics import SnapshotCallback as SnapshotCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback as PredictionWriterCallback
 from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions as iterate_predictions
 from pytorch_accel_lite.callbacks.prediction_writer import read_failures as read_failures
@@ -39,7 +34,6 @@ from pytorch_accel_lite.callbacks.prediction_writer import read_predictions as r
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback as LogMetricsCallback
 from pytorch_accel_lite.callbacks.printing import PrintProgressCallback as PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback as ProgressBarCallback
-from pytorch_accel_lite.callbacks.replica_check import ReplicaCheckCallback as ReplicaCheckCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback as RunLogCallback
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback as GradientSpikeCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback as StepBasedEvaluationCallback
@@ -48,10 +42,8 @@ from pytorch_accel_lite.callbacks.stopping import TimeLimitCallback as TimeLimit
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback as ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback as ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback as TerminateOnNaNCallback
-from pytorch_accel_lite.callbacks.timing import ProfilerCallback as ProfilerCallback
 from pytorch_accel_lite.callbacks.timing import TimingCallback as TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback as TrackerCallback
-from pytorch_accel_lite.callbacks.training_states import KeepBest as KeepBest
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback as SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback as GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback as WorstSamplesCallback

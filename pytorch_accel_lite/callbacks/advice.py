@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import is_asynchronous, mark_time, seconds_between, to_float
+from pytorch_accel_lite.base.devices import to_float
 from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import are_sharded
@@ -26,15 +26,8 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
 
 _STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
-_TIMED_EVENTS = ("on_train_step_start", "on_backward_start")
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
 _FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
-# Forward passes that are timed.
-_WARM_UP_STEPS = 3
-_STEPS = 20
-# Reported is a forward pass that takes this many times as long as the others' and costs this share of the epoch.
-_FACTOR = 1.3
-_SHARE = 0.1
 
 
 class AdviceCallback(TrainerCallback):
@@ -43,7 +36,7 @@ class AdviceCallback(TrainerCallback):
     It reports that
 
     - the model waited for data for at least a fifth of the epoch and at least ``min_seconds``;
-    - one of several processes keeps the others waiting, because it reads or computes more slowly;
+    - one of several processes keeps the others waiting, because it reads more slowly;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
     - an overridden ``train_step`` has never updated one of the optimizers;
@@ -51,8 +44,7 @@ class AdviceCallback(TrainerCallback):
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
       or has not yet raised it to a hundredth of the optimizer's own.
 
-    Only the first epoch of a run is measured, on the first process; to compare the processes, forward passes of the
-    first steps are timed. For a closer look at speed before a run, see
+    Only the first epoch of a run is measured. For a closer look at speed before a run, see
     :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
 
     :param min_seconds: shortest time of waiting in seconds that is worth reporting
@@ -63,9 +55,6 @@ class AdviceCallback(TrainerCallback):
         self._watches = False
         self._trained = True
         self._advice: list[str] = []
-        #: Times at the start and the end of forward passes, with several processes.
-        self._forwards: list[tuple[Any, Any]] = []
-        self._forward_start: Any = None
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.measures_waiting = True
@@ -81,23 +70,11 @@ class AdviceCallback(TrainerCallback):
         self._updates_before = trainer.progress.update
         self._skipped = -trainer.current_run.step.skipped_updates
         self._norms = GradientNorms()
-        self._forwards = []
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         listening = trainer.callback_handler.set_listening
         listening(self, self._limit is not None or trainer.scheduler is not None, "on_optimizer_step_start")
         listening(self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
-        listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
-
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._forward_start = mark_time(trainer.device)
-
-    def on_backward_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._forward_start is not None:  # the first of the step
-            self._forwards.append((self._forward_start, mark_time(trainer.device)))
-            self._forward_start = None
-        if len(self._forwards) == _WARM_UP_STEPS + _STEPS:
-            trainer.callback_handler.set_listening(self, False, *_TIMED_EVENTS)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._limit is not None:
@@ -116,7 +93,7 @@ class AdviceCallback(TrainerCallback):
             self._watches = False
             self._skipped += trainer.current_run.step.skipped_updates
             trainer.current_run.request.measures_waiting = False
-            trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS, *_TIMED_EVENTS)
+            trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -137,8 +114,15 @@ class AdviceCallback(TrainerCallback):
                 f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
                 f"{faster_data(trainer)}"
             )
-        if trainer.ranks.world_size > 1:
-            yield from self._compare_processes(trainer, epoch)
+        waits = trainer.all_gather_object(waited)
+        longest = max(waits)
+        others = median(sorted(waits)[:-1] or [longest])
+        if longest - others >= max(0.1 * epoch, self.min_seconds):
+            yield (
+                f"Rank {waits.index(longest)} waited for data for {longest:.1f} seconds, the other processes for "
+                f"{others:.1f}, and every step waits for all of them. Look at the disk, the network and the cores of "
+                "its machine."
+            )
         count = max(self._norms.count, 1)  # several in an update, where train_step updates several optimizers
         clipped = float(self._norms.clipped or 0.0) / count
         if clipped >= 0.5:
@@ -161,32 +145,6 @@ class AdviceCallback(TrainerCallback):
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._look_at_schedule(trainer)
-
-    def _compare_processes(self, trainer: TrainerLike, epoch: float) -> Iterator[str]:
-        """Yield advice on the slowest process. In forward passes, unlike backward ones, no process waits for another.
-
-        :param epoch: seconds that the epoch took
-        """
-        timed = self._forwards[_WARM_UP_STEPS:]
-        if timed and is_asynchronous(trainer.device):
-            timed[-1][1].synchronize()
-        forward = median(seconds_between(*times) for times in timed) if timed else 0.0
-        local = trainer.train_dataloader.seconds_waited, forward, trainer.progress.step
-        waits, forwards, steps = zip(*trainer.all_gather_object(local), strict=True)
-        lost = max(_SHARE * max(epoch, 1e-9), self.min_seconds)
-        rank, longest, others = _slowest(waits)
-        if longest - others >= lost:
-            yield (
-                f"Rank {rank} waited for data for {longest:.1f} seconds, the other processes for {others:.1f}, and "
-                "every step waits for all of them. Look at the disk, the network and the cores of its machine."
-            )
-        rank, longest, others = _slowest(forwards)
-        if longest >= _FACTOR * others > 0 and (longest - others) * steps[rank] >= lost:
-            yield (
-                f"Forward passes take {longest * 1e3:.3g} ms on rank {rank}, {longest / others:.1f} times as long as "
-                f"on the other processes ({others * 1e3:.3g} ms), and every step waits for it. Look whether its device "
-                "is shared, throttled or a slower one, and whether its samples are longer."
-            )
 
     def _look_at_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
@@ -256,9 +214,3 @@ def faster_data(trainer: TrainerLike) -> str:
         f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
         "read a batch at a time."
     )
-
-
-def _slowest(seconds: Sequence[float]) -> tuple[int, float, float]:
-    """Return the rank with the most seconds, its seconds, and the median of the others."""
-    rank = max(range(len(seconds)), key=seconds.__getitem__)
-    return rank, seconds[rank], median([*seconds[:rank], *seconds[rank + 1 :]])

@@ -1,4 +1,4 @@
-"""Continuing when a batch fails: skipping it, or splitting it."""
+"""Continuing when a batch fails."""
 
 from __future__ import annotations
 
@@ -55,10 +55,3 @@ class SkipFailedBatchesCallback(TrainerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`."""
         self.failures = [dict(failure) for failure in state["failures"]]
-
-
-class OutOfMemoryCallback(TrainerCallback):
-    """Split batches that do not fit into memory, like ``train(auto_microbatch=True)``."""
-
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        request.auto_microbatch = True

@@ -39,8 +39,8 @@ class HangWatchCallback(TrainerCallback):
     are behind first::
 
         No progress for 60 seconds.
-          rank 1, epoch 1, step 5: reading data, in load_batch of data.py:12
-          rank 0, epoch 1, step 5: backward pass, in _engine_run_backward of graph.py:841
+          rank 1, epoch 1, step 5: in load_batch of data.py:12
+          rank 0, epoch 1, step 5: in _engine_run_backward of graph.py:841
 
     and continues with the stack of each. A process that cannot answer is named, too. If native code keeps Python from
     running, the process prints its stacks itself.
@@ -98,22 +98,22 @@ class _Position(NamedTuple):
     """Where a process is.
 
     :param waits: whether it seems to wait for other processes
-    :param activity: what it does, in a line
+    :param place: its innermost function, in a few words
     :param stack: its stack, as Python prints it
     """
 
     epoch: int
     step: int
     waits: bool
-    activity: str
+    place: str
     stack: str
 
 
 class _Watch(threading.Thread):
     """Looks regularly whether the run makes progress.
 
-    The process that first sees that it does not opens a report, the others answer, and it prints what they say. The
-    store holds the number of reports so far, and the answers to each by rank.
+    A process that has made none for half of the time keeps its position in the store. The first one that is late prints
+    a report of all of them; the store holds the number of reports so far.
 
     :ivar may_end: whether a report may end the job
     """
@@ -124,15 +124,15 @@ class _Watch(threading.Thread):
         self._callback = callback
         self._trainer = trainer
         self._rank = trainer.ranks.rank
-        self._others = set() if store is None else set(range(trainer.ranks.world_size)) - {self._rank}
-        self._store = _stores.HashStore() if store is None else store
+        self._is_shared = store is not None
+        self._store = store or _stores.HashStore()
         self._watched = threading.get_ident()
         self._interval = min(callback.seconds / 10, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
         self._steps = 0
         self._since = time.monotonic()
         self._reports = 0
-        self._is_reported = False
+        self._is_reported = self._is_placed = False  # whether its position is in the store
 
     def run(self) -> None:
         while not self._is_over.wait(self._interval):
@@ -140,7 +140,7 @@ class _Watch(threading.Thread):
             try:
                 self._look()
             except RuntimeError:  # the process that serves the store has ended
-                self._store = _stores.HashStore()
+                self._store, self._is_shared = _stores.HashStore(), False
 
     def stop(self, reason: str) -> None:
         """End the watch of this process.
@@ -149,22 +149,31 @@ class _Watch(threading.Thread):
         """
         self._is_over.set()
         self.join(2 * _LONGEST_INTERVAL)
-        self._note_progress()
         faulthandler.cancel_dump_traceback_later()
-        if reason:
-            with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the process that serves the store has ended
+            self._note_progress()
+            if reason:
                 self._store.set(f"left/{self._rank}", reason)
 
     def _look(self) -> None:
         self._note_progress()
-        is_late = time.monotonic() - self._since >= self._callback.seconds and not self._is_reported
+        waited = time.monotonic() - self._since
+        if waited >= self._callback.seconds / 2:
+            self._store.set(str(self._rank), json.dumps(self._position()))
+            self._is_placed = True
         reports = self._store.add("reports", 0)
         if reports > self._reports:
             self._reports = reports
-            self._answer()
-        elif is_late and self._store.add(f"{self._reports + 1}/opened", 1) == 1:  # no other process was first
-            self._reports = self._store.add("reports", 1)
-            self._report()
+            self._is_reported = True
+            if self.may_end:
+                with suppress(RuntimeError):  # the process that reports may serve the store, and have ended
+                    self._store.wait([f"{reports}/printed"], timedelta(seconds=4 * _LONGEST_INTERVAL))
+                _end()
+        elif waited >= self._callback.seconds and not self._is_reported:
+            self._is_reported = True
+            if self._store.add(f"{reports + 1}/opened", 1) == 1:  # no other process was first
+                self._reports = self._store.add("reports", 1)
+                self._report()
 
     def _note_progress(self) -> None:
         if self._steps == self._callback.steps:
@@ -174,43 +183,33 @@ class _Watch(threading.Thread):
             _print(f"Rank {self._rank} makes progress again after {now - self._since:.0f} seconds.")
         self._steps = self._callback.steps
         self._since = now
-        self._is_reported = False
+        if self._is_placed:
+            self._store.delete_key(str(self._rank))
+        self._is_reported = self._is_placed = False
 
     def _position(self) -> _Position:
         stack = stack_of(self._watched)
-        self._is_reported = True
         progress = self._trainer.progress
         printed = "".join(traceback.format_list(stack))
         return _Position(progress.epoch, progress.step, waits_for_others(stack), where(stack), printed)
 
-    def _answer(self) -> None:
-        self._store.set(f"{self._reports}/{self._rank}", json.dumps(self._position()))
-        if not self._callback.end:
-            return
-        ends = self.may_end
-        with suppress(RuntimeError):  # the process that reports may serve the store, and have ended
-            self._store.wait([f"{self._reports}/ends"], timedelta(seconds=4 * _LONGEST_INTERVAL))
-            ends = self._store.get(f"{self._reports}/ends") == b"True"
-        if ends:
-            _end()
-
     def _report(self) -> None:
-        positions = {self._rank: self._position()}
+        ranks = range(self._trainer.ranks.world_size if self._is_shared else 1)
         deadline = time.monotonic() + 2 * self._interval + 2
-        missing = set(self._others)
-        while missing and time.monotonic() < deadline:
-            for rank in [rank for rank in missing if self._store.check([f"{self._reports}/{rank}"])]:
-                positions[rank] = _Position(*json.loads(self._store.get(f"{self._reports}/{rank}")))
-                missing.discard(rank)
+        while time.monotonic() < deadline and not self._store.check(list(map(str, ranks))):
             time.sleep(0.05)
-        silent = {}
-        for rank in missing:
-            has_left = self._store.check([f"left/{rank}"])
-            silent[rank] = self._store.get(f"left/{rank}").decode() if has_left else _SILENCE
+        positions, silent = {}, {}
+        for rank in ranks:
+            if self._store.check([f"left/{rank}"]):
+                silent[rank] = self._store.get(f"left/{rank}").decode()
+            elif self._store.check([str(rank)]):
+                positions[rank] = _Position(*json.loads(self._store.get(str(rank))))
+            else:
+                silent[rank] = _SILENCE
         _print(describe(self._callback.seconds, positions, silent))
-        self._store.set(f"{self._reports}/ends", str(self.may_end))
         if self.may_end:
             _print(f"The job ends with exit code {EXIT_CODE}.")
+            self._store.set(f"{self._reports}/printed", "")
             time.sleep(1)  # if this process serves the store: until the others have read that
             _end()
 
@@ -232,9 +231,9 @@ def describe(seconds: float, positions: dict[int, _Position], silent: dict[int, 
     groups = sorted(together.items(), key=lambda item: (item[0][:3], len(item[1])))
     lines = [f"No progress for {seconds:g} seconds."]
     lines += [f"  rank {rank} {reason}" for rank, reason in sorted(silent.items())]
-    for (epoch, step, _, activity), ranks in groups:
+    for (epoch, step, _, place), ranks in groups:
         several = "ranks" if len(ranks) > 1 else "rank"
-        lines.append(f"  {several} {', '.join(map(str, ranks))}, epoch {epoch}, step {step}: {activity}")
+        lines.append(f"  {several} {', '.join(map(str, ranks))}, epoch {epoch}, step {step}: {place}")
     for _, ranks in groups:
         lines += [f"Stack of rank {ranks[0]}:", positions[ranks[0]].stack.rstrip("\n")]
     return "\n".join(lines)
@@ -260,17 +259,6 @@ def _end() -> None:
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
-# What a run is doing while a function of this package is on the stack, the first match of each frame from outside in.
-_ACTIVITIES = (
-    ("engine/step.py", "forward", "forward pass"),
-    ("engine/step.py", "backward", "backward pass"),
-    ("engine/step.py", "update", "update"),
-    ("engine/evaluation.py", "", "evaluation"),
-    ("distributed/stop_coordinator.py", "", "agreeing on requests to stop"),
-    ("engine/replicas.py", "", "comparing replicas"),
-    ("data/", "", "reading data"),
-    ("checkpoint/", "", "saving or loading"),
-)
 
 
 def stack_of(thread: int | None) -> list[traceback.FrameSummary]:
@@ -280,34 +268,21 @@ def stack_of(thread: int | None) -> list[traceback.FrameSummary]:
 
 
 def where(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Describe the end of a stack in a few words: what the run is doing, the function, file and line.
+    """Return the function at the end of a stack, with its file and line.
 
     A function of a library is followed by the user's function that called it, if the user's code is within the run.
     """
     if not stack:
         return "its thread has ended"
-    doing = [activity for frame in stack if (activity := _activity(frame))][-1:]
-    if any(frame.name == "_try_get_data" for frame in stack):  # of torch's DataLoader
-        doing.append("waiting for its workers")
-    doing.append(f"in {_named(stack[-1])}")
     ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
     callers = [frame for frame in stack[ours[0] :] if not is_library(frame)] if ours else []
-    if is_library(stack[-1]) and callers:
-        doing.append(f"called by {_named(callers[-1])}")
-    return ", ".join(doing)
+    called_by = f", called by {_named(callers[-1])}" if callers and is_library(stack[-1]) else ""
+    return f"in {_named(stack[-1])}{called_by}"
 
 
 def waits_for_others(stack: Sequence[traceback.FrameSummary]) -> bool:
     """Whether a thread is, as far as its stack shows, where processes wait for each other."""
     return any(frame.name == "_engine_run_backward" or _COLLECTIVES in frame.filename for frame in stack)
-
-
-def _activity(frame: traceback.FrameSummary) -> str:
-    if not frame.filename.startswith(_PACKAGE):
-        return ""
-    file = frame.filename[len(_PACKAGE) :].replace(os.sep, "/")
-    matches = (doing for part, name, doing in _ACTIVITIES if file.startswith(part) and name in ("", frame.name))
-    return next(matches, "")
 
 
 def _named(frame: traceback.FrameSummary) -> str:

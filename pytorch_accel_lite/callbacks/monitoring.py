@@ -1,4 +1,4 @@
-"""Monitors of a run: learning rates, gradients, throughput, loss scale, memory, and a summary of the model.
+"""Monitors of a run: learning rates, gradients, throughput, loss scale, memory.
 
 Each records values per epoch in the run history, and values per update, if it has any, in ``trainer.step_metrics`` for
 loggers. No step reads from the device.
@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import accumulation_dtype, module_of, to_float
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.text import align
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.optimizers.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_made, parts_of
@@ -263,48 +260,3 @@ class DeviceMemoryCallback(TrainerCallback):
             used = {"memory_resident_mib": kibibytes / (1024 if sys.platform != "darwin" else _MIB)}
         for name, largest in zip(used, trainer.ranks.max(list(used.values())), strict=True):
             trainer.run_history.update_metric(name, largest)
-
-
-class ModelSummaryCallback(TrainerCallback):
-    """Print a summary of the model at the start of a run: its layers, their parameters and their sizes.
-
-    :param depth: number of levels of nested modules to list
-    """
-
-    def __init__(self, depth: int = 1) -> None:
-        self.depth = check_positive_int("depth", depth)
-
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        trainer.print(summarise(trainer.get_model(keep_torch_compile=False), self.depth))
-
-
-def summarise(model: nn.Module, depth: int = 1) -> str:
-    """Return a table of a model's layers with their numbers of parameters and trainable parameters, and their sizes.
-
-    Tied parameters count once, in the first layer that has them. Sharded weights count in full.
-
-    :param depth: number of levels of nested modules to list
-    """
-    rows = [("layer", "class", "parameters", "trainable", "MiB")]
-    counted: set[nn.Parameter] = set()
-    for name, module in model.named_modules():
-        level = name.count(".") + 1 if name else 0
-        is_leaf = level == depth or not any(True for _ in module.children())
-        if level > depth or (not is_leaf and not list(module.parameters(recurse=False))):
-            continue
-        parameters = list(module.parameters(recurse=level == depth))
-        new = [parameter for parameter in parameters if parameter not in counted]
-        rows.append((name or "(itself)", type(module).__name__, *_count(new)))
-        counted.update(parameters)
-    rows.append(("total", type(model).__name__, *_count(list(model.parameters()))))
-    lines = align(rows, num_left=2)
-    rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
-
-
-def _count(parameters: list[nn.Parameter]) -> tuple[str, str, str]:
-    sized = [p for p in parameters if not isinstance(p, UninitializedParameter)]
-    unknown = "" if len(sized) == len(parameters) else " + ?"  # lazy modules, known after the first batch
-    trained = sum(p.numel() for p in sized if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in sized) / _MIB
-    return f"{sum(p.numel() for p in sized):,}{unknown}", f"{trained:,}{unknown}", f"{size:.2f}{unknown}"

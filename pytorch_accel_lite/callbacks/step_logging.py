@@ -109,7 +109,6 @@ class StepLogger(TrainerCallback, ABC):
         #: An epoch and its sums of losses and weights at the last row, from which the next row's mean follows. They are
         #: negative if the last row was in an epoch before: the part of that epoch after the row is then still to add.
         self._sums = (0, 0.0, 0.0)
-        self._last_row: dict[str, Any] = {}
 
     @abstractmethod
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
@@ -132,7 +131,6 @@ class StepLogger(TrainerCallback, ABC):
         self._background = None
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
-        self._last_row = {}
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
@@ -189,7 +187,6 @@ class StepLogger(TrainerCallback, ABC):
         self._sums = row.epoch, total, count
         if count > count_before:
             values = {"loss": (total - total_before) / (count - count_before), **values}
-        self._last_row = {"update": row.update, "epoch": row.epoch, "values": values}
         if self._trainer is not None and self._trainer.ranks.rank == 0:
             self.in_background(lambda: self.write_row(row.update, row.epoch, values))
 
@@ -229,7 +226,7 @@ class StepLogger(TrainerCallback, ABC):
                 self._background.wait()
             except OSError as error:
                 raise RuntimeError(f"{type(self).__name__} could not write its rows: {error}") from error
-        return {"sums": list(self._sums), "last_row": dict(self._last_row), "latest_by_rank": self._latest_by_rank()}
+        return {"sums": list(self._sums), "latest_by_rank": self._latest_by_rank()}
 
     def _latest_by_rank(self) -> list[dict[str, float]]:
         """Return the step metrics of all processes: some may not be measured again before the next row."""
@@ -246,7 +243,6 @@ class StepLogger(TrainerCallback, ABC):
         """Load the state returned by :meth:`state_dict`."""
         epoch, total, count = state["sums"]
         self._sums = (int(epoch), total, count)
-        self._last_row = dict(state["last_row"])
         self._loaded_latest = latest = state.get("latest_by_rank", [])  # older states have none
         trainer = self._trainer
         if trainer is not None and len(latest) == trainer.ranks.world_size:

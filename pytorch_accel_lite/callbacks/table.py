@@ -37,7 +37,7 @@ Row = dict[str, Any]  # values by column, among them "epoch" and "time"
 class ProgressTableCallback(LogMetricsCallback):
     """Show a table with a row for each epoch and each evaluation within an epoch, and a summary at the end of the run.
 
-    A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows and the best. As many
+    A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows. As many
     metrics are shown as fit; the others are in ``trainer.run_history``. The best value so far is marked for the metric
     watched by the first callback that watches one, or else for the evaluation loss. A column changes its number format
     at most once: to powers of ten, when a value is too large or too small for four decimals.
@@ -181,8 +181,9 @@ class _RunTable:
         self._scientific = set(self._rates)  # columns
         self._names = dict.fromkeys(self._expected.directions)  # of all metrics so far
         self._layout: dict[str, int] = {}  # widths of the columns that are shown
-        self._terminal_width = 0
-        self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
+        self._epoch_width = max(
+            len(epoch_of(trainer)), len(f"step {find_length(trainer.train_dataloader) or 100_000}"), len("step 100")
+        )
         self._start = self._epoch_start = time.monotonic()
         self._first = replace(trainer.progress)
         self._trained_epoch = 0
@@ -231,12 +232,9 @@ class _RunTable:
         evaluated = {_title(name) for name in self._expected.evaluated}
         declared = {_title(name) for name in self._expected.directions}
 
-        def rank(title: str) -> int:
-            if title.endswith(("train loss", "eval loss")):
-                return 0 if title.endswith("train loss") else 1
-            if title in self._rates:
-                return 2
-            return 3 if title in evaluated else 4 if title not in declared else 5
+        def rank(title: str) -> tuple[bool, ...]:
+            is_loss = title.endswith("train loss"), title.endswith("eval loss")
+            return tuple(not it for it in (*is_loss, title in self._rates, title in evaluated, title not in declared))
 
         titles = dict.fromkeys([*self._rates, *map(_title, self._names)])
         titles.pop("time", None)  # of an epoch, which the table has
@@ -294,28 +292,24 @@ class _RunTable:
         if self._output is not None:
             self._update(self._output)
             return
-        width = shutil.get_terminal_size().columns
-        layout = self._fit(width, self._layout if width == self._terminal_width else {})
+        layout = self._fit(shutil.get_terminal_size().columns)
         head = [] if layout == self._layout else self._head(layout)
-        self._layout, self._terminal_width = layout, width
+        self._layout = layout
         trainer.print("\n".join([*head, self._line(row, layout)]))
 
     # ------------------------------------------------------------------------------------ how it is shown
 
-    def _fit(self, width: int, kept: dict[str, int]) -> dict[str, int]:
-        """Return the widths of as many columns as fit. Those that are kept stay in their places."""
-        layout = kept or {"epoch": self._epoch_width, "time": _TIME_WIDTH}
-        room = width - len(_GAP.join(" " * taken for taken in layout.values()))
+    def _fit(self, width: int) -> dict[str, int]:
+        """Return the widths of as many columns as fit, at least one of them a metric, the learning rates last."""
         added: dict[str, int] = {}
+        room = width - self._epoch_width - len(_GAP) - _TIME_WIDTH
         for column in self._columns():
             needed = max(len(column), _WIDTH) + (column == self._marked)
-            if column not in layout and (len(_GAP) + needed <= room or not (kept or added)):
+            if len(_GAP) + needed <= room or not added:
                 added[column] = needed
                 room -= len(_GAP) + needed
-        if kept:
-            return kept | added
-        rates_last = {column: added[column] for column in sorted(added, key=lambda name: name in self._rates)}
-        return {"epoch": self._epoch_width, **rates_last, "time": _TIME_WIDTH}
+        rates_last = sorted(added, key=lambda name: name in self._rates)
+        return {"epoch": self._epoch_width, **{name: added[name] for name in rates_last}, "time": _TIME_WIDTH}
 
     def _note(self, layout: dict[str, int]) -> list[str]:
         count = len(set(self._columns()) - layout.keys())
@@ -338,16 +332,13 @@ class _RunTable:
         return [*self._note(layout), line, "-" * len(line)]
 
     def _update(self, output: NotebookOutput, summary: Sequence[str] = ()) -> None:
-        """Show the latest rows and the best in a notebook."""
-        layout = self._fit(_NOTEBOOK_WIDTH, {})
+        """Show the latest rows in a notebook."""
+        layout = self._fit(_NOTEBOOK_WIDTH)
         columns = list(layout)
         rows = self._rows[-_NOTEBOOK_ROWS:]
         notes = self._note(layout)
         if len(rows) < len(self._rows):
-            all_rows = f"{len(self._rows):,} rows; all metrics are in trainer.run_history"
-            notes.insert(0, f"(the last {len(rows)} of {all_rows})")
-            if self._best_row is not None and all(row is not self._best_row for row in rows):
-                rows.insert(0, self._best_row)
+            notes.insert(0, f"(the last {len(rows)} of {len(self._rows):,} rows; all are in trainer.run_history)")
         bold = None
         if self._best_row in rows and self._marked in columns:
             bold = rows.index(self._best_row), columns.index(self._marked)
@@ -412,13 +403,6 @@ def _default_interval(trainer: TrainerLike) -> int | None:
         return None
     updates = trainer.current_run.request.max_num_train_steps
     return 500 if updates is None else max(int(float(f"{updates / 20:.0e}")), 10)
-
-
-def _num_steps(trainer: TrainerLike) -> int:
-    """Return an upper bound of the steps of an epoch, as far as it is known, or else a usual number."""
-    request = trainer.current_run.request
-    most = (request.max_num_train_steps or 0) * request.gradient_accumulation_steps
-    return max(find_length(trainer.train_dataloader) or most, 100)
 
 
 def _needs_power(value: Any) -> bool:

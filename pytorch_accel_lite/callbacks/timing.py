@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
@@ -31,9 +26,9 @@ class TimingCallback(TrainerCallback):
 
     The phases are: waiting for data (on average, and on the process that waited most), forward pass, backward pass,
     optimizer (including averaging over an accumulation window, clipping and the schedule), evaluation, saving
-    (checkpoints, weights and training states, as far as the run waits for them), each callback by name, excluding what
-    it saves or evaluates, and the rest. On a GPU, forward, backward and optimizer are measured with device events that
-    are read later, so nothing waits for the device.
+    (checkpoints, weights and training states, as far as the run waits for them), each class of callbacks, excluding
+    what it saves or evaluates, and the rest. On a GPU, forward, backward and optimizer are measured with device events
+    that are read later, so nothing waits for the device.
 
     Recorded per epoch in seconds: ``time_data``, ``time_data_max``, ``time_forward``, ``time_backward``,
     ``time_optimizer``, ``time_evaluation``, ``time_saving``, ``time_callbacks`` and ``time_epoch``. Saving at the very
@@ -46,7 +41,6 @@ class TimingCallback(TrainerCallback):
     def __init__(self, show: bool = True) -> None:
         self.show = show
         self.totals: dict[str, float] = {}
-        self._names: dict[int, str] = {}
         self._is_running = self._on_gpu = False
         self._clear()
 
@@ -61,17 +55,13 @@ class TimingCallback(TrainerCallback):
         self._callbacks_before = 0.0
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        _refuse_second(trainer, self, "One measures all callbacks")
+        if sum(isinstance(callback, TimingCallback) for callback in trainer.callback_handler) > 1:
+            raise ValueError("callbacks holds more than one TimingCallback. One measures all: leave the others out.")
         request.metrics.record(self, [f"time_{name}" for name in (*_PHASES, "data_max", "callbacks", "epoch")])
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
-        self._names = {}
-        counts: Counter[str] = Counter()
-        for callback, name in zip(trainer.callback_handler, trainer.callback_handler.callback_list, strict=True):
-            counts[name] += 1
-            self._names[id(callback)] = name if counts[name] == 1 else f"{name} ({counts[name]})"
         self._device = trainer.device
         self._is_running = True
         self._on_gpu = is_asynchronous(trainer.device)
@@ -92,7 +82,7 @@ class TimingCallback(TrainerCallback):
             if isinstance(part, str):
                 self._phases[part] += own
             else:
-                self._callbacks[self._names.get(id(part), type(part).__name__)] += own
+                self._callbacks[type(part).__name__] += own
             self._counted += own
 
     def _lap(self, phase: str | None) -> None:
@@ -196,70 +186,3 @@ class TimingCallback(TrainerCallback):
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {seconds:>9.2f} s  {seconds / whole:>6.1%}" for name, seconds in rows]
         return "\n".join(["Where the time went:", *lines, f"{'the whole run':<{width}}  {whole:>9.2f} s"])
-
-
-def _refuse_second(trainer: TrainerLike, callback: TrainerCallback, reason: str) -> None:
-    """Raise an error if the trainer has another callback of the same kind."""
-    kind = type(callback)
-    if any(other is not callback and isinstance(other, kind) for other in trainer.callback_handler):
-        raise ValueError(f"callbacks holds more than one {kind.__name__}. {reason}: leave the others out.")
-
-
-class ProfilerCallback(TrainerCallback):
-    """Write ``torch.profiler`` traces of some steps of a run, to open in Perfetto or chrome://tracing.
-
-    A trainer can have only one, because ``torch.profiler`` cannot run twice at a time.
-
-    :param output_dir: where traces are written, as ``rank0.TIME.pt.trace.json``
-    :param wait: number of steps to skip before each trace
-    :param warmup: number of steps before each trace that are profiled but discarded
-    :param active: number of steps in a trace
-    :param repeat: number of traces
-    :param profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
-    """
-
-    def __init__(
-        self,
-        output_dir: str | os.PathLike[str] = "profiles",
-        wait: int = 5,
-        warmup: int = 2,
-        active: int = 3,
-        repeat: int = 1,
-        **profile_kwargs: Any,
-    ) -> None:
-        self.output_dir = Path(output_dir)
-        check_range("wait", wait)
-        check_range("warmup", warmup)
-        check_positive_int("active", active)
-        check_positive_int("repeat", repeat)
-        self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
-        self.profile_kwargs = profile_kwargs
-        self._skipped = wait + warmup
-        self._profiler: torch.profiler.profile | None = None
-
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        _refuse_second(trainer, self, "torch.profiler cannot run twice at a time")
-        trainer.ranks.run_together(lambda: self.output_dir.mkdir(parents=True, exist_ok=True), only_first=True)
-        write = torch.profiler.tensorboard_trace_handler(os.fspath(self.output_dir), f"rank{trainer.ranks.rank}")
-        self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
-        self._profiler.start()
-
-    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
-        if self._profiler is not None:
-            self._profiler.step()
-
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._profiler is not None and self._profiler.step_num <= self._skipped:
-            trainer.print(
-                f"ProfilerCallback has written no trace: the run had {self._profiler.step_num} steps, and the first "
-                f"{self._skipped} are not recorded. Pass a smaller wait or warmup."
-            )
-        self._stop()
-
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None

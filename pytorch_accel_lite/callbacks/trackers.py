@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from pytorch_accel_lite.base.environment import import_extra
@@ -28,7 +27,7 @@ _WITHOUT_ACCOUNT = {
 
 
 class TrackerCallback(StepLogger):
-    """Log a run to a tracker: its configuration, metrics every n updates, every evaluation and epoch, and pictures.
+    """Log a run to a tracker: its configuration, metrics every n updates, every evaluation and epoch.
 
     The step is always the number of updates made. A resumed run continues the same curves: TensorBoard discards what
     was logged after the resumed state, MLflow receives no step twice, and Weights & Biases drops repeated steps itself;
@@ -74,8 +73,6 @@ class TrackerCallback(StepLogger):
         self._client: Any = None
         self._is_over = True
         self._new = NewMetrics()
-        #: The metrics of the run history that were logged last, and at which update.
-        self._latest: dict[str, Any] = {}
         self._evaluated = False
         self._logged_steps: dict[str, set[int]] = {}  # by metric
         self._first_update = 0
@@ -88,7 +85,6 @@ class TrackerCallback(StepLogger):
         self._is_over = False
         self.run_id = None
         self._new.skip(trainer.run_history)
-        self._latest = {}
         self._evaluated = False
         if self.tracker == "tensorboard":
             folder = os.path.join(self.project_dir, self.project_name)
@@ -135,7 +131,8 @@ class TrackerCallback(StepLogger):
         tracker_class = LOGGER_TYPE_TO_CLASS[self.tracker]
         arguments = dict(self.init_kwargs)
         if self.tracker == "tensorboard":
-            arguments.setdefault("purge_step", self._first_update)  # readers ignore older records from there on
+            # Readers ignore what an earlier attempt has logged after the state.
+            arguments.setdefault("purge_step", self._first_update + 1 if self._first_update else 0)
         elif self.tracker == "wandb" and self.run_id is not None:
             arguments |= {"id": self.run_id, "resume": "allow"}
         elif self.tracker == "mlflow" and self.run_id is not None:
@@ -180,8 +177,6 @@ class TrackerCallback(StepLogger):
         if new:
             update = trainer.progress.update
             values = {name: as_number_or_text(value) for name, value in new.items()}
-            earlier = self._latest["values"] if self._latest.get("update") == update else {}
-            self._latest = {"update": update, "values": earlier | values}
             if trainer.accelerator.is_main_process:
                 self.in_background(lambda: self._log(values, update))
 
@@ -199,26 +194,6 @@ class TrackerCallback(StepLogger):
         now = int(1000 * time.time())
         metrics = [Metric(name, float(value), now, step) for name, value in new.items() if not isinstance(value, str)]
         self._client.log_batch(self.run_id, metrics=metrics)
-
-    def log_images(self, trainer: TrainerLike, images: Mapping[str, Any], step: int | None = None) -> None:
-        """Log pictures. May be called on the first process only, or on all.
-
-        :param images: arrays of shape (height, width, channels) with values from 0 to 255, by name
-        :param step: step to log at; defaults to the number of updates made
-        """
-        if not trainer.accelerator.is_main_process or self._is_over:
-            return
-        at = trainer.progress.update if step is None else step
-        pictures = {name: np.array(image) for name, image in images.items()}  # copies, as they are logged later
-        self.in_background(lambda: self._log_images(pictures, at))
-
-    def _log_images(self, images: dict[str, Any], step: int) -> None:
-        if self.tracker == "mlflow":
-            for name, image in images.items():
-                self._client.log_image(self.run_id, image, artifact_file=f"{name}/{step}.png")
-        elif hasattr(self._started, "log_images"):
-            form = {"dataformats": "NHWC"} if self.tracker == "tensorboard" else {}
-            self._started.log_images({name: image[None] for name, image in images.items()}, step=step, **form)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._is_over:
@@ -252,7 +227,7 @@ class TrackerCallback(StepLogger):
         trainer = None if self._is_over else self._trainer
         if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
             self._log_new(trainer)  # the state may be taken before this callback's turn
-        state = super().state_dict() | {"logged": dict(self._new.counts), "latest": dict(self._latest)}
+        state = super().state_dict() | {"logged": dict(self._new.counts)}
         if self._started is not None and self.tracker == "tensorboard":
             self._started.writer.flush()  # buffered records would be lost if the program were killed
         run_id = self.run_id
@@ -261,25 +236,12 @@ class TrackerCallback(StepLogger):
         return state | {"run_id": run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`, and log the values of its update again.
-
-        TensorBoard discards what was logged at that update, as well as everything after it.
-        """
+        """Load the state returned by :meth:`state_dict`."""
         super().load_state_dict(state)
         self.run_id = state["run_id"]
-        trainer = self._trainer
         self._new.counts = dict(state["logged"])
-        if trainer is not None:
-            self._new.follow(trainer.run_history)  # which may not be saved
-        self._latest = dict(state.get("latest", {}))
-        row, latest = self._last_row, self._latest
-        if trainer is None or self._is_over or not trainer.accelerator.is_main_process:
-            return
-        update = trainer.progress.update
-        if row.get("update") == update:
-            self.in_background(lambda: self.write_row(update, row["epoch"], row["values"]))
-        if latest.get("update") == update:
-            self.in_background(lambda: self._log(latest["values"], update))
+        if self._trainer is not None:
+            self._new.follow(self._trainer.run_history)  # which may not be saved
 
 
 def _check_tracker(name: str) -> None:

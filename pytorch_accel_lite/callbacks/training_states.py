@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pytorch_accel_lite.base.events import RunPausedError, TrainerCallback
@@ -18,7 +16,6 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import SHOWS_NOTES, add_note, wrapped
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, is_multiple, optional
-from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import StrPath, parse_location
@@ -27,21 +24,6 @@ from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
-
-
-@dataclass(frozen=True)
-class KeepBest:
-    """Setting to save and keep the states of the best epochs as well, after each epoch that is among the best so far.
-
-    :param metric: name of the metric in the run history
-    :param n: number of states to keep
-    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
-        :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
-    """
-
-    metric: str = "eval_loss_epoch"
-    n: int = 1
-    greater_is_better: bool | None = None
 
 
 @suggest_arguments
@@ -68,7 +50,6 @@ class SaveTrainingStateCallback(TrainerCallback):
         are raised at the next save or at the end of the run.
     :param continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends
         the run. Existing states stay intact either way.
-    :param keep_best: also save the states of the best epochs, and keep them in addition to the newest ones
     :param trainable_only: leave out frozen parameters that are as they were at the start of the run, such as those of a
         pretrained model. The program that resumes must create them with the same values; if it does not, that is an
         error.
@@ -90,7 +71,6 @@ class SaveTrainingStateCallback(TrainerCallback):
         requeue: bool = False,
         asynchronous: bool = False,
         continue_on_error: bool = False,
-        keep_best: KeepBest | None = None,
         trainable_only: bool = False,
         sharded: bool | Literal["auto"] = False,
     ) -> None:
@@ -108,20 +88,15 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.requeue = requeue
         self.asynchronous = asynchronous
         self.continue_on_error = continue_on_error
-        self.keep_best = keep_best
         self.trainable_only = trainable_only
         self.sharded = sharded
         self._created_weights: dict[str, int] | None = None
         self._store = open_store(self.save_dir)
         self._writer: BackgroundWriter | None = None
-        watched = keep_best or KeepBest(metric="")
-        self._watched = WatchedMetric(self, "keep_best.metric", watched.metric, watched.greater_is_better)
         self._newest_time = 0.0  # of all states in save_dir
         self._clear()
 
     def _clear(self) -> None:
-        self._best: dict[str, float] = {}  # values of the states to keep, by name
-        self._best_before: dict[str, float] = {}
         self._saved: dict[str, Any] | None = None  # what was saved last
         self._saved_clock = 0.0
         self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
@@ -133,8 +108,6 @@ class SaveTrainingStateCallback(TrainerCallback):
             request.ends_at_signals = request.ends_at_signals or self.save_on_signal
             request.state_sources.append(self)
             request.claim_path(self, "save_dir", self.save_dir, "training states")
-            if self.keep_best is not None:
-                request.metrics.watch(self._watched)
 
     def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
         """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
@@ -159,8 +132,6 @@ class SaveTrainingStateCallback(TrainerCallback):
                 f"sharded=True: the weights of {type(trainer.get_model()).__name__} are not sharded. Shard the model, "
                 'with fully_shard for example, or pass sharded="auto", which saves shards if there are any.'
             )
-        if self.keep_best is not None:
-            self._watched.start(trainer)
         self._clear()
         path, resumed = self._store.path_for(trainer.progress.update), trainer.current_run.resumed
         if resumed is not None and resumed.directory == path:
@@ -199,17 +170,13 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         is_due = is_multiple(trainer.progress.epochs_completed, self.save_every_n_epochs)
-        value = self._new_value(trainer)
-        is_best = self._ranked(trainer, value) != self._best
-        if is_due or is_best or (self.save_at_end and trainer.current_run.is_finished):
-            self._save(trainer, value)
+        if is_due or (self.save_at_end and trainer.current_run.is_finished):
+            self._save(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:  # an evaluation
             return
-        value = self._new_value(trainer, mid_epoch=True) if trainer.current_run.epoch_phase else None
-        is_best = self._ranked(trainer, value) != self._best
-        if not (is_best or self.save_at_end or trainer.current_run.end.pause is not None):
+        if not (self.save_at_end or trainer.current_run.end.pause is not None):
             return
         if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
@@ -221,14 +188,16 @@ class SaveTrainingStateCallback(TrainerCallback):
                 "on_train_step_checkpoint."
             )
             return
-        self._save(trainer, value)
+        self._save(trainer)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
             if self._writer is not None:
                 self._attempt(trainer, self._writer.wait)
             if trainer.progress.samples == self._resumed_at:  # killed after its last save, it may have left old states
-                self._attempt(trainer, lambda: trainer.ranks.broadcast_object(self._rotation(trainer)))
+                self._attempt(
+                    trainer, lambda: trainer.ranks.broadcast_object(lambda: self._rotate(trainer.progress.update))
+                )
         finally:
             self._writer = None
             self._store.unlock()
@@ -252,7 +221,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             complete, self._complete = self._complete, None
             _tell_how_to_resume(trainer, complete, kwargs["exception"])
 
-    def _save(self, trainer: TrainerLike, value: float | None = None) -> None:
+    def _save(self, trainer: TrainerLike) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
         if moment == self._saved:  # already saved
             return
@@ -261,9 +230,6 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._attempt(trainer, self._writer.wait)
         update = trainer.progress.update
         path = self._store.path_for(update)
-        self._best_before = self._best
-        self._best = self._ranked(trainer, value)  # once it is known whether the state before this one was written
-        rotate = self._rotation(trainer)
         how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
             how["sharded"] = True
@@ -271,7 +237,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         def finish() -> None:
             self._complete = path, update
             if trainer.ranks.rank == 0:
-                rotate()
+                self._rotate(update)
 
         def save() -> None:
             self._store.check_lock(trainer.ranks)
@@ -281,10 +247,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved_clock = trainer.current_run.clock
         self._attempt(trainer, save)
 
-    def _rotation(self, trainer: TrainerLike) -> Callable[[], None]:
-        """Return what removes all states but those to keep, as of now: it may be called while training goes on."""
-        protected = {*self._best, state_name(trainer.progress.update)}
-        return lambda: self._store.rotate(self.max_checkpoints, protected)
+    def _rotate(self, update: int) -> None:
+        self._store.rotate(self.max_checkpoints, {state_name(update)})
 
     def _attempt(self, trainer: TrainerLike, action: Callable[[], object]) -> None:
         """Run an action that may fail for lack of disk space or permissions."""
@@ -292,31 +256,16 @@ class SaveTrainingStateCallback(TrainerCallback):
             action()
         except OSError as error:
             self._saved = None
-            self._best = self._best_before
             if not self.continue_on_error:
                 raise
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
-    def _new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
-        """Return the value of the epoch that has just ended, if it may be among the best."""
-        value = None if self.keep_best is None else self._watched.new_value(trainer, mid_epoch)
-        return None if value is None or math.isnan(value) else value
-
-    def _ranked(self, trainer: TrainerLike, value: float | None) -> dict[str, float]:
-        """Return the best states, including one of the epoch with this value if it is among them."""
-        if self.keep_best is None or value is None:
-            return self._best
-        return self._watched.best_of(self._best | {state_name(trainer.progress.update): value}, self.keep_best.n)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of the best states."""
-        return {**self._watched.state_dict(), "best": dict(self._best)}
+        """Return nothing: that of earlier versions held the best epochs."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`."""
-        # Without keep_best, earlier best states stay; when it is used for the first time, there are none.
-        if self.keep_best is None or not state["best"] or self._watched.load_state_dict(state, self):
-            self._best = dict(state["best"])
+        """Ignore the state of an earlier version."""
 
 
 def _tell_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:

@@ -143,7 +143,7 @@ class WorstSamplesCallback(TrainerCallback):
             shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
         :param path: where to save the picture; ``None`` does not save it
         :param classes: names of the classes
-        :raises ValueError: if there is nothing to draw, or a sample is not an image
+        :raises ValueError: if there is nothing to draw
         """
         if not self.samples or any(sample.index is None for sample in self.samples):
             raise ValueError("Nothing to draw: no samples with an index have been evaluated yet.")

@@ -5,7 +5,7 @@ from pytorch_accel_lite.data.iterable_datasets import MixtureStream, ShuffledStr
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoadedBatch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import shard
-from pytorch_accel_lite.data.mixtures import Mixture, MixtureBatchSampler, MixtureSampler, NamedDatasets, NamedSampler
+from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
 
 __all__ = [
     "Batch",
@@ -13,7 +13,6 @@ __all__ = [
     "LoadedBatch",
     "LoaderOptions",
     "Mixture",
-    "MixtureBatchSampler",
     "MixtureSampler",
     "MixtureStream",
     "NamedDatasets",

@@ -51,9 +51,6 @@ class _EpochShares:
             self.sampler = of_all_processes(self.sampler, self._divided[0])
         self.per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
         self.drop_last = source.drop_last
-        self.mixture = self.sampler if hasattr(self.sampler, "name_of_batch") else None
-        if self.mixture is not None:
-            self.per_step = 1  # batch, which is divided among the processes
         self._ranks = ranks
         self._seed = options.seed
         self._fill = options.fill
@@ -66,8 +63,6 @@ class _EpochShares:
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
         """Set the start of the next iteration without affecting running ones; return the queue that it will fill."""
-        if self.mixture is not None:
-            self.mixture.begin(start)
         self.planned = _Planned()
         self._next = epoch, start, limit, min_share, self.planned
         return self.planned
@@ -80,14 +75,13 @@ class _EpochShares:
         epoch_seed = None if self._seed is None else mix(self._seed, epoch)
         is_seeded = epoch_seed is not None and self._rows is None
         lengths: list[int] = []
-        name = seed = share = None
+        seed = share = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             indices = group
             if self.is_batched:
                 indices = list(chain(*group))
                 lengths = [len(batch) for batch in group]
                 at_least = min(min_share, max(lengths))
-                name = None if self.mixture is None else self.mixture.name_of_batch(indices)
             size = len(indices)
             for number in numbers:
                 begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least, lengths)
@@ -101,7 +95,7 @@ class _EpochShares:
                 if self._is_logical:
                     ends_step = end == size or number == numbers[-1]
                     share = Share(number, mix(self._seed or 0, epoch, 0, position), ends_step)
-                planned.append((seed, (count, size, is_last, local, name, share)))
+                planned.append((seed, (count, size, is_last, local, share)))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
@@ -256,15 +250,10 @@ class MapLoader(ShardedLoader):
         return list(planned[0][1][3]) if planned else None
 
     def position(self) -> Any:
-        shares = self._shares
-        return {"order": shares.resumed or shares.drawn} if shares.mixture is None else shares.mixture.state_dict()
+        return {"order": self._shares.resumed or self._shares.drawn}
 
     def move_to(self, position: Any) -> str:
-        state = position if isinstance(position, dict) else {}  # nothing in states of earlier versions
-        if self._shares.mixture is None:
-            self._shares.resumed = state.get("order")
-        elif "parts" in state:
-            self._shares.mixture.load_state_dict(state)
+        self._shares.resumed = position.get("order") if isinstance(position, dict) else None
         return ""
 
     def steps_left(self, start: int) -> int | None:

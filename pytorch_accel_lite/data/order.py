@@ -162,8 +162,6 @@ def of_all_processes(sampler: Any, world_size: int) -> Any:
 
     :raises ValueError: with several processes, if another sampler gives a part of its order only
     """
-    if hasattr(sampler, "for_processes"):  # of the batches of a mixture
-        return sampler.for_processes(world_size)
     if isinstance(sampler, DistributedSampler):
         # No sample is repeated to pad shares; what its drop_last leaves out stays out.
         size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]

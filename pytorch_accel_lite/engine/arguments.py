@@ -5,20 +5,18 @@ Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, wi
 
 from __future__ import annotations
 
-import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import DistributedType, check_cuda_fp8_capability, is_bf16_available, is_fp8_available
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import accepts, find_length, is_overridden
+from pytorch_accel_lite.base.inspection import find_length, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
@@ -81,9 +79,8 @@ def check_types(**arguments: Any) -> None:
             raise TypeError(f"{name}={value!r} must be {wanted}.")
 
 
-def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: Any) -> None:
+def check_constructor(loss_func: Any, optimizer: Any, seed: Any) -> None:
     """Check the other arguments of a trainer."""
-    _check_modes(model)
     _refuse_class("loss_func", loss_func)
     if loss_func is not None and not callable(loss_func):
         raise TypeError(f"loss_func={short(loss_func)} must be callable, or None.")
@@ -101,52 +98,20 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
 
 
 def check_precision(wanted: str | None, accelerator: Accelerator | None) -> None:
-    """Check that an accelerator has the mixed precision wanted; or, before there is one, that it can be created.
+    """Check that an accelerator has the mixed precision wanted; or, before there is one, that the device can have it.
 
-    Accelerate would keep that of an accelerator whose creation has failed, and compute fp16 on CPUs without it.
+    Accelerate would compute fp16 on CPUs without a gradient scaler, and raises errors of its own elsewhere.
     """
     if wanted is None:
         return
     check_choice("mixed_precision", wanted, ("no", "fp16", "bf16", "fp8"))
-    if accelerator is None:
-        _check_new_precision(wanted)
-    elif accelerator.mixed_precision != wanted:
+    if accelerator is None and wanted == "fp16" and current_process().device.type == "cpu":
+        raise ValueError("mixed_precision='fp16' needs a GPU or a similar device. Pass 'bf16', or 'no', on CPUs.")
+    if accelerator is not None and accelerator.mixed_precision != wanted:
         raise ValueError(
             f"mixed_precision={wanted!r}, but that of the accelerator is {accelerator.mixed_precision!r}. Pass only "
             f"one of them to the trainer: mixed_precision, or Accelerator(mixed_precision={wanted!r})."
         )
-
-
-def _check_new_precision(wanted: str) -> None:
-    existing = AcceleratorState().mixed_precision if is_initialized() else wanted
-    if existing != wanted:
-        raise ValueError(
-            f"mixed_precision={wanted!r}: this process already has {existing!r}, of an earlier Trainer or Accelerator, "
-            "and cannot change it. Restart the program or the notebook's kernel, and pass it to the first one."
-        )
-    device = current_process().device
-    on_cpu = device.type == "cpu"
-    needs = ""
-    if wanted == "fp8" and (on_cpu or not is_fp8_available() or not check_cuda_fp8_capability()):
-        needs = "needs a GPU with compute capability 8.9, and transformer_engine, torchao or MS-AMP. Pass 'bf16'"
-    elif wanted == "fp16" and on_cpu:
-        needs = "needs a GPU or a similar device. Pass 'bf16', which CPUs can"
-    elif wanted == "bf16" and not on_cpu and not is_bf16_available(True):
-        needs = "needs a newer device. Pass 'fp16'"
-    if needs:
-        raise ValueError(f"mixed_precision={wanted!r} on the device {str(device)!r}: it {needs}, or 'no'.")
-
-
-def _check_modes(model: nn.Module) -> None:
-    """Check that the parts of a model can be switched between training and evaluation mode."""
-    for name, part in model.named_modules():
-        if not (accepts(part.train) and accepts(part.train, False)):
-            where = f"model, in its part {name!r}" if name else "model"
-            raise TypeError(
-                f"{where}: {type(part).__name__}.train{inspect.signature(part.train)} takes the place of the method of "
-                "torch.nn.Module that sets training mode and, as train(False), evaluation mode. Rename it, or let it "
-                "take mode=True."
-            )
 
 
 def _refuse_class(name: str, value: Any) -> None:
@@ -292,22 +257,20 @@ def check_data(
 
     :param other: the other data of the run, which ``batch_size`` and ``collate_fn`` are for, too
     """
-    name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
-    if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
-        raise TypeError(f"{name_of_kwargs}={loader_kwargs!r} must be a dict.")
-    if collate_fn is not None and not callable(collate_fn):
-        raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch from a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
-    method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
-    builds_loader = is_overridden(trainer, method)
+    is_built = is_overridden(trainer, f"create_{'train' if name == 'train_dataset' else 'eval'}_dataloader")
     parts = _by_name(name, dataset)
     if not parts:
         raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")
     for name_of_part, part in parts.items():
-        _check_dataset(name_of_part, part, builds_loader)
-    if builds_loader or not all(map(is_loader, parts.values())):
+        if not is_built:
+            _check_readable(name_of_part, part)
+        if find_length(dataset_of(part)) == 0:
+            kind = type(dataset_of(part)).__name__
+            raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
+    if is_built or not all(map(is_loader, parts.values())):
         return
-    unused: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
+    unused: dict[str, Any] = {name.replace("dataset", "dataloader_kwargs"): loader_kwargs or None}
     others = {} if other is None else _by_name("", other)
     if all(map(is_loader, others.values())):
         sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
@@ -326,32 +289,27 @@ def _by_name(name: str, data: Any) -> dict[str, Any]:
     return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
 
 
-def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
-    if not builds_loader:
-        _refuse_class(name, dataset)
-        if dataset is None:
-            raise ValueError(f"{name}=None: pass a dataset.")
-        if isinstance(dataset, DataLoader) and is_prepared(dataset):
-            raise TypeError(
-                f"{name} is a {type(dataset).__name__}, which Accelerate has prepared: it gives each process a part "
-                "already, and some samples twice. Pass the DataLoader without accelerator.prepare(...)."
-            )
-        if _are_columns(dataset):
-            raise TypeError(
-                f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
-                "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
-            )
-        is_text = isinstance(dataset, (str, bytes))
-        is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
-        if is_text or not (is_dataset or is_loader(dataset)):
-            raise TypeError(
-                f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "
-                "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples. "
-                "Pass batches as a DataLoader, or as OwnShard(batches)."
-            )
-    dataset = dataset_of(dataset)
-    if find_length(dataset) == 0:
-        raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Check how it was created.")
+def _check_readable(name: str, dataset: Any) -> None:
+    _refuse_class(name, dataset)
+    if dataset is None:
+        raise ValueError(f"{name}=None: pass a dataset.")
+    if isinstance(dataset, DataLoader) and is_prepared(dataset):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, which Accelerate has prepared: it gives each process a part "
+            "already, and some samples twice. Pass the DataLoader without accelerator.prepare(...)."
+        )
+    if _are_columns(dataset):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
+            "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
+        )
+    is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
+    if isinstance(dataset, (str, bytes)) or not (is_dataset or is_loader(dataset)):
+        raise TypeError(
+            f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "
+            "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples. "
+            "Pass batches as a DataLoader, or as OwnShard(batches)."
+        )
 
 
 def _are_columns(dataset: Any) -> bool:

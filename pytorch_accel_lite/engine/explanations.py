@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -60,9 +60,6 @@ _ADVICE = {
         "class, or number the labels from 0; pass ignore_index to the loss function to ignore a label."
     ),
     "can't be cast to the desired output type": "this loss needs floating point targets: use targets.float().",
-    "all elements of input should be between 0 and 1": (
-        "BCELoss takes probabilities. Use BCEWithLogitsLoss, which takes the raw outputs of a layer."
-    ),
     "index out of range in self": "raise num_embeddings of the embedding, or check how the indices are created.",
     "more than 1 value per channel": (
         "batch norm cannot be trained on a single sample. Pass train_dataloader_kwargs={'drop_last': True}, which "
@@ -227,11 +224,8 @@ def _describe_module(module: nn.Module, model: nn.Module) -> str:
 
 
 _NONE, _SUM = 0, 2  # torch's numbers of reductions
-# Operations of autograd that leave a term of a loss what it is.
-_TERMS = {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0"}
-# Those that leave the loss of each sample what it is; means over other dimensions than the first do, too.
-_OF_EACH = _TERMS | {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "RsubBackward1", "SumBackward1"}
-_WEIGHING = ("Mul", "Div", "Softmax", "Mean", "torch::autograd::AccumulateGrad")
+# Operations of autograd on the losses of samples, each for itself.
+_OF_EACH = {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "SumBackward1"}
 _BATCH_EVENTS = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
 
 
@@ -258,52 +252,18 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
 
 
 def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
-    """Whether a term of a loss certainly is a sum over the samples of a batch, as seen from how it was computed.
+    """Whether a loss certainly is a sum over the samples of a batch, as seen from the last operations behind it.
 
     What is multiplied or divided, before or after it is added up, may be a mean and does not count.
     """
-    terms = _reached([loss.grad_fn], lambda node: node.name() in _TERMS)
-    return any(_is_sum(node, size, is_whole=node is loss.grad_fn) for node in terms)
-
-
-def _reached(nodes: Iterable[Any], continues: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield operations of autograd, and those from whose results they were computed as far as that continues."""
-    left, seen = list(nodes), set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            left += [source for source, _ in node.next_functions if continues(node)]
-
-
-def _is_sum(node: Any, size: int, is_whole: bool) -> bool:
-    if getattr(node, "_saved_reduction", None) == _SUM:  # one of torch's own losses; not a penalty on parameters
-        outputs = getattr(node, "_saved_self", None)
-        has_rows = outputs is not None and outputs.ndim > 0 and len(outputs) % size == 0
-        return is_whole or (has_rows and not _is_weighed(node))
-    sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
-    is_over_all = size > 1 and len(sizes) > 0 and sizes[0] == size and node.name() in ("SumBackward0", "SumBackward1")
-    return is_over_all and not _is_weighed(node)
-
-
-def _is_weighed(node: Any) -> bool:
-    """Whether what is added up may have been weighed, so that the sum is a mean, or is a parameter."""
-    sources = _reached((source for source, _ in node.next_functions), _is_of_each)
-    return any(source.name().startswith(_WEIGHING) and not _is_of_each(source) for source in sources)
-
-
-def _is_of_each(node: Any) -> bool:
-    """Whether an operation leaves the loss of each sample what it is."""
-    if node.name() == "MeanBackward1":
-        return not _includes_first(node)
-    return node.name() in _OF_EACH or getattr(node, "_saved_reduction", None) == _NONE
-
-
-def _includes_first(node: Any) -> bool:
-    """Whether a mean over some dimensions is one over the first, too; autograd keeps negative ones unsigned."""
-    count = len(node._saved_self_sym_sizes)
-    return any((dim if dim < 2**63 else dim - 2**64) % count == 0 for dim in node._saved_dim)
+    last: Any = loss.grad_fn
+    if getattr(last, "_saved_reduction", None) == _SUM:  # one of torch's own losses
+        return True
+    sizes = tuple(getattr(last, "_saved_self_sym_sizes", ()))
+    if size < 2 or sizes[:1] != (size,) or last.name() not in ("SumBackward0", "SumBackward1"):
+        return False
+    sources = [source for source, _ in last.next_functions]
+    return all(s.name() in _OF_EACH or getattr(s, "_saved_reduction", None) == _NONE for s in sources)
 
 
 def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:

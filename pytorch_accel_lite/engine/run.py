@@ -274,11 +274,6 @@ class Run:
         indices = None if self.batch is None else self.batch.indices
         return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
 
-    @property
-    def train_dataset_name(self) -> str | None:
-        """Name of the dataset that the current training batch is from; ``None`` unless a mixture has such batches."""
-        return None if self.batch is None else self.batch.dataset_name
-
     def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
         """Track the losses of a training batch; return its number of samples on this process and on all processes."""
         # Inlines Batch.samples() and Progress.add_samples(), as this runs in every step.

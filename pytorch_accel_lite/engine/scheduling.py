@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -174,22 +173,14 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
     requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
     if is_overridden(trainer, "scheduler_step") or requested is None:
         return
-    advice = (
-        "Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with scheduler_interval='epoch')."
-    )
-    if run.resumed is not None and not run.schedule.is_recreated:
-        state = os.fspath(run.resumed.directory)
-        advice = (
-            "It is the schedule of the run that is resumed, which is as long as that run. Train the longer run from "
-            "the beginning; or start a new schedule with the weights of the state, which "
-            f"trainer.load_checkpoint({state!r}, load_optimizer=False, load_scheduler=False) loads: both without "
-            "resume_from."
-        )
     for scheduler in schedulers_in(trainer.scheduler).values():
         if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:
             raise ValueError(
                 f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {requested} times, and it "
-                f"cannot be stepped beyond its end. {advice}"
+                "cannot be stepped beyond its end. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
+                "(NUM_EPOCHS with scheduler_interval='epoch'). A resumed schedule stays as long as it was: for a "
+                "longer one, train from the beginning, or from load_checkpoint(state, load_optimizer=False, "
+                "load_scheduler=False) without resume_from."
             )
 
 

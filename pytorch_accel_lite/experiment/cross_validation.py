@@ -77,20 +77,16 @@ class CrossValidation(Results):
     @property
     def mean(self) -> dict[str, float]:
         """The mean over the folds of each metric that is a number."""
-        return {name: statistics.fmean(values) for name, values in self._numbers().items()}
+        return self._summarised_by(statistics.fmean)
 
     @property
     def deviation(self) -> dict[str, float]:
         """The standard deviation over the folds of each metric (that of a sample: divided by ``n - 1``)."""
-        return {name: _deviation(values) for name, values in self._numbers().items()}
+        return self._summarised_by(_deviation)
 
-    def _numbers(self) -> dict[str, list[float]]:
-        columns = {name: [fold.metrics.get(name) for fold in self.folds] for name in self.folds[0].metrics}
-        return {
-            name: [float(value) for value in values]  # type: ignore[arg-type]
-            for name, values in columns.items()
-            if all(isinstance(value, (int, float)) for value in values)
-        }
+    def _summarised_by(self, summary: Callable[[list[float]], float]) -> dict[str, float]:
+        columns = {name: [fold.metrics.get(name, "") for fold in self.folds] for name in self.folds[0].metrics}
+        return {name: summary(values) for name, values in columns.items() if str not in map(type, values)}
 
     @property
     def predictions(self) -> Any:
@@ -170,17 +166,16 @@ def cross_validate(
         returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
     folder = Path(save_dir)
-    named = _describe(splitter)
+    named = _described(splitter) if hasattr(splitter, "split") else "the given indices"
     if seed is not None:
         set_seed(seed)
-    about = {"splitter": named, "samples": len(dataset), "seed": seed}
-    about |= {name: _fingerprint(values) for name, values in (("y", y), ("groups", groups)) if values is not None}
-    about |= {name: _as_setting(value) for name, value in train_arguments.items()}
+    about = {"splitter": named, "samples": len(dataset), "seed": seed, "y": _checksum(y), "groups": _checksum(groups)}
+    about |= {name: _described(value) for name, value in train_arguments.items()}
     splits = result_of_first(
         lambda: _find_splits(folder, about, resume, splitter, lambda: _split(splitter, len(dataset), y, groups))
     )
     folds: list[Fold] = []
-    seen: list[weakref.ref[Any]] = []
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
     for number, (train, test) in enumerate(splits, 1):
         of_fold = folder / f"fold-{number}"
         metrics = result_of_first(partial(_finished, of_fold, predictions))
@@ -198,20 +193,15 @@ def cross_validate(
 # ------------------------------------------------------------------------------------------------------ the split
 
 
-def _describe(splitter: Any) -> str:
-    """Return the splitter in words, the same whenever it is created with the same arguments."""
-    return " ".join(_as_setting(splitter).split()) if hasattr(splitter, "split") else "the given indices"
+def _described(value: Any) -> Any:
+    """Return an argument as JSON can hold it, the same whenever it is created alike, in one line."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return value if isinstance(value, (int, float, type(None))) else " ".join(text.split())
 
 
-def _as_setting(value: Any) -> Any:
-    """Return an argument as JSON can hold it, the same whenever it is created alike."""
-    return value if isinstance(value, (int, float, type(None))) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _fingerprint(values: Any) -> str:
+def _checksum(values: Any) -> str | None:
     """Return a text that differs for other labels or groups."""
-    content = repr(np.asarray(values).tolist()).encode()
-    return f"{len(values)} values ({hashlib.sha256(content).hexdigest()[:8]})"
+    return None if values is None else hashlib.sha256(repr(np.asarray(values).tolist()).encode()).hexdigest()[:8]
 
 
 def _find_splits(
@@ -277,20 +267,19 @@ def _finished(folder: Path, needs_predictions: bool) -> dict[str, Any] | None:
     return metrics
 
 
-def _new_trainer(make_trainer: Callable[[Path], Trainer], folder: Path, seen: list[weakref.ref[Any]]) -> Trainer:
+def _new_trainer(make_trainer: Callable[[Path], Trainer], folder: Path, seen: weakref.WeakSet[Any]) -> Trainer:
     """Return the trainer of a fold.
 
     :param seen: the trainers and models of the folds before it
     """
     trainer = make_trainer(folder)
-    made = [trainer, trainer.get_model(keep_torch_compile=False)]
-    for part in made:
-        if any(reference() is part for reference in seen):
+    for part in (trainer, trainer.get_model(keep_torch_compile=False)):
+        if part in seen:
             raise ValueError(
                 f"make_trainer({os.fspath(folder)!r}) returned the {type(part).__name__} of an earlier fold, "
                 "which has been trained on samples that it would now be tested on. Create a new one each time."
             )
-    seen += map(weakref.ref, made)
+        seen.add(part)
     return trainer
 
 

@@ -7,10 +7,8 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-from pytorch_accel_lite.experiment.yaml_files import ExperimentError
 from pytorch_accel_lite.placeholders import Placeholder, TrainerPlaceholderValues
 from pytorch_accel_lite.utils import suggest
 
@@ -78,21 +76,6 @@ def find_expressions(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
         yield path, value
 
 
-def located(text: str, place: str) -> Any:
-    """Return the value of an expression, such that errors, also those when a run resolves it, name its place.
-
-    :raises ExperimentError: if the text is no expression
-    """
-
-    def compute(trainer: Any) -> Any:
-        with _naming(place):
-            return placeholder.resolve(trainer)
-
-    with _naming(place):
-        placeholder = parse(text)
-    return Placeholder(repr(placeholder), compute) if isinstance(placeholder, Placeholder) else placeholder
-
-
 def replaced(value: Any, path: Sequence[Any], new: Any) -> Any:
     """Return a nested value with another one at a path in it."""
     if not path:
@@ -101,11 +84,3 @@ def replaced(value: Any, path: Sequence[Any], new: Any) -> Any:
     if isinstance(value, dict):
         return {**value, first: replaced(value.get(first), rest, new)}
     return type(value)(replaced(item, rest, new) if place == first else item for place, item in enumerate(value))
-
-
-@contextmanager
-def _naming(place: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ExperimentError(f"{place}: {str(error).rstrip('.')}.") from error

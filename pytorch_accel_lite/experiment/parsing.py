@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
-from pytorch_accel_lite.experiment.expressions import find_expressions, located, replaced
+from pytorch_accel_lite.experiment.expressions import find_expressions, parse, replaced
 from pytorch_accel_lite.experiment.importing import check_kinds, full_name, import_path
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import PARTS, Document, ExperimentError, dump_yaml, load_yaml, short
@@ -126,12 +126,19 @@ class Parser:
         self._document.content["callbacks"] = items
         return kinds
 
-    def _take_expressions(self) -> dict[tuple[Any, ...], str]:
-        """Put a number in place of each expression in the arguments of the scheduler, and return the expressions."""
+    def _take_expressions(self) -> dict[tuple[Any, ...], tuple[str, Any]]:
+        """Put a number in place of each expression in the arguments of the scheduler.
+
+        :return: the text and the placeholder of each
+        """
         arguments = self._arguments("scheduler")
-        expressions = dict(find_expressions(arguments))
-        for (name, *inner), text in expressions.items():
-            located(text, self.place(f"scheduler.{name}"))  # an error if it is none
+        expressions: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        for path, text in list(find_expressions(arguments)):
+            name, *inner = path
+            try:
+                expressions[path] = text, parse(text)
+            except ValueError as error:
+                raise ExperimentError(f"{self.place(f'scheduler.{name}')}: {error}") from error
             arguments[name] = replaced(arguments[name], inner, 1)
         return expressions
 
@@ -299,8 +306,7 @@ class Parser:
 
         :param schedule: all arguments of the scheduler
         """
-        for (name, *inner), text in self._expressions.items():
-            value = located(text, self.place(f"scheduler.{name}"))
+        for (name, *inner), (_, value) in self._expressions.items():
             arguments = {**arguments, name: replaced(arguments.get(name, schedule[name]), inner, value)}
         return arguments
 
@@ -316,7 +322,7 @@ class Parser:
             if isinstance(value, list) and value and all(map(callable, value)):  # the parser writes only single ones
                 config = replaced(config, key.split("."), [*map(full_name, value)])
         config = _without_unwritable(config)
-        for path, text in self._expressions.items():
+        for path, (text, _) in self._expressions.items():
             config = replaced(config, ("scheduler", "init_args", *path), text)
         return config  # type: ignore[no-any-return]
 

@@ -42,6 +42,11 @@ class ComparedMetric:
         finite = [value for value in (values[-1:] if self.kind == "last" else values) if math.isfinite(value)]
         return (max if self.kind == "max" else min)(finite, default=None)
 
+    def rank(self, run: RecordedRun) -> float:
+        """Return a number that is smaller the better a run is; infinity if it has no value."""
+        value = self.value_in(run)
+        return math.inf if value is None else -value if self.kind == "max" else value
+
 
 class Column(NamedTuple):
     """A column of a table.
@@ -103,10 +108,8 @@ class RunComparison(Results):
         ]
         for metric in self.metrics:
             values = [metric.value_in(run) for run in self.runs]
-            finite = [value for value in values if value is not None]
-            best = None
-            if metric.kind != "last" and len(self.runs) > 1 and finite:
-                best = values.index(max(finite) if metric.kind == "max" else min(finite))
+            is_ranked = metric.kind != "last" and len(self.runs) > 1 and any(value is not None for value in values)
+            best = self.runs.index(min(self.runs, key=metric.rank)) if is_ranked else None
             texts = [text or _MISSING for text in format_column(values)]
             columns.append(Column(str(metric), texts, True, best))
         return [column for column in columns if any(column.texts)]  # without outcomes if there are none
@@ -164,11 +167,10 @@ def compare_runs(
     A run is found by its metrics: the file of a ``MetricsFileCallback``, which runs from files have by default, or the
     ``run.json`` of a ``RunLogCallback``. Its settings are those in ``experiment.yaml``, or else in ``run.json``.
 
-    :param paths: folders of runs, folders that contain some, or patterns such as ``"runs/*"``
+    :param paths: folders of runs, or folders that contain some
     :param directions: whether greater values are better, by metric name, where the runs do not tell; losses are better
         the smaller they are
-    :param sort_by: a metric, to have the best run first, or a setting that differs; by default they are in the given
-        order
+    :param sort_by: a metric of evaluations, to have the best run first; by default they are in the given order
     :raises FileNotFoundError: if a path does not exist
     :raises ValueError: if there are no runs, or a file cannot be read, or ``sort_by`` is unknown, or a metric of which
         it is unknown which values are better, or if no run has a metric in ``directions``
@@ -191,7 +193,15 @@ def compare_runs(
     metrics.sort(key=lambda metric: metric.kind == "last")
     differences = _differences(runs) if len(runs) > 1 else []
     if sort_by is not None:
-        runs = _sorted(runs, sort_by, metrics, greater_is_better)
+        ranked = {metric.name: metric for metric in metrics if metric.kind != "last"}
+        if sort_by not in ranked:
+            raise ValueError(
+                f"sort_by={sort_by!r} must be a metric of evaluations of which it is known whether greater values are "
+                f"better: {', '.join(ranked)}.{suggest(sort_by, ranked)} If the runs do not tell, pass "
+                f"directions={{{sort_by!r}: True}} or False, on the command line --maximize {sort_by} or --minimize "
+                f"{sort_by}."
+            )
+        runs = sorted(runs, key=ranked[sort_by].rank)
     return RunComparison(runs, metrics, differences, left_out)
 
 
@@ -209,25 +219,6 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
         if any(run.settings[key] != having[0].settings[key] for run in having) or (is_lacking and not follows):
             differences.append(key)
     return differences
-
-
-def _sorted(
-    runs: Sequence[RecordedRun], sort_by: str, metrics: Sequence[ComparedMetric], directions: Mapping[str, bool]
-) -> list[RecordedRun]:
-    """Return the runs with the best value of a metric first, and those without one last."""
-    by_name = {metric.name: metric for metric in metrics if metric.name in directions}
-    if sort_by not in by_name:
-        raise ValueError(
-            f"sort_by={sort_by!r} must be a metric of which it is known whether greater values are better: "
-            f"{', '.join(by_name)}.{suggest(sort_by, by_name)} Pass directions={{{sort_by!r}: True}} or False, on the "
-            f"command line --maximize {sort_by} or --minimize {sort_by}, if the runs do not tell."
-        )
-
-    def order(run: RecordedRun) -> float:
-        value = by_name[sort_by].value_in(run)
-        return math.inf if value is None else -value if directions[sort_by] else value
-
-    return sorted(runs, key=order)
 
 
 def _as_text(columns: Sequence[Column]) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,17 +88,16 @@ class RecordedRun:
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs in folders, and the folders that have none.
 
-    :param paths: folders of runs, folders that contain some, or patterns such as ``runs/*``
+    :param paths: folders of runs, or folders that contain some
     :raises FileNotFoundError: if a path does not exist
     :raises ValueError: if there is no run, or a file cannot be read
     """
-    patterns = [os.fspath(path) for path in paths]
-    by_path = {path: _runs_at(path) for path in _expanded(patterns)}
+    by_path = {path: _runs_at(path) for path in map(Path, paths)}
     runs = {run.folder.resolve(): run for in_path in by_path.values() for run in in_path}
     left_out = [os.fspath(path) for path, in_path in by_path.items() if not in_path and path.is_dir()]
     if not runs:
         raise NoRunsError(
-            f"No runs found in {', '.join(patterns)}: there are no metrics. They are in the metrics.jsonl or "
+            f"No runs found in {', '.join(map(str, by_path))}: there are no metrics. They are in the metrics.jsonl or "
             "metrics.csv of a MetricsFileCallback, which runs from files have by default, or in the run.json of a "
             "RunLogCallback, once an epoch has been completed."
         )
@@ -107,14 +105,6 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
     for location, run in runs.items():
         run.name = os.path.relpath(location, above)
     return list(runs.values()), left_out
-
-
-def _expanded(given: Sequence[str]) -> Iterator[Path]:
-    for text in given:
-        matches = [text] if Path(text).exists() else sorted(glob.glob(text), key=natural_order)
-        if not matches:
-            raise FileNotFoundError(f"There is no {text!r}.")
-        yield from map(Path, matches)
 
 
 def natural_order(text: object) -> list[Any]:
@@ -125,10 +115,13 @@ def natural_order(text: object) -> list[Any]:
 
 def _runs_at(path: Path) -> list[RecordedRun]:
     """Return the run in a folder, or else those in its subfolders."""
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {os.fspath(path)!r}.")
+    if (run := _run_in(path)) is not None:
+        return [run]
     children = sorted(path.iterdir(), key=natural_order) if path.is_dir() else []
-    folders = [child for child in children if child.is_dir() and not child.name.startswith(".")]
-    runs = [run for folder in (path, *folders) if (run := _run_in(folder)) is not None]
-    return runs[:1] if runs and runs[0].folder == path else runs
+    runs = [_run_in(child) for child in children if child.is_dir() and not child.name.startswith(".")]
+    return [run for run in runs if run is not None]
 
 
 def _run_in(folder: Path) -> RecordedRun | None:

@@ -66,10 +66,9 @@ def run_tests(
     for setting, attributes in settings.items():
         for attribute in attributes:
             _owner(trainer, setting, attribute)
-    names = [_folder_name(name) for name in checkpoints]
-    if len(set(names)) < len(names):
-        raise ValueError(f"checkpoints={[*checkpoints]} would share folders: {names}. Test them with a save_dir each.")
     weights = {_folder_name(name): find_weights(trainer, name) for name in checkpoints}
+    if len(weights) < len(checkpoints):
+        raise ValueError(f"checkpoints={[*checkpoints]} would share the folder of one. Test them with a save_dir each.")
     reading = {
         "per_device_batch_size": per_device_batch_size,
         "dataloader_kwargs": dataloader_kwargs,

@@ -3,14 +3,12 @@
 from pytorch_accel_lite.base.templates import render
 from pytorch_accel_lite.plotting.curves import overlay_style, plot_curves, svg_overlays
 from pytorch_accel_lite.plotting.figures import new_figure
-from pytorch_accel_lite.plotting.images import as_picture, plot_confusion_matrix, plot_sheet
+from pytorch_accel_lite.plotting.images import plot_confusion_matrix, plot_sheet
 from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor
 from pytorch_accel_lite.plotting.schedules import plot_range_test, plot_schedule
-from pytorch_accel_lite.plotting.studies import plot_search
 
 __all__ = [
     "NothingToPlotError",
-    "as_picture",
     "is_monitor",
     "new_figure",
     "overlay_style",
@@ -18,7 +16,6 @@ __all__ = [
     "plot_curves",
     "plot_range_test",
     "plot_schedule",
-    "plot_search",
     "plot_sheet",
     "render",
     "svg_overlays",

@@ -40,9 +40,7 @@ def plot_confusion_matrix(
         raise ValueError(f"There are {len(predictions)} predictions, but {len(targets)} targets.")
     size = predictions.shape[1] if predictions.ndim == 2 else int(max(predictions.max(), targets.max())) + 1
     size = max(size, len(classes or ()))
-    names = [str(number) for number in range(size)] if classes is None else list(classes)
-    if len(names) != size:
-        raise ValueError(f"classes has {len(names)} names, but there are {size} classes.")
+    names = list(map(str, classes or range(size)))
     counts = multiclass_confusion_matrix(predictions, targets, size)
     right = int(counts.diagonal().sum())
     side = min(max(0.5 * size, 3.0), 15.0)
@@ -80,32 +78,17 @@ def plot_sheet(
     figure = new_figure((columns * 1.8, rows * 2.05 + 0.15))
     for number, (image, title) in enumerate(zip(images, titles, strict=True), 1):
         axis = figure.add_subplot(rows, columns, number)
-        picture = as_picture(image)
-        axis.imshow(picture, cmap="gray" if picture.ndim == 2 else None)
+        axis.imshow(_as_picture(image), cmap="gray")
         axis.set_title(title, fontsize=8.5, color=INK, linespacing=1.3)
         axis.set_axis_off()
     return save(figure, path)
 
 
-def as_picture(image: Any) -> np.ndarray[Any, Any]:
-    """Return an image as an array of shape (height, width) or (height, width, channels), of bytes or from 0 to 1.
-
-    Values outside the range from 0 to 1 are rescaled to it.
-
-    :raises ValueError: if it does not have the shape of an image
-    """
+def _as_picture(image: Any) -> np.ndarray[Any, Any]:
+    """Return an image as matplotlib shows it: channels last, values outside the range from 0 to 1 rescaled to it."""
     array = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
     if array.ndim == 3 and array.shape[0] in (1, 3):
         array = array.transpose(1, 2, 0)
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
-        raise ValueError(f"A {type(image).__name__} of shape {np.shape(image)} is not an image.")
-    if array.dtype == np.uint8:
+    if array.dtype == np.uint8 or (array.min() >= 0 and array.max() <= 1):
         return array
-    array = array.astype(np.float64)
-    low = array.min()
-    high = array.max()
-    if low >= 0 and high <= 1:
-        return array
-    return (array - low) / (high - low) if high > low else np.zeros_like(array)
+    return np.asarray((array - array.min()) / max(float(np.ptp(array)), 1e-12))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import CodeType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: thos
 @cache
 def _dynamo() -> Any:
     """Return torch's compiler, which takes a second to import and is needed only here."""
-    from torch._dynamo import convert_frame, eval_frame, exc
+    from torch._dynamo import eval_frame, exc
 
     return SimpleNamespace(  # not all of it is in torch 2.6
         Error=exc.TorchDynamoException,
@@ -40,7 +39,6 @@ def _dynamo() -> Any:
             getattr(exc, "ShortenTraceback", exc.BackendCompilerFailed),
         ),  # torch 2.7
         of_limits=(exc.FailOnRecompileLimitHit, getattr(exc, "RecompileLimitExceeded", exc.FailOnRecompileLimitHit)),
-        register_bytecode_hook=convert_frame.register_bytecode_hook,
         reset_code=getattr(eval_frame, "reset_code"),  # noqa: B009 (not in its stubs)
     )
 
@@ -63,7 +61,6 @@ class CompiledForward:
         self._options = options
         self._usual = trainer.calculate_train_batch_loss
         self._compiled: Callable[[Any], BatchOutput] | None = None
-        self._parts: _Parts | None = None
         self._run: Run | None = None  # whose steps have begun
         self._runs_compiled = True
         self._has_warned = False
@@ -117,11 +114,7 @@ class CompiledForward:
     def _call(self, batch: Any) -> BatchOutput:
         assert self._compiled is not None
         self.logged.clear()
-        if self._parts is None:
-            output = self._compiled(batch)
-        else:
-            with self._parts:
-                output = self._compiled(batch)
+        output = self._compiled(batch)
         for name, value, weight in self.logged:
             self._trainer.log(name, _copied(value) if self._replays else value, weight)
         return output
@@ -154,8 +147,11 @@ class CompiledForward:
         own = FunctionType(compute.__code__.replace(), scope, "compute", None, compute.__closure__)
         weakref.finalize(own, _dynamo().reset_code, own.__code__).atexit = False
         options = {"fullgraph": fullgraph} | self._options
+        if not options["fullgraph"]:
+            # What is compiled is the user's own code, too, whose versions torch counts for all trainers together. It
+            # forgets those of earlier ones, and the models that they are for; what is used again is compiled again.
+            torch.compiler.reset()
         self._compiled = torch.compile(own, **options)
-        self._parts = None if options["fullgraph"] else _Parts(own)
 
     def _compute_otherwise(self, batch: Any, error: Exception) -> BatchOutput:
         """Compute a batch for which compilation failed: in several graphs if it cannot be one, or else as usual.
@@ -203,40 +199,6 @@ class CompiledForward:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-
-
-class _Parts:
-    """Notes which code torch compiles within blocks, and lets go of what it compiled, when a function is freed.
-
-    What is compiled in parts is the user's own code, which stays, and with it the models that it was compiled for; and
-    torch counts their versions for all trainers together.
-
-    :param function: what calls the code
-    """
-
-    def __init__(self, function: FunctionType) -> None:
-        self._is_open = is_open = [False]
-        codes: dict[int, CodeType] = {}  # by identity: copies of code are equal, but compiled apart
-        gc.collect()  # trainers are cycles; those that are gone still count, with all that was compiled for them
-
-        def note(code: CodeType, new_code: CodeType) -> None:
-            if is_open[0]:
-                codes[id(code)] = code
-
-        handle = _dynamo().register_bytecode_hook(note)
-
-        def free() -> None:
-            handle.remove()
-            for code in codes.values():
-                _dynamo().reset_code(code)
-
-        weakref.finalize(function, free).atexit = False
-
-    def __enter__(self) -> None:
-        self._is_open[0] = True
-
-    def __exit__(self, *_: object) -> None:
-        self._is_open[0] = False
 
 
 def _has_other_size(run: Run, batch: Any) -> bool:

@@ -29,7 +29,7 @@ DONE, OUT_OF_MEMORY, FAILED = range(3)
 class BatchFailure(NamedTuple):
     """A process's report on a batch that failed.
 
-    :param rank: the rank of the process, or the number of the logical process
+    :param rank: the rank of the process
     :param indices: indices of the samples in the dataset, or ``None`` if unknown
     :param error: type and text of the error
     """
@@ -66,7 +66,7 @@ class GuardedStep(PlainStep):
                 raise
             except Exception as failure:
                 error = failure
-            outcome, largest = agree(trainer, run, batch, error)
+            outcome, largest = self._agree(trainer, run, batch, error)
             if outcome == DONE:
                 before.add_gradients()
                 output = merge_outputs(outputs)
@@ -76,12 +76,11 @@ class GuardedStep(PlainStep):
             before.close()
             run.window.sizes, run.window.items_per_batch = counted
             if outcome == FAILED:
-                failures = [] if error is None else [failure_of(trainer.ranks.rank, run, error)]
-                skip_batch(trainer, run, batch, failures, error)
+                skip_batch(trainer, run, batch, error)
                 return None
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
-            split_further(trainer, run, largest)
+            self._split_further(trainer, largest)
 
     def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch) -> list[BatchOutput]:
         """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next."""
@@ -100,56 +99,45 @@ class GuardedStep(PlainStep):
             run.batch = batch
         return outputs
 
+    def _agree(self, trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
+        """Return the outcome of the step, the same on every process, and the number of samples in the largest batch."""
+        splits = run.request.auto_microbatch
+        skips = run.request.skips_failed_batches
+        outcome = DONE
+        size = 0
+        if splits and not isinstance(batch.data, FailedRead):
+            size = find_batch_size(batch.data, batch.num_samples or None)
+        if error is not None:
+            if splits and is_out_of_memory(error):
+                outcome = OUT_OF_MEMORY
+            elif skips:
+                outcome = FAILED
+            else:
+                raise error
+        worst, largest = map(int, trainer.ranks.max([outcome, size]))
+        if worst == OUT_OF_MEMORY and self.num_microbatches >= largest:
+            if not skips:
+                raise error or RuntimeError("Another process ran out of memory with a single sample.")
+            worst = FAILED
+        return worst, largest
 
-def agree(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
-    """Return the outcome of the step, the same on every process, and the number of samples in the largest batch."""
-    splits = run.request.auto_microbatch
-    skips = run.request.skips_failed_batches
-    outcome = DONE
-    size = 0
-    if splits and not isinstance(batch.data, FailedRead):
-        size = find_batch_size(batch.data, batch.num_samples or None)
-    if error is not None:
-        if splits and is_out_of_memory(error):
-            outcome = OUT_OF_MEMORY
-        elif skips:
-            outcome = FAILED
-        else:
-            raise error
-    worst, largest = map(int, trainer.ranks.max([outcome, size]))
-    if worst == OUT_OF_MEMORY and run.step.num_microbatches >= largest:
-        if not skips:
-            raise error or RuntimeError("Another process ran out of memory with a single sample.")
-        worst = FAILED
-    return worst, largest
-
-
-def split_further(trainer: TrainerLike, run: Run, largest: int) -> None:
-    """Split batches into twice as many parts from now on, and free the memory of the last attempt."""
-    clear_device_cache(garbage_collection=True)
-    samples = -(-largest // run.step.num_microbatches)
-    run.step.num_microbatches = min(2 * run.step.num_microbatches, largest)
-    trainer.print(
-        f"Out of memory with {samples} samples: from now on each batch is split into {run.step.num_microbatches} "
-        "micro-batches. The gradients are still those of the whole batch."
-    )
+    def _split_further(self, trainer: TrainerLike, largest: int) -> None:
+        """Split batches into twice as many parts from now on, and free the memory of the last attempt."""
+        clear_device_cache(garbage_collection=True)
+        samples = -(-largest // self.num_microbatches)
+        self.num_microbatches = min(2 * self.num_microbatches, largest)
+        trainer.print(
+            f"Out of memory with {samples} samples: from now on each batch is split into {self.num_microbatches} "
+            "micro-batches. The gradients are still those of the whole batch."
+        )
 
 
-def failure_of(number: int, run: Run, error: Exception) -> BatchFailure:
-    """Return the report on the batch that has failed.
-
-    :param number: the rank of the process, or the number of the logical process
-    """
-    return BatchFailure(number, run.batch_indices, f"{type(error).__name__}: {error}")
-
-
-def skip_batch(
-    trainer: TrainerLike, run: Run, batch: Batch, failures: list[BatchFailure], error: Exception | None
-) -> None:
+def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
     """Count the samples of a batch that is skipped, and report the failures of all processes."""
-    of_all = list(chain.from_iterable(trainer.ranks.all_gather_object(failures)))
+    text = f"{type(error).__name__}: {error}"
+    failure = None if error is None else BatchFailure(trainer.ranks.rank, run.batch_indices, text)
+    of_all = [failed for failed in trainer.ranks.all_gather_object(failure) if failed is not None]
     total = batch.total_samples
-    run.batch = batch
     run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
     trainer.call_event("on_train_batch_skipped", failures=of_all, error=error, step=run.progress.step)
 

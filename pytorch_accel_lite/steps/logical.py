@@ -12,13 +12,7 @@ import torch
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.batches import Batch, BatchOutput, is_number
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.randomness import (
-    capture_generators,
-    mix,
-    preserving_generators,
-    restore_generators,
-    seed_all,
-)
+from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_all
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.engine.losses import LossTrackers
@@ -68,20 +62,6 @@ class LogicalProcesses:
         assert batch.share is not None
         self.current = batch.share.number
         seed_all(mix(batch.share.number, after=batch.share.place))
-
-    def generators_of(self, batch: Batch | None) -> dict[str, Any]:
-        """Return the states of the generators with which the share of a logical process begins."""
-        assert batch is not None
-        with preserving_generators():
-            self.begin_share(batch)
-            return capture_generators()
-
-    def each_output(self) -> Iterator[BatchOutput]:
-        """Yield the outputs of the latest training step; what is logged for one is logged by its logical process."""
-        for number, (share, output) in self.outputs.items():
-            if not share.is_filler:
-                self.current = number
-                yield output
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""

@@ -217,7 +217,7 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
     if result.unexplained > 0.2:
         yield (
             f"{100 * result.unexplained:.0f} % of a step are explained by none of its parts, which are faster when "
-            "measured alone: they may compete for cores or memory. ProfilerCallback shows what a run does meanwhile."
+            "measured alone: they may compete for cores or memory. torch.profiler shows what a run does meanwhile."
         )
     if result.update > 0.1 * compute and (name := not_fused(trainer.optimizer)):
         yield (

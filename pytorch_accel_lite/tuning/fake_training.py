@@ -42,7 +42,6 @@ _NEEDS_VALUES = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-_READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
 _NOT_COPIED = ("model", "current_run")  # the model has been copied, and the run is another
 _BLOCK = 512  # bytes, of which the allocators of GPUs give out multiples
 
@@ -99,16 +98,6 @@ def measure_step(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenar
             fake.shard()
         fake.make_updates(read, batch)
     return fake.live
-
-
-class FakeLiveBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """The live bytes of fake tensors. Numbers that an optimizer reads, such as those of its steps, are 1."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it returns."""
-        if self.is_updating and func is _READ_NUMBER:
-            return 1.0 if args[0].is_floating_point() else 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class LikeGpu(TorchFunctionMode):
@@ -237,7 +226,7 @@ class FakeTrainer:
         is_real = trainer.device.type == scenario.device_type
         self._kernels: AbstractContextManager[Any] = nullcontext() if is_real else LikeGpu()
         block = 1 if scenario.device_type == "cpu" else _BLOCK
-        self.live = FakeLiveBytes(trainer.device, self._owners, block)
+        self.live = LiveBytes(trainer.device, self._owners, block)
         self.trainer: TrainerLike = copy.copy(trainer)
         accelerator = copy.copy(trainer.accelerator)
         accelerator.scaler = None  # it would read from the device, and takes no memory

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +21,7 @@ from pytorch_accel_lite.base.modules import local
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
 _FSDP = ("torch/distributed/fsdp", "torch\\distributed\\fsdp")
 _FRAMES_TO_SEARCH = 32
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
 
 #: Returns what is known of tensors: pairs of a kind and a tensor of that kind.
 Owners = Callable[[], Iterable[tuple[str, Any]]]
@@ -84,7 +86,9 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it returns."""
+        """Run an operation and count what it returns. Numbers that an optimizer reads of fake tensors are 1."""
+        if self.is_updating and func is _READ_NUMBER and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor: its own operations on what this process holds come here instead
         result = func(*args, **(kwargs or {}))

@@ -29,7 +29,6 @@ from pytorch_accel_lite.callbacks import (
     AdviceCallback,
     DeviceMemoryCallback,
     GradientNormCallback,
-    GradientSpikeCallback,
     MetricsCallback,
     MetricsFileCallback,
     ModelEmaCallback,
@@ -47,6 +46,7 @@ from tests.tasks import make_data, make_trainer, train
 waits: Counter[str] = Counter()
 copies: Counter[str] = Counter()
 LAG = 8  # times the usual
+STEPS_OF_SHIPPED = 5
 
 
 def on_host(tree: Any) -> Any:
@@ -85,7 +85,7 @@ def case_shipped_callbacks() -> Any:
         return train(make_trainer([callback]), size=size, eval_dataset=make_data(), **arguments)
 
     def waited(callback_class: type[TrainerCallback]) -> int:
-        return sum(with_waits(lambda size: run(callback_class, size), steps=15)["waits"].values())
+        return sum(with_waits(lambda size: run(callback_class, size), steps=STEPS_OF_SHIPPED)["waits"].values())
 
     return {callback_class.__name__: waited(callback_class) for callback_class in SHIPPED}
 
@@ -138,11 +138,6 @@ def case_items_counted_on_the_device() -> Any:
         return train(trainer, size=2 * size + 1, batch_size=4, gradient_accumulation_steps=2)
 
     return with_waits(run)
-
-
-def case_clipped_spikes() -> Any:
-    callback = GradientSpikeCallback(action="clip", factor=1.5, warm_up_updates=3)
-    return with_waits(lambda size: train(make_trainer([callback]), size=size))
 
 
 def case_evaluation() -> Any:
