@@ -249,18 +249,21 @@ def check_data(
         if find_length(dataset_of(part)) == 0:
             kind = type(dataset_of(part)).__name__
             raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
-    if is_built or not all(map(is_loader, parts.values())):
-        return
-    unused: dict[str, Any] = {name.replace("dataset", "dataloader_kwargs"): loader_kwargs or None}
-    others = {} if other is None else _by_name("", other)
-    if all(map(is_loader, others.values())):
-        sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
-        is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
-        unused |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
-    for argument, value in unused.items():
+    if not is_built and all(map(is_loader, parts.values())):
+        options: dict[str, Any] = {name.replace("dataset", "dataloader_kwargs"): loader_kwargs or None}
+        others = {} if other is None else _by_name("", other)
+        if all(map(is_loader, others.values())):
+            sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
+            is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
+            options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
+        _refuse_options(name_of_part, part, options)
+
+
+def _refuse_options(name: str, loader: Any, options: dict[str, Any]) -> None:
+    for argument, value in options.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={short(value)} is for a dataset, but {name_of_part} is a loader ({type(part).__name__}), "
+                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loader).__name__}), "
                 "which has its own. Set it in the loader instead, or pass the dataset itself."
             )
 

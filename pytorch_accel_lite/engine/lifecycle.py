@@ -332,16 +332,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         except StopTrainingError as stop:
             stopped = stop
             if run.outer is None:
-                run.end.reason = reason = str(stop) or type(stop).__name__
-                run.end.stopped_by = stop.raised_by
-                run.end.pause = stop if isinstance(stop, RunPausedError) else None
-                if run.end.pause is not None:
-                    trainer.print(reason)
-                else:
-                    text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
-                    run.end.messages.append(lambda: trainer.print(text))
-                _call_ending_event(trainer, run, "on_stop_training_error")
-                run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
+                _note_stop(trainer, run, stop)
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
@@ -354,6 +345,20 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         raise
     if stopped is not None and run.outer is not None:
         raise stopped
+
+
+def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
+    """Note why a run is stopped, print it, and notify the callbacks."""
+    run.end.reason = reason = str(stop) or type(stop).__name__
+    run.end.stopped_by = stop.raised_by
+    run.end.pause = stop if isinstance(stop, RunPausedError) else None
+    if run.end.pause is not None:
+        trainer.print(reason)
+    else:
+        text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
+        run.end.messages.append(lambda: trainer.print(text))
+    _call_ending_event(trainer, run, "on_stop_training_error")
+    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
 
 
 def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
