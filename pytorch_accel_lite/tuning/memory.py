@@ -1,4 +1,4 @@
-"""Estimating whether training fits into the memory of a device, without the device, and what to change."""
+"""Estimating whether training fits into the memory of a device, without the device."""
 
 from __future__ import annotations
 
