@@ -3,7 +3,7 @@
 from pytorch_accel_lite.base.batches import Batch
 from pytorch_accel_lite.data.iterable_datasets import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
-from pytorch_accel_lite.data.loader import FailedRead, LoadedBatch, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import Data, IndexedData, NamedData, shard
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
 
@@ -12,7 +12,6 @@ __all__ = [
     "Data",
     "FailedRead",
     "IndexedData",
-    "LoadedBatch",
     "LoaderOptions",
     "Mixture",
     "MixtureSampler",

@@ -22,8 +22,6 @@ from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
-LoadedBatch = Batch
-
 
 @dataclass(eq=False, repr=False)
 class LoaderOptions:
