@@ -167,8 +167,9 @@ def run_page(page: Path) -> None:
     """Run the code of a page, which saves its pictures in the current folder."""
     namespace = {"__name__": "docs"}
     code_blocks = r"^```python\n(.*?)^```$"
-    for code in re.findall(code_blocks, page.read_text(), re.MULTILINE | re.DOTALL):
-        exec(code, namespace)
+    with mpl.rc_context(STYLE):
+        for code in re.findall(code_blocks, page.read_text(), re.MULTILINE | re.DOTALL):
+            exec(code, namespace)
 
 
 def photograph(page: Path, picture: Path, end: str) -> None:
@@ -190,11 +191,11 @@ def photograph(page: Path, picture: Path, end: str) -> None:
 
 
 if __name__ == "__main__":
-    mpl.rcParams.update(STYLE)
+    torch.set_num_threads(1)  # the models are tiny
     os.chdir(tempfile.mkdtemp())
-    new_trainer().train(
-        train_set, 2, test_set
-    )  # so that what is loaded once is no epoch's
+    # What is loaded or drawn for the first time takes longer: it must be no epoch's.
+    first = new_trainer(available.RunLogCallback("first"))
+    first.train(train_set, 2, test_set)
     draw_a_run()
     draw_a_range_test()
     draw_the_resumed_schedule()

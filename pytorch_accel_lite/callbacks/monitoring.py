@@ -122,7 +122,7 @@ class GradientNormCallback(TrainerCallback):
         self._norms = {name: GradientNorms(**sums) for name, sums in by_name.items()}
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class GradientNorms:
     """The norms of an epoch.
 

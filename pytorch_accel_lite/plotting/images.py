@@ -51,7 +51,8 @@ def plot_confusion_matrix(
         text.set_fontsize(9)
     for label in (axis.xaxis.label, axis.yaxis.label):
         label.set(fontsize=9, color=INK)
-    axis.spines[:].set_color(GRID)
+    axis.spines[:].set(color=GRID, visible=True)
+    axis.grid(False)  # which matplotlib's settings may turn on
     axis.tick_params(labelsize=8 if size <= _MOST_WITH_COUNTS else 5, color=GRID, labelcolor=INK, labelrotation=0)
     if max(map(len, names)) > 3:
         axis.tick_params("x", labelrotation=45)

@@ -27,7 +27,7 @@ class NothingToPlotError(ValueError):
     """Raised if none of the metrics to plot is numeric."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Curve:
     """A metric over the epochs.
 
@@ -42,7 +42,7 @@ class Curve:
     best: int | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Panel:
     """Curves that share axes.
 
