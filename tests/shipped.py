@@ -44,6 +44,9 @@ EVENTFUL: dict[str, dict[str, Any]] = {
 }
 
 
+# Has a state only so that those of earlier versions can be loaded.
+STATELESS = {"SaveTrainingStateCallback"}
+
 # What these record differs from run to run.
 NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback", "TimingCallback"}
 
