@@ -44,9 +44,6 @@ EVENTFUL: dict[str, dict[str, Any]] = {
 }
 
 
-# Leaves a trace only with a gradient scaler; see test_monitoring.py.
-NEEDS_A_GPU = {"LossScaleCallback"}
-
 # What these record differs from run to run.
 NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback", "TimingCallback"}
 

@@ -260,7 +260,7 @@ class OwnLosses(Trainer):
 
 
 def mixture() -> Mixture:
-    datasets = {"small": regression_data(11, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
+    datasets = {"small": regression_data(12, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
     return Mixture(datasets, {"small": 1.0, "large": 2.0})
 
 

@@ -25,7 +25,7 @@ from pytorch_accel_lite.distributed import Ranks
 LoadedBatch = Batch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class LoaderOptions:
     """Options for sharding and loading the batches of a source.
 
@@ -57,7 +57,7 @@ class LoaderOptions:
         return max(epoch - 1, 0) + self.first_epoch
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class FailedRead:
     """Placeholder for a batch that could not be read."""
 

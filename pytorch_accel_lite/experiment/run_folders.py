@@ -51,7 +51,7 @@ class NoRunsError(ValueError):
     """There are no runs in the folders given."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RecordedRun:
     """What a run has left behind.
 

@@ -36,8 +36,6 @@ def plot_confusion_matrix(
 
     predictions = torch.as_tensor(predictions)
     targets = torch.as_tensor(targets)
-    if len(predictions) != len(targets):
-        raise ValueError(f"There are {len(predictions)} predictions, but {len(targets)} targets.")
     size = predictions.shape[1] if predictions.ndim == 2 else int(max(predictions.max(), targets.max())) + 1
     size = max(size, len(classes or ()))
     names = list(map(str, classes or range(size)))
