@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import optuna
 import torch
+from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
+from optuna.visualization.matplotlib import plot_slice
 from PIL import Image, ImageChops
 from sklearn.datasets import load_digits
 from torch import nn
@@ -141,10 +145,32 @@ def draw_a_search() -> None:
     example = DOCS.parent / "examples" / "search.py"
     command = [sys.executable, example, "--output", "search", "--trials", "20"]
     subprocess.run(command, check=True)
-    shutil.copy("search/search.png", DOCS)
+    draw_trials("sqlite:///search/study.db")
     ranked = compare_runs("search", sort_by="accuracy").runs
     best = compare_runs([Path("search", run.name) for run in ranked[:8]])
     photograph(best.save("comparison.html"), DOCS / "comparison.png", "<details>")
+
+
+def draw_trials(storage: str) -> None:
+    """Draw the plot of the example, which Optuna draws in a style of its own."""
+    study = optuna.load_study(study_name=None, storage=storage)
+    with mpl.rc_context():
+        plot_slice(study, target_name="accuracy")
+        figure = plt.gcf()
+        figure.suptitle("")
+        figure.set_size_inches(10.8, 3.2)
+        *axes, _ = figure.axes  # the last is the scale of colours
+        for axis in axes:
+            axis.set_facecolor("white")
+            axis.grid(color=GRID, linewidth=0.6)
+            axis.spines[["left", "bottom"]].set(color=INK, visible=True)
+            axis.xaxis.set_minor_formatter(NullFormatter())
+        for axis in figure.axes:
+            axis.tick_params(labelsize=8, color=INK, labelcolor=INK)
+            for label in (axis.xaxis.label, axis.yaxis.label):
+                label.set(fontsize=8.5, color=INK)
+        figure.savefig(DOCS / "search.png", dpi=120, bbox_inches="tight")
+        plt.close(figure)
 
 
 def draw_schemes() -> None:
