@@ -255,7 +255,6 @@ def watching(folder: Path) -> dict[str, list[Any]]:
         c.LearningRateMonitorCallback(),
         c.GradientNormCallback(),
         c.ThroughputCallback(),
-        c.LossScaleCallback(),
         c.DeviceMemoryCallback(),
         c.MetricsFileCallback(folder / "metrics.csv", every_n_updates=50),
         c.TrackerCallback("tensorboard", project_dir=folder, every_n_updates=50),
@@ -269,7 +268,7 @@ def watching(folder: Path) -> dict[str, list[Any]]:
 
 
 WATCHING = ["the default ones, no bar", "ProgressBarCallback", "LearningRateMonitorCallback", "GradientNormCallback",
-            "ThroughputCallback", "LossScaleCallback", "DeviceMemoryCallback", "MetricsFileCallback",
+            "ThroughputCallback", "DeviceMemoryCallback", "MetricsFileCallback",
             "TrackerCallback", "all together"]  # fmt: skip
 
 

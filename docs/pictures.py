@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import optuna
 import torch
+from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
+from optuna.visualization.matplotlib import plot_slice
 from PIL import Image, ImageChops
 from sklearn.datasets import load_digits
 from torch import nn
@@ -141,10 +145,32 @@ def draw_a_search() -> None:
     example = DOCS.parent / "examples" / "search.py"
     command = [sys.executable, example, "--output", "search", "--trials", "20"]
     subprocess.run(command, check=True)
-    shutil.copy("search/search.png", DOCS)
+    draw_trials("sqlite:///search/study.db")
     ranked = compare_runs("search", sort_by="accuracy").runs
     best = compare_runs([Path("search", run.name) for run in ranked[:8]])
     photograph(best.save("comparison.html"), DOCS / "comparison.png", "<details>")
+
+
+def draw_trials(storage: str) -> None:
+    """Draw the plot of the example, which Optuna draws in a style of its own."""
+    study = optuna.load_study(study_name=None, storage=storage)
+    with mpl.rc_context():
+        plot_slice(study, target_name="accuracy")
+        figure = plt.gcf()
+        figure.suptitle("")
+        figure.set_size_inches(10.8, 3.2)
+        *axes, _ = figure.axes  # the last is the scale of colours
+        for axis in axes:
+            axis.set_facecolor("white")
+            axis.grid(color=GRID, linewidth=0.6)
+            axis.spines[["left", "bottom"]].set(color=INK, visible=True)
+            axis.xaxis.set_minor_formatter(NullFormatter())
+        for axis in figure.axes:
+            axis.tick_params(labelsize=8, color=INK, labelcolor=INK)
+            for label in (axis.xaxis.label, axis.yaxis.label):
+                label.set(fontsize=8.5, color=INK)
+        figure.savefig(DOCS / "search.png", dpi=120, bbox_inches="tight")
+        plt.close(figure)
 
 
 def draw_schemes() -> None:
@@ -167,8 +193,9 @@ def run_page(page: Path) -> None:
     """Run the code of a page, which saves its pictures in the current folder."""
     namespace = {"__name__": "docs"}
     code_blocks = r"^```python\n(.*?)^```$"
-    for code in re.findall(code_blocks, page.read_text(), re.MULTILINE | re.DOTALL):
-        exec(code, namespace)
+    with mpl.rc_context(STYLE):
+        for code in re.findall(code_blocks, page.read_text(), re.MULTILINE | re.DOTALL):
+            exec(code, namespace)
 
 
 def photograph(page: Path, picture: Path, end: str) -> None:
@@ -190,11 +217,11 @@ def photograph(page: Path, picture: Path, end: str) -> None:
 
 
 if __name__ == "__main__":
-    mpl.rcParams.update(STYLE)
+    torch.set_num_threads(1)  # the models are tiny
     os.chdir(tempfile.mkdtemp())
-    new_trainer().train(
-        train_set, 2, test_set
-    )  # so that what is loaded once is no epoch's
+    # What is loaded or drawn for the first time takes longer: it must be no epoch's.
+    first = new_trainer(available.RunLogCallback("first"))
+    first.train(train_set, 2, test_set)
     draw_a_run()
     draw_a_range_test()
     draw_the_resumed_schedule()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,7 +18,7 @@ from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_los
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.base.inspection import accepts, is_overridden
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import is_sharded, without_gradients
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
@@ -42,6 +43,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
+from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, shutdown
 from pytorch_accel_lite.engine import (
@@ -233,9 +235,9 @@ class Trainer:
 
     def train(
         self,
-        train_dataset: Any,
+        train_dataset: NamedData,
         num_epochs: int | None = None,
-        eval_dataset: Any = None,
+        eval_dataset: NamedData | None = None,
         per_device_batch_size: int = 8,
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int = 1,
@@ -313,8 +315,9 @@ class Trainer:
         of_train, of_eval = train_dataloader_kwargs, eval_dataloader_kwargs
         arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
-        create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
-        arguments.check_optimizers(self, create_scheduler_fn)
+        if create_scheduler_fn is not None or warmup_steps:
+            create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
+        arguments.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
         batch_size = int(size)  # may be a numpy integer
@@ -326,9 +329,10 @@ class Trainer:
             lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
             lifecycle.start_or_resume(self, run, reset_run_history)
-            with ending_in_order(run.control.request, request.ends_at_signals):
+            with ending_in_order(run.control.request) if request.ends_at_signals else nullcontext():
                 self._run_training()
-        exit_for(run.end.pause)
+        if run.end.pause is not None:
+            exit_for(run.end.pause)
 
     evaluate = evaluation.evaluate
     run_evaluation = evaluation.run_evaluation
@@ -694,11 +698,4 @@ class TrainerWithTimmScheduler(Trainer):
             raise ValueError(
                 f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
                 "after both updates and epochs, as needed. Omit scheduler_interval and scheduler_metric."
-            )
-        scheduler = self.scheduler
-        takes = scheduler is None or (hasattr(scheduler, "step_update") and accepts(scheduler.step, 1, 0.0))
-        if not takes:
-            raise TypeError(
-                f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped like timm's "
-                "schedulers, by step_update(num_updates) and step(epoch, metric). Use Trainer for it."
             )

@@ -49,7 +49,6 @@ class Net(nn.Module):
         return self.out(self.second(self.first(self.body(x))))
 
 
-HEAD = {f"{layer}.{kind}" for layer in ("first", "second", "out") for kind in ("weight", "bias")}
 FROZEN = {f"body.{place}.{kind}" for place in (0, 1) for kind in ("weight", "bias")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import io
 import shutil
@@ -70,11 +71,17 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
+@functools.cache
+def residual() -> nn.Module:
+    with torch.device("meta"):  # whose parameters need not be drawn
+        return timm.create_model("resnet18", pretrained=False)
+
+
 MODELS = {
     "flat": lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1)),
     "nested": Nested,
     "lists": Lists,
-    "resnet": lambda: timm.create_model("resnet18", pretrained=False),
+    "resnet": lambda: copy.deepcopy(residual()),
 }
 INDICES = [{}, {"from_index": 1, "to_index": 1}, {"from_index": 0, "to_index": -1}, {"to_index": 0}, {"from_index": -2}]
 

@@ -260,7 +260,7 @@ class OwnLosses(Trainer):
 
 
 def mixture() -> Mixture:
-    datasets = {"small": regression_data(11, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
+    datasets = {"small": regression_data(12, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
     return Mixture(datasets, {"small": 1.0, "large": 2.0})
 
 
@@ -272,8 +272,7 @@ def combined() -> dict[str, Any]:
         "head": torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
     }
     schedules = {"head": partial(OneCycleLR, max_lr=0.1, total_steps=P.MAX_NUM_TRAIN_STEPS)}
-    names = Names()
-    trainer = OwnLosses(model, None, optimizers, [names], seed=2, logical_processes=5)
+    trainer = OwnLosses(model, None, optimizers, [], seed=2, logical_processes=5)
     trainer.train(
         mixture(),
         2,

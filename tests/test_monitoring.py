@@ -16,14 +16,13 @@ from pytorch_accel_lite.callbacks import (
     DeviceMemoryCallback,
     GradientNormCallback,
     LearningRateMonitorCallback,
-    LossScaleCallback,
     ProgressBarCallback,
     ProgressTableCallback,
     RunLogCallback,
     SaveTrainingStateCallback,
     ThroughputCallback,
 )
-from tests.tasks import Overflows, listener, make_model, make_trainer, train
+from tests.tasks import listener, make_model, make_trainer, train
 
 
 def test_learning_rates_are_those_that_the_updates_were_made_with():
@@ -114,27 +113,6 @@ def test_memory_is_recorded_in_mebibytes():
     assert 50 < used[0] <= used[1] < 100_000
 
 
-def test_skipped_updates_are_counted_over_a_resume(tmp_path):
-    def save(trainer: Any, **kwargs: Any) -> None:
-        if trainer.progress.update == 2:
-            trainer.save_training_state(tmp_path / "state")
-
-    def run(**kwargs: Any) -> LossScaleCallback:
-        counts = LossScaleCallback()
-        skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update != 2 else None)
-        train(make_trainer([skip, counts, listener(on_train_step_checkpoint=save)], seed=1), size=8, **kwargs)
-        return counts
-
-    assert run().state_dict() == run(resume_from=tmp_path / "state").state_dict() == {"skipped": 3}
-
-
-def test_with_a_scaler_its_scale_and_the_updates_that_it_skipped_are_recorded(scaled_accelerator):
-    trainer = make_trainer([LossScaleCallback], trainer_class=Overflows, accelerator=scaled_accelerator)
-    train(trainer, epochs=2)
-    assert trainer.run_history.get_metric_values("loss_scale") == [2.0**9, 2.0**8]  # halved by each infinity
-    assert trainer.run_history.get_metric_values("skipped_updates") == [1, 1]
-
-
 def test_an_epoch_of_whose_updates_none_was_seen_has_no_norms(tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> Any:
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
@@ -156,11 +134,6 @@ def test_the_largest_norm_remembers_one_that_was_no_number():
     skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
     trainer = train(make_trainer([spoiler, skip, GradientNormCallback]))
     assert math.isnan(trainer.run_history.get_latest_metric("gradient_norm_max"))
-
-
-def test_without_a_scaler_there_is_no_scale():
-    trainer = train(make_trainer([LossScaleCallback]))
-    assert list(trainer.run_history.get_metric_names()) == ["train_loss_epoch"]
 
 
 def test_a_window_without_updates_is_refused():

@@ -132,52 +132,13 @@ def test_every_operator_works_with_numbers_on_either_side(symbol, number, traine
         assert type(right) is type(apply(7, number))
 
 
-@pytest.mark.parametrize("symbol", OPERATORS)
-def test_every_operator_works_between_placeholders(symbol, trainer):
-    apply = OPERATORS[symbol]
-    assert value_in(trainer, apply(P.TRAIN_DATALOADER_LEN, P.EVAL_DATALOADER_LEN)) == apply(7, 3)
-    assert value_in(trainer, apply(P.EVAL_DATALOADER_LEN, P.EVAL_DATALOADER_LEN)) == apply(3, 3)
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        (P.NUM_EPOCHS * 2 + 1, 5),
-        (1 + 2 * P.NUM_EPOCHS, 5),
-        (2 * (1 + P.NUM_EPOCHS), 6),
-        (10 - P.NUM_EPOCHS - 3, 5),
-        (10 - (P.NUM_EPOCHS - 3), 11),
-        (-P.NUM_EPOCHS, -2),
-        (-P.NUM_EPOCHS * P.NUM_EPOCHS, -4),
-        (operator.neg(-P.NUM_EPOCHS), 2),
-        (round(P.TRAIN_DATALOADER_LEN / 2), 4),
-        (round(0.123456 * P.NUM_EPOCHS, 2), 0.25),
-        (math.floor(P.TRAIN_DATALOADER_LEN / 2), 3),
-        (math.ceil(P.TRAIN_DATALOADER_LEN / 2), 4),
-        (math.trunc(-P.TRAIN_DATALOADER_LEN / 2), -3),
-        (P.min(P.NUM_EPOCHS, 5), 2),
-        (P.min(1.5, P.NUM_EPOCHS, P.TRAIN_DATALOADER_LEN), 1.5),
-        (P.max(P.NUM_EPOCHS, 5), 5),
-        (P.max(P.NUM_EPOCHS, P.TRAIN_DATALOADER_LEN - 1), 6),
-        (2 * P.max(1, P.min(P.NUM_EPOCHS, 9)) - 1, 3),
-        (P.min(3, 4), 3),
-        (round(0.1 * P.NUM_EPOCHS * P.NUM_UPDATE_STEPS_PER_EPOCH), 1),
-    ],
-    ids=repr,
-)
-def test_expressions_have_the_value_that_python_gives_them(expression, value, trainer):
-    resolved = value_in(trainer, expression)
-    assert resolved == value
-    assert type(resolved) is type(value)
-
-
 LEAVES = st.one_of(
     st.sampled_from(NAMES),
     st.integers(-20, 20),
     st.floats(-20, 20, allow_nan=False).map(lambda number: round(number, 3)),
 )
 BINARY = st.sampled_from([*OPERATORS, "min", "max"])
-UNARY = st.sampled_from(["-", "round", "floor", "ceil"])
+UNARY = st.sampled_from(["-", "round", "floor", "ceil", "trunc"])
 TREES = st.recursive(
     LEAVES, lambda inner: st.one_of(st.tuples(BINARY, inner, inner), st.tuples(UNARY, inner)), max_leaves=12
 )
@@ -191,7 +152,7 @@ def evaluate(tree: Any, names: dict[str, Any], smallest: Any, largest: Any) -> A
         return tree
     symbol, *operands = tree
     values = [evaluate(operand, names, smallest, largest) for operand in operands]
-    unary = {"-": operator.neg, "round": round, "floor": math.floor, "ceil": math.ceil}
+    unary = {"-": operator.neg, "round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
     if len(values) == 1:
         return unary[symbol](values[0])
     return (OPERATORS | {"min": smallest, "max": largest})[symbol](*values)
@@ -224,19 +185,13 @@ def test_the_text_of_any_expression_means_the_same_when_read_as_python(trainer, 
 
     if isinstance(outcome(build), type):
         return
-    scope = {"TrainerPlaceholderValues": type("Numbers", (), VALUES), "floor": math.floor, "ceil": math.ceil}
+    scope = {
+        "TrainerPlaceholderValues": type("Numbers", (), VALUES),
+        "floor": math.floor,
+        "ceil": math.ceil,
+        "trunc": math.trunc,
+    }
     assert outcome(lambda: eval(repr(build()), scope)) == outcome(lambda: value_in(trainer, build()))
-
-
-def test_building_one_expression_from_another_changes_neither(trainer):
-    steps = P.NUM_EPOCHS * P.NUM_UPDATE_STEPS_PER_EPOCH
-    before = repr(steps)
-    longer = steps + 1
-    steps -= 1
-    assert value_in(trainer, longer) == 9
-    assert value_in(trainer, steps) == 7
-    assert value_in(trainer, P.NUM_EPOCHS) == 2
-    assert repr(longer) == f"({before} + 1)"
 
 
 def test_one_expression_serves_several_runs():
@@ -320,13 +275,6 @@ def test_what_holds_no_placeholder_is_returned_as_it_is(value, trainer):
     assert replace_trainer_placeholder_values(trainer, value) is value
 
 
-def test_other_arguments_are_passed_on_untouched(trainer):
-    thing, lines = object(), {"a": [1, 2]}
-    resolved = replace_trainer_placeholder_values(trainer, partial(dict, P=P.NUM_EPOCHS, thing=thing, lines=lines))()
-    assert resolved["thing"] is thing
-    assert resolved["lines"] == lines
-
-
 # ------------------------------------------------------------------------------------ in real schedulers
 
 
@@ -366,14 +314,6 @@ def test_onecycle_with_placeholders_gives_the_rates_of_onecycle_with_numbers():
     assert rates == expected_rates(partial(OneCycleLR, max_lr=0.5, total_steps=10), 9)
 
 
-def test_onecycle_by_epochs_and_steps_gives_the_rates_of_numbers():
-    factory = partial(
-        OneCycleLR, max_lr=0.5, epochs=P.NUM_EPOCHS, steps_per_epoch=P.NUM_UPDATE_STEPS_PER_EPOCH, pct_start=0.5
-    )
-    rates = learning_rates(factory, epochs=4, size=6)
-    assert rates[:-1] == expected_rates(partial(OneCycleLR, max_lr=0.5, total_steps=12, pct_start=0.5), 11)
-
-
 def warm_up_then_cosine(optimizer: Any, warm_up: int, total: int) -> SequentialLR:
     parts = [
         LinearLR(optimizer, start_factor=0.1, total_iters=warm_up),
@@ -402,17 +342,6 @@ def test_a_sequence_of_schedulers_may_hold_placeholders():
         assert learning_rates(factory, epochs=None, max_num_train_steps=10, size=7) == expected
 
 
-def test_a_step_schedule_by_epochs_of_evaluation_batches():
-    factory = partial(StepLR, step_size=P.EVAL_DATALOADER_LEN, gamma=0.5)
-    rates = learning_rates(factory, epochs=2, size=8, eval_dataset=make_data(3))
-    assert rates == expected_rates(partial(StepLR, step_size=2, gamma=0.5), 8)
-
-
-def test_a_scheduler_made_without_a_partial_needs_no_placeholders():
-    rates = learning_rates(lambda optimizer: StepLR(optimizer, 2), epochs=2)
-    assert rates == expected_rates(partial(StepLR, step_size=2), 6)
-
-
 # -------------------------------------------------------------------------------------------- errors
 
 
@@ -437,13 +366,8 @@ def test_a_scheduler_made_without_a_partial_needs_no_placeholders():
     }.items(),
 )
 def test_using_a_value_before_it_is_known_is_an_error_that_names_the_placeholder(name, use):
-    with pytest.raises(TypeError, match=r"TrainerPlaceholderValues\.NUM_EPOCHS.*(no value|before)"):
+    with pytest.raises(TypeError, match=r"TrainerPlaceholderValues\.NUM_EPOCHS.*no value.*round\(\.\.\.\).*\.min"):
         use(P.NUM_EPOCHS)
-
-
-def test_the_error_says_what_to_use_instead():
-    with pytest.raises(TypeError, match=r"round\(\.\.\.\).*TrainerPlaceholderValues\.min"):
-        int(0.1 * P.NUM_EPOCHS)
 
 
 @pytest.mark.parametrize("other", ["7", None, [1], 1j, torch.tensor(2)], ids=repr)
@@ -458,10 +382,6 @@ def test_arithmetic_with_what_is_no_number_is_an_error_at_once(symbol, other):
 def test_a_placeholder_cannot_be_pickled_by_accident():
     with pytest.raises(TypeError, match="NUM_EPOCHS"):
         pickle.dumps(P.NUM_EPOCHS)
-
-
-def test_a_copy_of_a_placeholder_is_the_same():
-    assert copy.copy(P.NUM_EPOCHS) is copy.deepcopy(P.NUM_EPOCHS) is P.NUM_EPOCHS
 
 
 def test_a_placeholder_before_any_run_is_an_error_that_names_it():

@@ -324,8 +324,11 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
     assert "in __getitem__" in summary
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("how", ["caught", "exits"])
+EXITS = [("caught", "0"), ("exits", "1")]  # each way, and each rank; all with SOAK
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "rank"), [(a, b) for a in ("caught", "exits") for b in "01"] if SOAK else EXITS)
 def test_a_rank_that_leaves_a_run_by_sys_exit_ends_the_job(how, rank):
     """Also if it has caught the error before, so that the interpreter prints none."""
     done = launch([*TORCHRUN, "2", "tests/scripts/failing_rank.py", how, rank], warm="launcher")

@@ -237,13 +237,6 @@ def test_rows_within_an_epoch_are_means_over_all_processes(ranks):
         assert float(row[2]) == pytest.approx(sum(losses) / len(losses), rel=0.01, abs=1e-4)
 
 
-def test_rows_within_an_epoch_can_be_asked_for(capsys):
-    train(make_trainer([ProgressTableCallback(show_always=True, row_every_n_updates=2)]), epochs=2)
-    assert [line[:8].strip() for line in printed(capsys)[2:7]] == ["step 2", "1/2", "step 1", "step 3", "2/2"]
-    with pytest.raises(ValueError, match="row_every_n_updates=0 must be"):
-        ProgressTableCallback(row_every_n_updates=0)
-
-
 # ----------------------------------------------------------------------------------------------- width
 
 

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback
+from pytorch_accel_lite.data import OwnShard
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,3 +99,18 @@ STYLES: list[type[Watching] | type[ExtendsOneOfOurs]] = [
     HasNoRoomForMore,
     IsWrongAboutAType,
 ]
+
+
+def data_of_all_kinds(trainer: Trainer, data: TensorDataset) -> None:
+    samples = [(torch.ones(4), torch.ones(1))]
+    trainer.train(data, 1, {"clean": data, "noisy": DataLoader(data)})
+    trainer.train(DataLoader(data), 1, samples)
+    trainer.train(OwnShard([samples]), 1, Subset(data, range(2)))
+    trainer.evaluate({"clean": samples})
+    trainer.predict(data)
+    trainer.train(5, 1)  # type: ignore[arg-type]
+
+
+class Evaluates(Trainer):
+    def evaluate(self, dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().evaluate(dataset, *args, **kwargs)

@@ -321,8 +321,3 @@ class Batch(NamedTuple):
     def is_filler(self) -> bool:
         """Whether the batch only keeps this process in step with the others, and must get no weight."""
         return self.num_samples == 0
-
-    @property
-    def batch(self) -> Any:
-        """The data, under their name in version 0.1."""
-        return self.data

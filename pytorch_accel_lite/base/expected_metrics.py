@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 
 
@@ -28,7 +28,7 @@ _LOSS: Directions = {"eval_loss": False}
 _NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a training metric."
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class ExpectedMetrics:
     """The metrics that a run records and watches, declared by callbacks in ``configure_run`` via ``request.metrics``.
 
@@ -38,7 +38,6 @@ class ExpectedMetrics:
     :ivar directions: whether greater values are better, for each metric that the run is known to record
     :ivar evaluated: the same for the metrics recorded in evaluations
     :ivar watched: the metrics that callbacks watch, in the order of the callbacks
-    :ivar losses: the losses of the evaluations, if they have any
     :ivar within_epochs: whether a callback evaluates within epochs
     """
 
@@ -46,7 +45,6 @@ class ExpectedMetrics:
     evaluated: Directions = field(default_factory=dict)
     watched: list[Watched] = field(default_factory=list)
     within_epochs: bool = False
-    losses: set[str] = field(default_factory=set)
     _in_epochs: Directions = field(default_factory=dict)
     _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # prefix and name
     _recorders: dict[tuple[bool, str], object] = field(default_factory=dict)
@@ -123,13 +121,14 @@ class ExpectedMetrics:
         prefix = trainer.run_history.metric_name_prefix
         in_epochs = {"train_loss_epoch": False, **self._in_epochs}
         in_epochs = {f"{prefix}{name}": better for name, better in in_epochs.items()}
-        self.losses = {f"{prefix}{data}eval_loss_epoch" for data in datasets}
         self.evaluated = self._in_evaluations_of(datasets, prefix, intermediate)
         self.directions = in_epochs | self.evaluated
         possible = in_epochs | self._in_evaluations_of(datasets or [""], prefix, intermediate)
         warns = trainer.ranks.rank == 0
+        if not str(getattr(trainer.loss_func, "__module__", "")).startswith("torch.nn"):
+            others.append(short(trainer.loss_func))  # of several losses by name, each is recorded
         for where, name in self._required:
-            if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
+            if name not in self.directions:
                 _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others, warns)
         for watched in self.watched:
             watched.settle(possible.get(watched.name), warns)
@@ -157,16 +156,6 @@ def _dataset_prefixes(dataset: Any) -> list[str]:
     if isinstance(dataset, dict):
         return [f"{name}_" for name in dataset]
     return [] if dataset is None else [""]
-
-
-def _has_parts(trainer: Any) -> bool:
-    """Whether the loss may consist of several named losses, which torch's loss functions never do."""
-    return not str(getattr(trainer.loss_func, "__module__", "")).startswith("torch.nn")
-
-
-def _is_part_of_a_loss(name: str, of_datasets: list[str]) -> bool:
-    kinds = "train_.+_epoch|eval_.+_epoch|intermediate_eval_.+" if of_datasets else "train_.+_epoch"
-    return re.search(rf"({kinds})$", name) is not None
 
 
 def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.reprs import call
 
 
-@dataclass
+@dataclass(eq=False)
 class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
@@ -77,7 +77,7 @@ class RunRequest:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainerRunConfig:
     """The settings of a training or evaluation run, fixed when it starts.
 

@@ -15,13 +15,13 @@ _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 
 
 @contextmanager
-def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Iterator[None]:
+def ending_in_order(request: Callable[[Exception], None]) -> Iterator[None]:
     """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
 
     The same signal again ends the program immediately; another one does not, as schedulers may send several in a row.
     Does nothing in threads other than the main one, which receive no signals. Handlers are restored afterwards.
     """
-    if not wanted or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[signal.Signals, Any] = {}
@@ -39,7 +39,7 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def exit_for(interruption: Exception | None) -> None:
+def exit_for(interruption: Exception) -> None:
     """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
 
     A handler that the program had installed for this signal is called first: submitit's, for example, returns the job

@@ -177,7 +177,7 @@ def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | Non
 def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
     recorded = [known for known in trainer.run_history.get_metric_names() if known != name]
     expected = trainer.current_run.request.metrics
-    if name in expected.losses:
+    if name == f"{trainer.run_history.metric_name_prefix}eval_loss_epoch" and name in expected.evaluated:
         reason = ": the evaluation returned no loss."
     elif name in expected.directions:
         reason = " yet. The callback that records it must come before the one that watches it."

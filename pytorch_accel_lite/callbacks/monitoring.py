@@ -1,4 +1,4 @@
-"""Monitors of a run: learning rates, gradients, throughput, loss scale, memory.
+"""Monitors of a run: learning rates, gradients, throughput, memory.
 
 Each records values per epoch in the run history, and values per update, if it has any, in ``trainer.step_metrics`` for
 loggers. No step reads from the device.
@@ -122,7 +122,7 @@ class GradientNormCallback(TrainerCallback):
         self._norms = {name: GradientNorms(**sums) for name, sums in by_name.items()}
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class GradientNorms:
     """The norms of an epoch.
 
@@ -196,39 +196,6 @@ class ThroughputCallback(TrainerCallback):
         items = [count for _, count in per_rank if count is not None]
         if items:
             trainer.run_history.update_metric("items_per_second_epoch", sum(items) / seconds)
-
-
-class LossScaleCallback(TrainerCallback):
-    """Record the loss scale and the skipped updates of the gradient scaler (fp16); without a scaler, record nothing.
-
-    Recorded per epoch: ``loss_scale`` at its end, and the number of ``skipped_updates``.
-    """
-
-    def __init__(self) -> None:
-        self._skipped = 0
-
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        request.metrics.record(self, {"loss_scale": None, "skipped_updates": False})
-
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._skipped = 0
-
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._skipped += trainer.update_was_skipped
-
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        scaler = trainer.accelerator.scaler
-        if scaler is not None:
-            trainer.run_history.update_metric("loss_scale", scaler.get_scale())
-            trainer.run_history.update_metric("skipped_updates", self._skipped)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the count of the epoch so far."""
-        return {"skipped": self._skipped}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`."""
-        self._skipped = state["skipped"]
 
 
 class DeviceMemoryCallback(TrainerCallback):

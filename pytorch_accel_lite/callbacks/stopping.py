@@ -30,7 +30,6 @@ class EarlyStoppingCallback(MetricWatcher):
         :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If the metric does not say, smaller values are better,
         with a warning unless it is a loss. A value that contradicts the metric raises an error.
     :param reset_on_train: reset the best value and the patience at the start of every training run
-    :param threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value
     :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including values
         within an epoch such as ``intermediate_eval_loss`` of a
         :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
@@ -44,7 +43,6 @@ class EarlyStoppingCallback(MetricWatcher):
         greater_is_better: bool | None = None,
         reset_on_train: bool = True,
         *,
-        threshold_mode: Literal["absolute", "relative"] = "absolute",
         patience_in: Literal["epochs", "evaluations"] = "epochs",
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
@@ -52,7 +50,6 @@ class EarlyStoppingCallback(MetricWatcher):
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = early_stopping_threshold
-        self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
         self._handles_values_within_epochs = patience_in == "evaluations"
         self._run: Run | None = None
@@ -89,21 +86,18 @@ class EarlyStoppingCallback(MetricWatcher):
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         """Count a value that is no improvement, and stop the run when patience is used up."""
         best = self.best_metric
-        threshold = self.early_stopping_threshold
         if best is None:
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:
             improvement = metric - best if self._watched.greater_is_better else best - metric
-            if self.threshold_mode == "relative":
-                threshold *= abs(best)
-        if improvement > threshold:
+        if improvement > self.early_stopping_threshold:
             self.best_metric = metric
             self.early_stopping_patience_counter = 0
             return
         self.early_stopping_patience_counter += 1
         used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
         self._message = (
-            f"{self.watch_metric}: {metric:.6g} has not improved by more than {threshold:.6g} "
+            f"{self.watch_metric}: {metric:.6g} has not improved by more than {self.early_stopping_threshold:.6g} "
             f"({self._describe_best()}); {used} of patience used."
         )
         self._stop_if_patience_is_used_up()
@@ -116,10 +110,9 @@ class EarlyStoppingCallback(MetricWatcher):
         patience = self.early_stopping_patience
         if self.early_stopping_patience_counter >= patience:
             units = self.patience_in if patience > 1 else self.patience_in[:-1]
-            of_best = " of the best value" if self.threshold_mode == "relative" else ""
             raise StopTrainingError(
-                f"{self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g}"
-                f"{of_best} (early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
+                f"{self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g} "
+                f"(early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
                 f"{self._describe_best()}."
             )
 

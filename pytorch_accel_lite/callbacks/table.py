@@ -18,7 +18,6 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, wrapped
-from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.bars import NotebookOutput
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
 
@@ -40,7 +39,9 @@ class ProgressTableCallback(LogMetricsCallback):
     A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows. As many
     metrics are shown as fit; the others are in ``trainer.run_history``. The best value so far is marked for the metric
     watched by the first callback that watches one, or else for the evaluation loss. A column changes its number format
-    at most once: to powers of ten, when a value is too large or too small for four decimals.
+    at most once: to powers of ten, when a value is too large or too small for four decimals. Epochs of data without a
+    length have rows within, whose training losses are means since the row before: about 20 in ``max_num_train_steps``,
+    but at least 10 updates apart, or every 500 updates.
 
     If the output is neither a terminal nor a notebook, as in a cluster job's log, it prints the lines of
     :class:`PrintProgressCallback` and :class:`LogMetricsCallback` instead, a line of times and rates after each epoch,
@@ -49,22 +50,14 @@ class ProgressTableCallback(LogMetricsCallback):
     :param metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
         then any others
     :param show_always: show a table even if the output is a file or a pipe
-    :param row_every_n_updates: number of updates between rows within an epoch, whose training losses are means since
-        the row before. By default, only epochs of data without a length have such rows: about 20 in
-        ``max_num_train_steps``, but at least 10 updates apart, or every 500 updates.
     """
 
-    def __init__(
-        self, metrics: Sequence[str] | None = None, *, show_always: bool = False, row_every_n_updates: int | None = None
-    ) -> None:
+    def __init__(self, metrics: Sequence[str] | None = None, *, show_always: bool = False) -> None:
         super().__init__()
         if isinstance(metrics, str):
             raise TypeError(f"metrics={metrics!r} must be a list of names. Write: metrics=[{metrics!r}].")
-        if row_every_n_updates is not None:
-            check_positive_int("row_every_n_updates", row_every_n_updates)
         self.metrics = None if metrics is None else list(metrics)
         self.show_always = show_always
-        self.row_every_n_updates = row_every_n_updates
         self._shows_table = False
         self._table: _RunTable | None = None  # during a training run
         self._running_means: dict[str, float] = {}
@@ -90,7 +83,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._announce(trainer, "Starting training run")
         self._table = _RunTable(trainer, self.metrics, self._shows_table)
         self._running_means = {}
-        self._row_every = self.row_every_n_updates or _default_interval(trainer)
+        self._row_every = _updates_between_rows(trainer)
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
             self._row_every = None  # on all processes, which add up their losses for a row
         trainer.callback_handler.set_listening(self, self._row_every is not None, "on_update_end")
@@ -397,7 +390,7 @@ def _speed(trained: Sequence[tuple[int, float]]) -> str:
     return f"{sum(samples for samples, _ in trained) / seconds:,.0f}" if seconds else "0"
 
 
-def _default_interval(trainer: TrainerLike) -> int | None:
+def _updates_between_rows(trainer: TrainerLike) -> int | None:
     """Return the number of updates between rows within epochs, whose end nobody knows; ``None`` for other epochs."""
     if find_length(trainer.train_dataloader) is not None:
         return None

@@ -145,7 +145,7 @@ def write_parts(parts: Parts, path: Path) -> None:
     write_tensors(tensors, path, {_INFO: json.dumps(info), _VERSION: "1.0"})
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class StoredTensor:
     """A tensor in open files, whole or in parts.
 

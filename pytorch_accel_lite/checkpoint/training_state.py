@@ -53,7 +53,7 @@ SHARD_OF_MODEL = "model."
 _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class TrainingState:
     """The contents of a training state, except the weights.
 
@@ -93,7 +93,7 @@ class TrainingState:
         self.shared = restore_tensors(self.shared, self.tensors, find_like)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class CapturedState:
     """The contents that this rank writes to a training state; only ``local`` on ranks other than the first.
 

@@ -10,9 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.environment import cores_per_process
 from pytorch_accel_lite.data.loader_choice import is_loader, options_of
-from pytorch_accel_lite.data.mixtures import Mixture, NamedDatasets
+from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
 from pytorch_accel_lite.data.workers import start_method
+
+#: Arguments that give an order of the user's own.
+_OWN_ORDER = ("sampler", "batch_sampler")
 
 
 def default_num_workers(dataset: Any, processes: int) -> int:
@@ -73,16 +76,10 @@ def _merged(dataset: Any, defaults: dict[str, Any], arguments: dict[str, Any] | 
     arguments = dict(arguments or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
         arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
-    elif (
-        isinstance(dataset, Mixture) and defaults.get("shuffle") and not arguments.keys() & {"sampler", "batch_sampler"}
-    ):
-        merged = defaults | arguments
-        requested = {name: merged[name] for name in ("batch_size", "shuffle", "drop_last") if name in merged}
-        arguments = {name: value for name, value in arguments.items() if name not in requested} | dataset.loader_kwargs(
-            **requested
-        )
+    elif isinstance(dataset, Mixture) and defaults.get("shuffle") and arguments.keys().isdisjoint(_OWN_ORDER):
+        arguments["sampler"] = MixtureSampler(dataset, arguments.pop("shuffle", True))
     excluded = set()
-    if "sampler" in arguments or "batch_sampler" in arguments:
+    if not arguments.keys().isdisjoint(_OWN_ORDER):
         excluded = {"shuffle"}
     if "batch_sampler" in arguments:
         excluded |= {"batch_size", "drop_last", "sampler"}

@@ -171,7 +171,7 @@ class MixtureStream(IterableDataset[Any]):
         self._state = state
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Passes:
     """A stream of a mixture, which is read once or again and again.
 

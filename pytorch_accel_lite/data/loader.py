@@ -22,10 +22,8 @@ from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
-LoadedBatch = Batch
 
-
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class LoaderOptions:
     """Options for sharding and loading the batches of a source.
 
@@ -57,7 +55,7 @@ class LoaderOptions:
         return max(epoch - 1, 0) + self.first_epoch
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class FailedRead:
     """Placeholder for a batch that could not be read."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.data.consistency import check_same_data
 from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
@@ -16,6 +17,19 @@ from pytorch_accel_lite.data.stream_shards import find_self_sharding, part_of_th
 from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
 from pytorch_accel_lite.distributed import Ranks
 
+
+class IndexedData(Protocol):
+    """Data with a length and an element for each sample: a list, an array, a dataset of another library."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+#: What a trainer reads: a dataset, a ``DataLoader`` or :class:`OwnShard`, or anything with an element for each sample.
+Data = Dataset[Any] | DataLoader[Any] | OwnShard | IndexedData
+#: The same, or several by name.
+NamedData = Data | Mapping[str, Data]
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
 

@@ -42,7 +42,7 @@ class AgreedStep(NamedTuple):
     is_last: bool
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Round(Generic[T]):
     """Steps about which the processes agree at once: what this process has read for them, with a number for each."""
 

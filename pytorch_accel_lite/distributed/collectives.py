@@ -61,9 +61,6 @@ def gather(self: TrainerLike, tensor: Any, padding_value: float | None = None, *
 @contextmanager
 def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
     """In a block, let Accelerate's ``gather_for_metrics`` gather the batches of a run, whose lengths may differ."""
-    if trainer.ranks.world_size == 1:
-        yield
-        return
     attributes = vars(trainer.accelerator)
     before = attributes.get("gather_for_metrics")
     attributes["gather_for_metrics"] = partial(_gather_for_metrics, trainer)

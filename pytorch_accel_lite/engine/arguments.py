@@ -180,15 +180,14 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             raise ValueError(f"The accelerator's DataLoaderConfiguration has {name}={value}. {instead}")
 
 
-def check_optimizers(trainer: TrainerLike, create_scheduler_fn: Any) -> None:
-    """Check that the optimizers have all parameters that are meant to be trained, and the functions of schedulers.
+def check_optimizers(trainer: TrainerLike) -> None:
+    """Check that the optimizers have all parameters that are meant to be trained.
 
     If a factory has not created the optimizer yet, this is checked once it has.
     """
     if not is_made(trainer.optimizer):
         return
     parts = parts_of(trainer.optimizer)
-    _check_scheduler_factories(create_scheduler_fn, parts)
     model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
     optimized = set(attributes.all_optimized_parameters(trainer))
     missed = _not_optimized(model, optimized) if parts else ""
@@ -212,24 +211,6 @@ def check_optimizers(trainer: TrainerLike, create_scheduler_fn: Any) -> None:
                 f"{type(loss_func).__name__}, the loss function, has trainable parameters that no optimizer has: "
                 f"{missed}. Create the optimizer from [*model.parameters(), *loss_func.parameters()], or call "
                 "loss_func.requires_grad_(False) if they should not be trained."
-            )
-
-
-def _check_scheduler_factories(create_scheduler_fn: Any, optimizers: Mapping[str, Any]) -> None:
-    by_name = {"create_scheduler_fn": create_scheduler_fn}
-    if isinstance(create_scheduler_fn, Mapping):
-        if not optimizers:
-            raise TypeError("create_scheduler_fn is a dict, which is for several optimizers, but the trainer has one.")
-        for name in create_scheduler_fn:
-            if name not in optimizers:
-                existing = ", ".join(map(repr, optimizers))
-                raise ValueError(f"create_scheduler_fn[{name!r}]: no optimizer has that name, only {existing}.")
-        by_name = {f"create_scheduler_fn[{name!r}]": create for name, create in create_scheduler_fn.items()}
-    for name, create in by_name.items():
-        if create is not None and not callable(create):
-            raise TypeError(
-                f"{name}={create!r} must be a function that creates a scheduler from an optimizer, not a scheduler. "
-                "For example: functools.partial(StepLR, step_size=10)."
             )
 
 
@@ -268,18 +249,21 @@ def check_data(
         if find_length(dataset_of(part)) == 0:
             kind = type(dataset_of(part)).__name__
             raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
-    if is_built or not all(map(is_loader, parts.values())):
-        return
-    unused: dict[str, Any] = {name.replace("dataset", "dataloader_kwargs"): loader_kwargs or None}
-    others = {} if other is None else _by_name("", other)
-    if all(map(is_loader, others.values())):
-        sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
-        is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
-        unused |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
-    for argument, value in unused.items():
+    if not is_built and all(map(is_loader, parts.values())):
+        options: dict[str, Any] = {name.replace("dataset", "dataloader_kwargs"): loader_kwargs or None}
+        others = {} if other is None else _by_name("", other)
+        if all(map(is_loader, others.values())):
+            sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
+            is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
+            options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
+        _refuse_options(name_of_part, part, options)
+
+
+def _refuse_options(name: str, loader: Any, options: dict[str, Any]) -> None:
+    for argument, value in options.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={short(value)} is for a dataset, but {name_of_part} is a loader ({type(part).__name__}), "
+                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loader).__name__}), "
                 "which has its own. Set it in the loader instead, or pass the dataset itself."
             )
 
@@ -323,20 +307,17 @@ def _are_columns(dataset: Any) -> bool:
 # ------------------------------------------------------------------------------------------- on all ranks
 
 
-def check_same_call(ranks: Ranks, call: str, datasets: dict[str, Any], callbacks: list[str], seed: int | None) -> None:
+def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data: Any) -> None:
     """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
 
     It comes before any other communication, in which they would wait for each other.
 
     :param call: the method of the trainer that begins the run
-    :param datasets: the datasets by the names of their arguments; only which there are is compared
-    :param callbacks: the names of their classes, in order
     """
-    if ranks.world_size == 1:
-        return
-    settings: dict[str, Any] = {"call": call, "callbacks": callbacks, "seed": seed}
-    for name, dataset in datasets.items():
-        settings[name] = [*dataset] if isinstance(dataset, dict) else None if dataset is None else "a dataset"
+    ranks = trainer.ranks
+    settings = {"call": call, "callbacks": trainer.callback_handler.callback_list, "seed": trainer.seed}
+    for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
+        settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
     try:
         check_same_on_all_ranks(settings, ranks)
     except RuntimeError as error:  # the time limit of the process group, or the end of another rank

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
@@ -117,7 +117,7 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
 
 def evaluate(
     self: TrainerLike,
-    dataset: Any = None,
+    dataset: NamedData | None = None,
     per_device_batch_size: int = 8,
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,

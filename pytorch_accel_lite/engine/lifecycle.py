@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.inspection import find_length, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
@@ -159,16 +159,15 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
 
 def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and set up the accumulation window."""
-    request = run.request
-    ranks = trainer.ranks
     had_optimizer = is_made(trainer.optimizer)
     prepare_model(trainer, training=True)
     if not had_optimizer:
-        check_optimizers(trainer, trainer.create_scheduler_fn)
+        check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
-    check_same_on_all_ranks(run.config.to_dict(), ranks)
+    if trainer.ranks.world_size > 1:
+        check_same_on_all_ranks(run.config.to_dict(), trainer.ranks)
     run.window = GradientWindow(
-        run.data.ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
+        run.data.ranks, trainer.device, run.request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
@@ -279,10 +278,12 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with computing(trainer), gathering_uneven_batches(trainer):
-            datasets = {"train_dataset": run.data.train_dataset, "eval_dataset": run.data.eval_dataset}
-            check_same_call(trainer.ranks, call, datasets, trainer.callback_handler.callback_list, trainer.seed)
-            begin_sharded(trainer, run)
+        is_alone = trainer.ranks.world_size == 1
+        with computing(trainer), nullcontext() if is_alone else gathering_uneven_batches(trainer):
+            if not is_alone:
+                check_same_call(trainer, call, run.data.train_dataset, run.data.eval_dataset)
+            if run.outer is None and (not is_alone or is_overridden(trainer, "parallelize_model")):
+                begin_sharded(trainer, run)
             yield
         shutdown.note_end(failed=False)
     except BaseException as error:
@@ -310,7 +311,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 def computing(trainer: TrainerLike) -> Iterator[None]:
     """Let the settings of torch that a trainer has asked for hold in a block."""
     with (
-        deterministic_kernels(trainer.deterministic),
+        nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
         nullcontext() if trainer.logical is None else trainer.logical.computing_identically(trainer),
     ):
         yield
@@ -331,16 +332,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         except StopTrainingError as stop:
             stopped = stop
             if run.outer is None:
-                run.end.reason = reason = str(stop) or type(stop).__name__
-                run.end.stopped_by = stop.raised_by
-                run.end.pause = stop if isinstance(stop, RunPausedError) else None
-                if run.end.pause is not None:
-                    trainer.print(reason)
-                else:
-                    text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
-                    run.end.messages.append(lambda: trainer.print(text))
-                _call_ending_event(trainer, run, "on_stop_training_error")
-                run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
+                _note_stop(trainer, run, stop)
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
@@ -353,6 +345,20 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         raise
     if stopped is not None and run.outer is not None:
         raise stopped
+
+
+def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
+    """Note why a run is stopped, print it, and notify the callbacks."""
+    run.end.reason = reason = str(stop) or type(stop).__name__
+    run.end.stopped_by = stop.raised_by
+    run.end.pause = stop if isinstance(stop, RunPausedError) else None
+    if run.end.pause is not None:
+        trainer.print(reason)
+    else:
+        text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
+        run.end.messages.append(lambda: trainer.print(text))
+    _call_ending_event(trainer, run, "on_stop_training_error")
+    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
 
 
 def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:

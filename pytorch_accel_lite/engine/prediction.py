@@ -16,6 +16,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import concatenate, to_cpu
+from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
@@ -37,7 +38,7 @@ _STEPS_AT_ONCE = 60
 
 def predict(
     self: TrainerLike,
-    dataset: Any,
+    dataset: Data,
     per_device_batch_size: int = 8,
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
@@ -67,7 +68,7 @@ def predict(
 
 def predict_iter(
     self: TrainerLike,
-    dataset: Any,
+    dataset: Data,
     per_device_batch_size: int = 8,
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,

@@ -87,7 +87,7 @@ class Step:
         self.num_microbatches = state.get("microbatches", 1)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RunData:
     """The data of a run, and their loaders.
 
@@ -122,7 +122,7 @@ class RunData:
         return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RunSchedule:
     """What a run knows of its learning rate schedule.
 
@@ -138,7 +138,7 @@ class RunSchedule:
     is_recreated: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RunEnd:
     """How a run ends.
 

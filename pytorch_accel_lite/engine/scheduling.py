@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_pl
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, schedulers_in
+from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, learning_rates, scheduled_options, set_options
 
 if TYPE_CHECKING:
@@ -29,16 +29,25 @@ def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest],
 
     :param check: validates the run; if it raises an error, the optimizer keeps its rates
     """
+    trainer.scheduler = None
+    run.schedule.rates_left = [] if run.before is None else run.before.schedule.rates_left
+    has_schedule = trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler")
+    if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
+        _begin_from_initial_rates(trainer, run, has_schedule, check)
+    else:
+        check(run.request)
+
+
+def _begin_from_initial_rates(
+    trainer: TrainerLike, run: Run, has_schedule: bool, check: Callable[[RunRequest], None]
+) -> None:
     optimizer = trainer.optimizer
-    schedule = run.schedule
-    schedule.rates_left = [] if run.before is None else run.before.schedule.rates_left
     now = scheduled_options(optimizer)
-    initial = initial_options(optimizer, schedule.rates_left)
+    initial = initial_options(optimizer, run.schedule.rates_left)
     had_schedule = all("initial_lr" in group for group in optimizer.param_groups)
     continues = False
-    trainer.scheduler = None
     try:
-        if trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler"):
+        if has_schedule:
             try:
                 trainer.scheduler = _create_from(trainer, initial)
             except KeyError as error:  # with last_epoch, the schedule continues from the current rates
@@ -61,7 +70,7 @@ def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest],
                 "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
             )
     elif not continues:
-        schedule.initial_options = initial
+        run.schedule.initial_options = initial
 
 
 def _create_from(trainer: TrainerLike, options: Options) -> Any:
@@ -86,7 +95,13 @@ def _listed(rates: list[Any]) -> str:
 def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
     """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
     create = replace_trainer_placeholder_values(trainer, create)
-    return create_schedulers(create, trainer.optimizer) if isinstance(create, Mapping) else create(trainer.optimizer)
+    if not isinstance(create, Mapping):
+        return create(trainer.optimizer)
+    optimizers = parts_of(trainer.optimizer)
+    for name in create.keys() - optimizers.keys():
+        existing = ", ".join(map(repr, optimizers)) or "one without a name"
+        raise ValueError(f"create_scheduler_fn[{name!r}]: no optimizer has that name, only {existing}.")
+    return create_schedulers(create, trainer.optimizer)
 
 
 def step_after_epoch(trainer: TrainerLike, run: Run) -> None:

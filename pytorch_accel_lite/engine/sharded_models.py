@@ -30,12 +30,10 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
 
     Call it on every process.
     """
-    shards_itself = is_overridden(trainer, "parallelize_model")
-    is_parallel = trainer.is_sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None
-    if run.outer is not None or not (shards_itself or (is_parallel and trainer.ranks.world_size > 1)):
-        return
-    if shards_itself:
+    if is_overridden(trainer, "parallelize_model"):
         place_model(trainer)
+    elif not trainer.is_sharded and getattr(trainer.accelerator, "parallelism_config", None) is None:
+        return
     model = trainer.get_model(keep_torch_compile=False)
     if trainer.accelerator.is_fsdp2:
         _check_meta_device(trainer, model)

@@ -220,8 +220,10 @@ def smallest_share(trainer: TrainerLike, run: Run) -> int:
     batch of a single sample.
     """
     norms = {name: module for name, module in trainer.model.named_modules() if isinstance(module, _BatchNorm)}
-    if not norms:
-        return 1
+    return _smallest_for_batch_norm(trainer, run, norms) if norms else 1
+
+
+def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, Any]) -> int:
     ranks = trainer.ranks
     alone = [
         f"{type(norm).__name__} {name.removeprefix('module.')!r}"
@@ -236,7 +238,7 @@ def smallest_share(trainer: TrainerLike, run: Run) -> int:
             f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "
             "the statistics of one sample are poor. Leave that batch out with train_dataloader_kwargs="
             "{'drop_last': True}, or choose another per_device_batch_size.",
-            stacklevel=9,  # the call of train()
+            stacklevel=10,  # the call of train()
         )
     return 2 if ranks.max([bool(alone)])[0] else 1
 

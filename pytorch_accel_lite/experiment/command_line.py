@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = add("compare", _compare, "compare runs: what differs, best metrics, curves on a page", file=False)
     compare.add_argument("runs", nargs="+", help="folders of runs, or folders that contain some")
     compare.add_argument("--page", type=Path, metavar="PATH", help="by default comparison.html beside the runs")
-    compare.add_argument("--sort", metavar="NAME", help="a metric, for the best run first, or a setting")
+    compare.add_argument("--sort", metavar="METRIC", help="a metric, for the best run first")
     for name, which in (("maximize", "greater"), ("minimize", "smaller")):
         text = f"a metric of which {which} values are better, if the runs do not tell"
         compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)

@@ -23,8 +23,7 @@ _LONGEST = 36  # characters of a setting in a table
 _ENVIRONMENT = re.compile(r"processes$|device$|git commit$|version of ")
 
 
-@dataclass(frozen=True)
-class ComparedMetric:
+class ComparedMetric(NamedTuple):
     """A metric, and which of a run's values stands for the run.
 
     :param kind: ``"max"``, ``"min"``, or ``"last"`` for losses of the training and where it is unknown which is better

@@ -17,11 +17,17 @@ import yaml
 from pytorch_accel_lite.experiment.results import Row
 from pytorch_accel_lite.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
 
+#: Callbacks that only observe a run: what they print, draw and write does not change it.
+_OBSERVERS = (
+    "Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|MetricsFile|NaNReport|PlotMetrics"
+    "|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RunLog|SaveTrainingState|Throughput|Timing|Tracker"
+    "|WorstSamples"
+)
 #: Settings that say where a run wrote or what it resumed from, or that follow from others.
 _BESIDE_THE_POINT = re.compile(
     r"output_dir|train\.resume_from|is_(distributed|local_process_zero|world_process_zero)|num_processes"
     r"|(num_local|num)_update_steps_per_epoch|(train|eval)_total_batch_size|eval_per_device_batch_size"
-    r"|(train|eval)_dl_kwargs(\..*)?"
+    rf"|(train|eval)_dl_kwargs(\..*)?|callbacks\.({_OBSERVERS})Callback(#\d+)?(\..*)?"
 )
 
 
@@ -51,7 +57,7 @@ class NoRunsError(ValueError):
     """There are no runs in the folders given."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RecordedRun:
     """What a run has left behind.
 

@@ -116,7 +116,7 @@ def _attributes(trainer: Trainer, setting: str, values: Mapping[str, Any]) -> It
         yield
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Test:
     """What all combinations have in common; see :func:`run_tests`.
 

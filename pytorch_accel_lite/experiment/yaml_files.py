@@ -43,7 +43,7 @@ def is_ours(error: Exception) -> bool:
     return is_check and str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Document:
     """The contents of an experiment file and of those it builds on.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, set_mode
 
@@ -64,21 +66,15 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
     Call it on every process.
     """
 
-    def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [getattr(t, "_local_tensor", t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+    def largest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the largest absolute value, which is NaN if any is."""
+        kept = [local(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+        return torch.nn.utils.get_total_norm([t for t in kept if t.numel()], norm_type=math.inf)
 
     of_model = trainer.model.parameters() if trainer.is_sharded else ()
-    trained = floating([*of_model, *all_optimized_parameters(trainer)])
-    buffers = floating(trainer.model.buffers())
-    finite = _norm_is_finite(trained) or all(bool(w.isfinite().all()) for w in trained)
-    if not _norm_is_finite(buffers):  # they may be infinite, as masks are
-        finite = finite and not any(bool(b.isnan().any()) for b in buffers)
+    finite = bool(largest([*of_model, *all_optimized_parameters(trainer)]).isfinite())
+    finite = finite and not bool(largest(trainer.model.buffers()).isnan())  # they may be infinite, as masks are
     return not trainer.ranks.max([float(not finite)])[0]
-
-
-def _norm_is_finite(tensors: list[torch.Tensor]) -> bool:
-    """Whether the norm of tensors is finite: then they are, too. It takes a fraction of the time of looking at each."""
-    return bool(torch.nn.utils.get_total_norm(tensors).isfinite())
 
 
 def trained(trainer: TrainerLike) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def has_adapters(model: nn.Module) -> bool:
     return of_peft or getattr(model, "_hf_peft_config_loaded", False) is True
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Group:
     """Parts of a model that are frozen, unfrozen and scheduled together.
 

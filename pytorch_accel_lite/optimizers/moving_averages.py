@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import nn
 from pytorch_accel_lite.base.modules import local, reshard
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
+#: An average, the value of the model, and whether that is being learned.
+Pair = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class ModelEma(nn.Module):
@@ -87,8 +89,7 @@ class ModelEma(nn.Module):
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
         pairs = self._cached
         if pairs is None or not pairs.are_of(model):
-            pairs = SortedPairs(self._pairs(model))
-            vars(self)["_cached"] = pairs if pairs.note(model, self.module) else None
+            pairs = vars(self)["_cached"] = SortedPairs(model, self.module, self._pairs(model))
         return pairs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,8 +107,8 @@ class ModelEma(nn.Module):
                 average.copy_(value)
         self.num_updates = 0
 
-    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-        """Yield each average, the value of the model, and whether that is being learned."""
+    def _pairs(self, model: nn.Module) -> Iterator[Pair]:
+        """Yield the tensors of the average and of the model side by side."""
         averages, values = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
         return zip(averages, values, [value.requires_grad for value in values], strict=True)
 
@@ -146,43 +147,37 @@ class SortedPairs:
     :ivar counts: pairs of tensors of another type, which are copied
     """
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+    def __init__(self, model: nn.Module, average: nn.Module, pairs: Iterable[Pair]) -> None:
         self.learned: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.others: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.counts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._are_reusable = True
-        for average, value, is_learned in pairs:
-            dtype = average.dtype
+        are_converted = False
+        for average_of, value, is_learned in pairs:
+            dtype = average_of.dtype
             if not (dtype.is_floating_point or dtype.is_complex):
-                self.counts.append((average, value))
+                self.counts.append((average_of, value))
                 continue
-            if value.dtype is not dtype or value.device != average.device:
-                value = value.to(average.device, dtype)
-                self._are_reusable = False
+            if value.dtype is not dtype or value.device != average_of.device:
+                value = value.to(average_of.device, dtype)
+                are_converted = True
             averages, values = self.learned if is_learned else self.others.setdefault(dtype, ([], []))
-            averages.append(average)
+            averages.append(average_of)
             values.append(value)
-
-    def note(self, model: nn.Module, average: nn.Module) -> bool:
-        """Note where the tensors are from, for :meth:`are_of`; return whether they can be used again."""
-        parts = chain(model.modules(), average.modules())
+        parts = [] if are_converted else [*model.modules(), *average.modules()]
         self._tables: list[dict[str, Any]] = []
         for part in parts:
             self._tables += [part._parameters, part._buffers, part._modules]
         self._tensors = [*chain(*self.learned, *chain(*self.others.values()))]
-        self._entries, self._kinds = self._look()
-        return self._are_reusable
+        self._contents = self._look()
 
     def are_of(self, model: nn.Module) -> bool:
         """Whether these are still all tensors of the average and of this model, of the same types and devices."""
-        if self._tables[0] is not model._parameters:
-            return False
-        entries, kinds = self._look()
-        return len(entries) == len(self._entries) and all(map(is_, entries, self._entries)) and kinds == self._kinds
+        return bool(self._tables) and self._tables[0] is model._parameters and self._contents == self._look()
 
-    def _look(self) -> tuple[list[object], list[object]]:
-        """Return what the modules contain now, and of which kind the tensors are now."""
-        return [*chain.from_iterable(map(dict.values, self._tables))], list(map(_kind_of, self._tensors))
+    def _look(self) -> tuple[list[int], list[object]]:
+        """Return what the modules contain now, by identity, and of which kind the tensors are now."""
+        contents = chain.from_iterable(map(dict.values, self._tables))
+        return [*map(id, contents)], [*map(_kind_of, self._tensors)]
 
 
 class ShardedEma(ModelEma):
@@ -196,12 +191,12 @@ class ShardedEma(ModelEma):
         reshard(model)
         return _copy_of_tensors(model, {})
 
-    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    def _pairs(self, model: nn.Module) -> Iterator[Pair]:
         reshard(model)
         return ((local(average), local(value), learned) for average, value, learned in super()._pairs(model))
 
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
-        return SortedPairs(self._pairs(model))  # each time: local shards are made as they are asked for
+        return SortedPairs(model, self.module, self._pairs(model))  # each time: local shards are made when asked for
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:

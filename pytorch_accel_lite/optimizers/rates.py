@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
+from pytorch_accel_lite.base.text import to_number
+
 # Options that schedules change in parameter groups. torch and timm also store the initial rate there, as "initial_lr".
 _SCHEDULED = ("lr", "momentum", "betas")
 
 #: The values that schedules change, by name, for each parameter group.
 Options = list[dict[str, Any]]
-
-
-def plain(value: Any) -> Any:
-    """Convert a number of torch or numpy to a Python number, which any state can hold."""
-    return value.item() if hasattr(value, "item") else value
 
 
 def set_option(group: dict[str, Any], name: str, value: Any) -> None:
@@ -32,12 +29,12 @@ def learning_rates(optimizer: Any, name: str = "lr") -> list[Any]:
 
     :param name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, as far as they are known
     """
-    return [plain(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
+    return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
 
 
 def scheduled_options(optimizer: Any) -> Options:
     """Return the current values of the options that schedules change."""
-    return [{name: plain(group[name]) for name in _SCHEDULED if name in group} for group in optimizer.param_groups]
+    return [{name: to_number(group[name]) for name in _SCHEDULED if name in group} for group in optimizer.param_groups]
 
 
 def set_options(optimizer: Any, options: Options) -> None:
@@ -58,7 +55,7 @@ def initial_options(optimizer: Any, left: Sequence[Any] = ()) -> Options:
         by_hand = number < len(left) and values.get("lr") != left[number]
         for name in values:
             if not (by_hand and name == "lr"):
-                values[name] = plain(group.get(f"initial_{name}", values[name]))
+                values[name] = to_number(group.get(f"initial_{name}", values[name]))
     return options
 
 
@@ -66,5 +63,5 @@ def note_initial_options(optimizer: Any, initial: Options) -> None:
     """Store the initial values in the optimizer like torch, since ``OneCycleLR`` sets a different ``initial_lr``."""
     for group, values in zip(optimizer.param_groups, initial, strict=False):  # groups may have been added
         for name, value in values.items():
-            if name == "lr" or plain(group[name]) != value:
+            if name == "lr" or to_number(group[name]) != value:
                 group[f"initial_{name}"] = value

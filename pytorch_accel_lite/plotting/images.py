@@ -36,8 +36,6 @@ def plot_confusion_matrix(
 
     predictions = torch.as_tensor(predictions)
     targets = torch.as_tensor(targets)
-    if len(predictions) != len(targets):
-        raise ValueError(f"There are {len(predictions)} predictions, but {len(targets)} targets.")
     size = predictions.shape[1] if predictions.ndim == 2 else int(max(predictions.max(), targets.max())) + 1
     size = max(size, len(classes or ()))
     names = list(map(str, classes or range(size)))
@@ -53,7 +51,8 @@ def plot_confusion_matrix(
         text.set_fontsize(9)
     for label in (axis.xaxis.label, axis.yaxis.label):
         label.set(fontsize=9, color=INK)
-    axis.spines[:].set_color(GRID)
+    axis.spines[:].set(color=GRID, visible=True)
+    axis.grid(False)  # which matplotlib's settings may turn on
     axis.tick_params(labelsize=8 if size <= _MOST_WITH_COUNTS else 5, color=GRID, labelcolor=INK, labelrotation=0)
     if max(map(len, names)) > 3:
         axis.tick_params("x", labelrotation=45)

@@ -14,8 +14,6 @@ _MONITORS = (
     ("lr", "learning rate", ""),
     ("gradient_norm", "gradient norm", ""),
     ("clipped_updates", "clipped updates", "share of updates"),
-    ("skipped_updates", "skipped updates", "updates"),
-    ("loss_scale", "loss scale", ""),
     ("samples_per_second", "throughput", "samples per second"),
     ("items_per_second", "throughput of items", "items per second"),
     ("memory", "memory", "MiB"),
@@ -29,7 +27,7 @@ class NothingToPlotError(ValueError):
     """Raised if none of the metrics to plot is numeric."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Curve:
     """A metric over the epochs.
 
@@ -44,7 +42,7 @@ class Curve:
     best: int | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Panel:
     """Curves that share axes.
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
-from pytorch_accel_lite.optimizers.rates import plain, set_option
+from pytorch_accel_lite.base.text import to_number
+from pytorch_accel_lite.optimizers.rates import set_option
 
 UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 # Epochs of the run, a fraction if it is limited by max_num_train_steps.
@@ -37,8 +38,8 @@ class SchedulerBase(ABC):
                     f"param_group_field={param_group_field!r} is not in the optimizer's parameter groups, which have "
                     f"{sorted(group.keys() - {'params'})}."
                 )
-            group.setdefault(f"initial_{param_group_field}", plain(group[param_group_field]))
-        self.base_lr_values = [plain(group[f"initial_{param_group_field}"]) for group in optimizer.param_groups]
+            group.setdefault(f"initial_{param_group_field}", to_number(group[param_group_field]))
+        self.base_lr_values = [to_number(group[f"initial_{param_group_field}"]) for group in optimizer.param_groups]
 
     @abstractmethod
     def get_updated_values(self, num_updates: int) -> Iterable[float] | float | None:
@@ -68,7 +69,7 @@ class SchedulerBase(ABC):
 
     def get_last_lr(self) -> list[float]:
         """Return the current value of each parameter group."""
-        return [plain(group[self.param_group_field]) for group in self.optimizer.param_groups]
+        return [to_number(group[self.param_group_field]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all attributes except the optimizer. Override this if some are not plain values."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 
 #: Decay shapes: the fraction of the base rate as a function of t, from 0 to 1, and of the final fraction.
@@ -91,7 +91,8 @@ class WSDLrScheduler(PlannedLrScheduler):
         checkpoint_steps: Sequence[int] | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self.decay = _choose_decay(decay, use_inverse_sqrt_decay)
+        by_flag = "sqrt" if use_inverse_sqrt_decay else "inverse"
+        self.decay = by_flag if decay is None else check_choice("decay", decay, [*DECAYS])
         self.lr_min = check_range("lr_min", lr_min, most=1)
         if self.decay == "inverse" and not self.lr_min:
             raise ValueError(
@@ -255,18 +256,6 @@ class WSDLrScheduler(PlannedLrScheduler):
             is_continuation_from_checkpoint=is_continuation_from_checkpoint,
             decay=decay,
         )
-
-
-def _choose_decay(decay: str | None, use_inverse_sqrt_decay: bool) -> str:
-    if decay is None:
-        return "sqrt" if use_inverse_sqrt_decay else "inverse"
-    if decay not in DECAYS:
-        raise ValueError(f"decay={decay!r} is not known. Choose one of {', '.join(map(repr, DECAYS))}.")
-    if not use_inverse_sqrt_decay and decay != "inverse":
-        raise ValueError(
-            f"use_inverse_sqrt_decay=False asks for decay='inverse', not for decay={decay!r}. Leave it out."
-        )
-    return decay
 
 
 def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps: int | None) -> int:

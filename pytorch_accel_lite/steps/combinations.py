@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import CodeType
+from typing import NamedTuple
 
 from torch import nn
 
@@ -16,8 +16,7 @@ from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """A feature of a run, as messages name it.
 
     :param is_used: whether a run of a trainer uses it
@@ -27,8 +26,7 @@ class Feature:
     is_used: Callable[[TrainerLike, Run], bool]
 
 
-@dataclass(frozen=True)
-class Conflict:
+class Conflict(NamedTuple):
     """A feature that does not work with another one.
 
     :param reason: why, and what to do instead, as sentences without the first capital letter

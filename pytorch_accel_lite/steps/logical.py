@@ -100,23 +100,10 @@ class LogicalProcesses:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with nullcontext() if trainer.device.type == "cpu" else _deterministic():
+            with nullcontext() if trainer.device.type == "cpu" else deterministic_kernels(True):
                 yield
         finally:
             torch.set_num_threads(threads)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Let torch choose deterministic kernels in a block, and raise an error where it has none."""
-    settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # it takes time, and nothing reads that memory
-    try:
-        with deterministic_kernels(True):
-            yield
-    finally:
-        settings.fill_uninitialized_memory = fills
 
 
 class SharedLossTrackers(LossTrackers):

@@ -178,7 +178,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Node(Generic[T]):
     """The sum of ``2 ** level`` terms.
 

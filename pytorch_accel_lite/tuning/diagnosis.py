@@ -31,7 +31,7 @@ from pytorch_accel_lite.tuning.finders import repeat_epochs, update_from
 from pytorch_accel_lite.tuning.reports import Report
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.data import Batch
+    from pytorch_accel_lite.data import Batch, NamedData
     from pytorch_accel_lite.engine.run import Run
 
 
@@ -117,7 +117,7 @@ class Diagnosis(Report):
 
 def diagnose(
     self: TrainerLike,
-    train_dataset: Any,
+    train_dataset: NamedData,
     per_device_batch_size: int = 8,
     num_steps: int = 200,
     train_dataloader_kwargs: dict[str, Any] | None = None,

@@ -15,7 +15,7 @@ from accelerate.utils.memory import clear_device_cache
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.data import Batch, NamedDatasets
+from pytorch_accel_lite.data import Batch, NamedData, NamedDatasets
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import unwrapped_model
@@ -68,7 +68,7 @@ class LearningRates:
 
 def find_lr(
     self: TrainerLike,
-    train_dataset: Any,
+    train_dataset: NamedData,
     per_device_batch_size: int = 8,
     min_lr: float = 1e-6,
     max_lr: float = 10.0,
@@ -217,7 +217,7 @@ def _update(trainer: TrainerLike, run: Run, batches: Iterator[Batch], name: str)
 
 def find_batch_size(
     self: TrainerLike,
-    train_dataset: Any,
+    train_dataset: NamedData,
     start: int = 2,
     max_batch_size: int | None = None,
     num_steps: int = 2,

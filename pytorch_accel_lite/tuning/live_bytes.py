@@ -27,7 +27,7 @@ _READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
 Owners = Callable[[], Iterable[tuple[str, Any]]]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _LiveStorage:
     """A storage that is alive: a reference that tells when it is freed, what it is for, and its size in bytes."""
 

@@ -1,4 +1,4 @@
-"""Estimating whether training fits into the memory of a device, without the device, and what to change."""
+"""Estimating whether training fits into the memory of a device, without the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pytorch_accel_lite.tuning.live_bytes import KINDS
 from pytorch_accel_lite.tuning.reports import Report
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.data import Batch
+    from pytorch_accel_lite.data import Batch, NamedData
 
 #: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
 _RESERVE = 0.1
@@ -115,7 +115,7 @@ def _usable(memory: int) -> float:
 
 def estimate_memory(
     self: TrainerLike,
-    train_dataset: Any,
+    train_dataset: NamedData,
     per_device_batch_size: int = 8,
     world_size: int = 1,
     gradient_accumulation_steps: int = 1,

@@ -1,0 +1,345 @@
+"""Losses and gradients that are not finite, or unusually large: ending the run, finding their origin, skipping."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.optimizers.gradients import total_norm
+
+_StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
+
+
+class TerminateOnNaNCallback(TrainerCallback):
+    """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
+
+    Numbers that steps log beside the loss may be either. No step waits for the device: losses on a GPU are checked a
+    few steps after they were computed, and always by the end of the epoch.
+
+    :ivar triggered: whether a non-finite loss has been seen
+    """
+
+    #: Steps between checks of losses on a GPU.
+    LOOK_EVERY = 8
+
+    def __init__(self) -> None:
+        self.triggered = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._recent: deque[_StepLosses] = deque(maxlen=2 * self.LOOK_EVERY)
+        self._copied: list[_StepLosses] = []
+        self._copy: AsyncCopy | None = None  # of the sum of the losses of self._copied
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self.triggered = False
+        self._clear()
+
+    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        latest = trainer.current_run.loss_trackers["loss"].loss_value
+        if isinstance(latest, float) and math.isfinite(latest):
+            return  # the loss is in host memory and has already been read
+        losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
+        step = trainer.progress.step - 1
+        self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
+        if isinstance(latest, float):
+            self._search(trainer, self._recent)
+        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # others wait for the epoch's end
+            self._look_late(trainer)
+
+    def _look_late(self, trainer: TrainerLike) -> None:
+        """Read the copy started some steps ago, if it has arrived, and start another."""
+        if self._copy is not None:
+            if not self._copy.has_arrived:
+                return
+            if not math.isfinite(to_float(self._copy.read())):
+                self._search(trainer, self._copied)
+        # Sums the latest steps: a single non-finite loss makes the sum non-finite.
+        self._copied = list(self._recent)
+        self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
+
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._search(trainer, [*self._copied, *self._recent])
+        self._clear()
+        self._check_recorded(trainer, "training", "train_{}_epoch")
+
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns what it finds
+            self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
+
+    def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
+        """Check the mean of the loss, and those of its parts: what else steps have logged may well be NaN."""
+        recorded = trainer.current_run.recorded_losses
+        names = ["loss", *sorted(trainer.current_run.loss_trackers.parts)]
+        metrics = [form.format(name) for form in formats for name in names]
+        losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
+        if not all(map(math.isfinite, losses.values())):
+            progress = trainer.progress
+            where = f"The {phase} loss of epoch {progress.epoch} is not finite after step {progress.step}"
+            self._terminate(where, losses)
+
+    def _search(self, trainer: TrainerLike, steps: Collection[_StepLosses]) -> None:
+        if not steps:
+            return
+        finite = torch.stack([losses["loss"] for _, losses in steps]).isfinite().tolist()
+        for is_finite, (step, losses) in zip(finite, steps, strict=True):
+            if not is_finite:
+                where = f"The training loss is not finite in epoch {trainer.progress.epoch}, step {step}"
+                self._terminate(where, losses)
+
+    def _terminate(self, where: str, losses: Mapping[str, Any]) -> NoReturn:
+        self.triggered = True
+        listed = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
+        raise NonFiniteLossError(
+            f"{where}: {listed}. Lower the learning rate, clip the gradients, or inspect the data of this step."
+        )
+
+
+@dataclass
+class NonFinite:
+    """Where numbers stopped being finite in a forward pass.
+
+    :param layer: name of the first module whose output is not finite, ``None`` if all outputs are finite
+    :param kind: class of that module
+    :param inputs_are_finite: whether the module's inputs are finite
+    :param weights_are_finite: whether the module's own parameters and buffers are finite
+    """
+
+    layer: str | None = None
+    kind: str = ""
+    inputs_are_finite: bool = True
+    weights_are_finite: bool = True
+
+    def __str__(self) -> str:
+        if self.layer is None:
+            return "The outputs of all layers are finite."
+        where = f"The first layer with a non-finite output is {self.layer or 'the model itself'} ({self.kind})"
+        are_finite = {"inputs": self.inputs_are_finite, "weights": self.weights_are_finite}
+        causes = " and its ".join(name for name, is_finite in are_finite.items() if not is_finite)
+        return f"{where}; its {causes} are not finite either." if causes else f"{where}."
+
+
+class _Call(NamedTuple):
+    """A forward pass of a module, with flags that stay on the device."""
+
+    name: str
+    module: nn.Module
+    inputs_are_finite: torch.Tensor
+    output_is_finite: torch.Tensor
+
+
+class NaNReportCallback(TrainerCallback):
+    """Report where a loss or gradient that is infinite or NaN comes from, before the weights change, and end the run.
+
+    The error names the first layer with a non-finite output. A report (``.json``) also lists the samples of the
+    accumulation window, and the parameters with non-finite gradients. Each process writes its own. To run the step
+    again, resume from a training state before it, which gives the same bits.
+
+    This is a debugging tool: it looks at the outputs of all layers, reads the loss of every batch and the gradient norm
+    of every update from the device, and makes compiled models run uncompiled.
+
+    :param directory: where reports are written
+    :param check_gradients: check gradients as well as losses; ignored with a gradient scaler (fp16), which finds its
+        scale by letting gradients overflow
+    :ivar report: path of this process's report, ``None`` if everything was finite
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] = "nan_reports", check_gradients: bool = True) -> None:
+        self.directory = Path(directory)
+        self.check_gradients = check_gradients
+        self.report: Path | None = None
+        self._hooks = ExitStack()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._window: list[tuple[Any, list[_Call]]] = []  # indices of the samples and calls, by batch or part of one
+        self._done = 0  # of them, those before the current step
+        self._parts = 1  # parts that the current batch is split into
+        self._calls: list[_Call] | None = None  # of the current forward pass; None outside of steps
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self.report = None
+        self._clear()
+        self._hooks.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code does not call hooks
+        for name, module in trainer.get_model(keep_torch_compile=False).named_modules():
+            self._hooks.callback(module.register_forward_hook(partial(self._look, name)).remove)
+
+    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._calls is not None:
+            self._calls.append(_Call(name, module, _are_finite(inputs), _are_finite(output)))
+
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._done = len(self._window)
+        self._parts = trainer.current_run.step.num_microbatches
+        self._calls = []
+
+    def on_backward_start(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        if trainer.current_run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
+            self._parts = trainer.current_run.step.num_microbatches
+            del self._window[self._done :]
+        self._window.append((trainer.current_run.batch_indices, self._calls or []))
+        self._calls = []
+        if self.report is None and not math.isfinite(to_float(batch_output["loss"].detach())):
+            self._write(trainer, "loss")
+
+    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+        self._calls = None
+
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if self.check_gradients and trainer.accelerator.scaler is None:
+            is_finite = math.isfinite(to_float(total_norm(trainer).detach()))
+            # The norm is the same on all processes; the cause may have been the loss of one of them.
+            if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
+                self._write(trainer, "gradient")
+
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._window = []
+
+    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._calls = None
+        del self._window[self._done :]
+
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._hooks.close()
+        self._clear()
+
+    on_exception = on_training_run_end
+
+    def _write(self, trainer: TrainerLike, what: str) -> None:
+        progress, rank = trainer.progress, trainer.ranks.rank
+        origin = _origin([call for _, calls in self._window for call in calls])
+        gradients = [
+            name
+            for name, parameter in trainer.get_model(keep_torch_compile=False).named_parameters()
+            if parameter.grad is not None and not _are_finite(parameter.grad)
+        ]
+        summary = {
+            "not_finite": what,
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "update": progress.update,
+            "rank": rank,
+            "indices": [indices for indices, _ in self._window],
+            "origin": asdict(origin),
+            "parameters_with_such_gradients": gradients,
+        }
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.report = self.directory / f"epoch-{progress.epoch}-step-{progress.step}-rank-{rank}.json"
+        self.report.write_text(json.dumps(summary, indent=2, default=str) + "\n")
+        raise NonFiniteLossError(
+            f"A {what} is not finite in epoch {progress.epoch}, step {progress.step}. {origin} Report written to "
+            f"{os.fspath(self.report)!r}."
+        )
+
+
+def _origin(calls: list[_Call]) -> NonFinite:
+    for name, module, inputs_are_finite, output_is_finite in calls:
+        if not output_is_finite:
+            weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            return NonFinite(name, type(module).__name__, bool(inputs_are_finite), bool(_are_finite(weights)))
+    return NonFinite()
+
+
+def _are_finite(value: Any) -> torch.Tensor:
+    """Return whether all numbers in nested tensors are finite; of sharded ones, those of this process."""
+    flags: list[torch.Tensor] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            flags.append(local(tensor.detach()).isfinite().all())
+        return tensor
+
+    recursively_apply(look, value)
+    return torch.stack(flags).all() if flags else torch.tensor(True)
+
+
+class GradientSpikeCallback(TrainerCallback):
+    """Skip updates whose gradients are unusually large, infinite or NaN.
+
+    The weights, the optimizer and the scheduler stay unchanged. The usual norm is an exponential moving average of the
+    total gradient norm (before any clipping by norm) over the updates that were not skipped. In an overridden
+    ``train_step``, each optimizer has its own. Reads one number from the device per update.
+
+    :param factor: a norm larger than ``factor`` times the usual norm is a spike
+    :param warm_up_updates: number of updates at the start of a run during which only what is not finite is skipped
+    :param decay: decay of the average per update, between 0 and 1
+    :param max_skips_in_a_row: number of consecutive spikes after which training counts as diverged and is stopped
+    :ivar skipped: numbers of the skipped updates, counted from 1
+    """
+
+    def __init__(
+        self, factor: float = 10.0, *, warm_up_updates: int = 50, decay: float = 0.98, max_skips_in_a_row: int = 10
+    ) -> None:
+        check_range("factor", factor, above=1)
+        if not 0 < check_range("decay", decay) < 1:
+            raise ValueError(f"decay={decay!r} must be greater than 0 and less than 1.")
+        self.factor = factor
+        self.warm_up_updates = check_positive_int("warm_up_updates", warm_up_updates)
+        self.decay = decay
+        self.max_skips_in_a_row = check_positive_int("max_skips_in_a_row", max_skips_in_a_row)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.skipped: list[int] = []
+        self._in_a_row = 0
+        self._counts: dict[str, int] = {}  # by optimizer name, which is "" for the only one
+        self._averages: dict[str, float] = {}
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._clear()
+
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        name = trainer.current_run.step.updating
+        norm = to_float(total_norm(trainer).detach())
+        count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
+        usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam
+        # An optimizer may make its first update after the warm-up.
+        is_known = trainer.progress.update >= self.warm_up_updates and count > 0
+        if math.isfinite(norm) and not (is_known and norm > self.factor * usual):
+            self._in_a_row = 0
+            self._counts[name] = count + 1
+            self._averages[name] = average + (norm - average) * (1 - self.decay)
+            return
+        trainer.skip_update()
+        self._in_a_row += 1
+        self.skipped.append(trainer.progress.update + 1)
+        of = f" of {name!r}" if name else ""
+        trainer.print(f"Update {self.skipped[-1]}{of} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}.")
+        if self._in_a_row >= self.max_skips_in_a_row:
+            raise StopTrainingError(
+                f"The gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as large "
+                "as usual, or not finite. Lower the learning rate, or raise factor."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and the skipped updates."""
+        return {
+            "count": dict(self._counts),
+            "average": dict(self._averages),
+            "in_a_row": self._in_a_row,
+            "skipped": list(self.skipped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state returned by :meth:`state_dict`."""
+        self._counts = dict(state["count"])
+        self._averages = dict(state["average"])
+        self._in_a_row = state["in_a_row"]
+        self.skipped = list(state["skipped"])
