@@ -708,6 +708,46 @@ class Adversarial(Trainer):
         self.update(F.softplus(-self.critic(fake)).mean(), "g")
 
 
+class Memory:
+    """The hidden state of a network that continues with each batch."""
+
+    hidden: Any = None
+
+    def state_dict(self):
+        return {"hidden": self.hidden}
+
+    def load_state_dict(self, state):
+        self.hidden = state["hidden"]
+
+
+class Continues(Trainer):
+    """Truncated backpropagation through time, with a state that is registered."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.memory = Memory()
+        self.register_for_checkpointing("memory", self.memory)
+
+    def calculate_train_batch_loss(self, batch):
+        outputs, hidden = self.model.rnn(batch[0], self.memory.hidden)
+        self.memory.hidden = hidden.detach()
+        return {"loss": F.cross_entropy(self.model.head(outputs[:, -1]), batch[1])}
+
+    calculate_eval_batch_loss = calculate_train_batch_loss
+
+
+def summed_over_pixels(outputs, targets):
+    return F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum") / len(outputs)
+
+
+def of_slopes(model, batch):
+    """The loss of a physics-informed network, which takes derivatives by its inputs."""
+    x = batch[0].clone().requires_grad_()
+    values = model(x)
+    (slopes,) = torch.autograd.grad(values.sum(), x, create_graph=True)
+    return F.mse_loss(slopes, batch[0].cos()) + F.mse_loss(values, batch[0].sin().sum(1, keepdim=True))
+
+
 class TwoUpdates(Trainer):
     """Makes two updates with each batch."""
 
@@ -820,6 +860,13 @@ RIGHT: dict[str, Callable[[], Program]] = {
     ),
     "forecasting": forecasting,
     "missing targets": missing_targets,
+    "state that is registered": lambda: classifier(
+        Own(lambda m, x: m.head(m.rnn(x)[0][:, -1]), **rnn(batch_first=True)), data=series(), kind=Continues
+    ),
+    "loss summed over pixels": lambda: classifier(
+        mlp(400), summed_over_pixels, TensorDataset(X, (torch.rand(200, 400) > 0.5).float())
+    ),
+    "loss of slopes": lambda: own(mlp(1), of_slopes, TensorDataset(X)),
     "logical processes": lambda: classifier(options={"seed": 1, "logical_processes": 2}),
 }
 
@@ -967,7 +1014,7 @@ def test_wrong_arguments(arguments, error, message):
 
 
 def test_arguments_of_train_are_taken():
-    arguments = {"num_epochs": 2, "eval_every_n_epochs": 2, "sanity_eval_batches": 1, "gradient_clip_norm": 1.0}
+    arguments = {"num_epochs": 2, "eval_every_n_epochs": 2, "gradient_clip_norm": 1.0}
     assert check(RIGHT["classifier"](), only=["gradients"], **arguments).ok
 
 

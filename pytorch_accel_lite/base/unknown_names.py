@@ -192,7 +192,10 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
 def _arguments_of(cls: type, method: Callable[..., Any]) -> list[str]:
     """Return the arguments of a method, which may take those of ``train`` as ``**arguments``."""
     names = list(inspect.signature(method).parameters)[1:]
-    return [*names, *(_arguments_of(cls, vars(cls)["train"]) if "arguments" in names else ())]
+    if "arguments" not in names:
+        return names
+    names.remove("arguments")
+    return list(dict.fromkeys([*names, *_arguments_of(cls, vars(cls)["train"])]))
 
 
 def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
