@@ -228,7 +228,13 @@ SEARCHED = {
     "monitoring#Progress bar": ["progress bar", "tqdm"],
     "performance": ["performance", "overhead", "speed"],
     "performance#Compiled steps": ["compile", "torch.compile"],
-    "search": ["hyperparameter search", "hyperparameters", "sweep", "tuning", "optuna"],
+    "searching": [
+        "hyperparameter search",
+        "hyperparameters",
+        "sweep",
+        "tuning",
+        "optuna",
+    ],
     "cross_validation": ["cross validation", "k-fold", "kfold"],
     "examples#Notebooks": ["notebook", "notebooks", "jupyter", "colab"],
     "experiments": [
