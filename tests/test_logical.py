@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import json
 import random
 import re
 import warnings
@@ -23,7 +23,6 @@ from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.base.randomness import restore_generators
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     GradualUnfreezingCallback,
@@ -428,26 +427,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_whichever_process_has_it():
     assert trainer.progress.step == 1
 
 
-def test_the_report_of_a_loss_that_is_not_finite_repeats_each_share(tmp_path):
-    """With the random numbers that its dropout had."""
-    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-    seen = []
-    look = listener(on_backward_start=lambda trainer, batch_output, **kwargs: seen.append(batch_output["loss"].item()))
+def test_the_report_of_a_loss_that_is_not_finite_has_the_samples_of_each_share(tmp_path):
     report = NaNReportCallback(tmp_path)
-    trainer = make_trainer([look, report], model=model, trainer_class=Fails, seed=1, logical_processes=3)
+    trainer = make_trainer([report], trainer_class=Fails, seed=1, logical_processes=3)
     with pytest.raises(NonFiniteLossError):
         train(trainer)
-    kept = torch.load(report.report, weights_only=True)
-    assert kept["indices"] == [[0, 1], [2, 3]]
-    model.load_state_dict(kept["model_state_dict"])
-    again = []
-    for step in kept["steps"]:
-        restore_generators(step["generators"])
-        inputs, targets = step["batch"]
-        again.append(nn.functional.mse_loss(model(inputs), targets).item())
-    assert again[0] == seen[0]
-    assert math.isfinite(again[1])
-    assert math.isnan(seen[1])
+    assert json.loads(report.report.read_text())["indices"] == [[0, 1], [2, 3]]
 
 
 # ---------------------------------------------------------------------------------------------------- states
