@@ -57,7 +57,6 @@ SEARCHED = {
     "quickstart": ["getting started", "train", "save and load"],
     "recipes": ["how do i", "recipes", "how to"],
     "recipes#Train a model": ["train a model", "fit", "minimal example"],
-    "recipes#Freeze layers": ["freeze layers"],
     "hugging_face": [
         "hugging face",
         "huggingface",
@@ -169,7 +168,7 @@ SEARCHED = {
         "two optimizers",
         "schedule-free",
     ],
-    "finetuning": ["freeze", "freezing", "unfreeze", "fine-tuning"],
+    "finetuning": ["freeze", "freezing", "freeze layers", "unfreeze", "fine-tuning"],
     "ema": ["ema", "averaged weights"],
     "callbacks": ["callbacks", "callback", "write a callback", "events"],
     "builtin_callbacks": ["built-in callbacks"],
@@ -228,7 +227,13 @@ SEARCHED = {
     "monitoring#Progress bar": ["progress bar", "tqdm"],
     "performance": ["performance", "overhead", "speed"],
     "performance#Compiled steps": ["compile", "torch.compile"],
-    "search": ["hyperparameter search", "hyperparameters", "sweep", "tuning", "optuna"],
+    "searching": [
+        "hyperparameter search",
+        "hyperparameters",
+        "sweep",
+        "tuning",
+        "optuna",
+    ],
     "cross_validation": ["cross validation", "k-fold", "kfold"],
     "examples#Notebooks": ["notebook", "notebooks", "jupyter", "colab"],
     "experiments": [

@@ -206,6 +206,10 @@ def test_every_picture_can_be_redrawn():
     assert sorted(path.name for path in (ROOT / "docs" / "schemes").glob("*.png")) == sorted(drawn)
 
 
+def test_no_page_has_the_name_of_a_page_that_sphinx_writes():
+    assert {page.stem for page in PAGES if page.parent.name == "docs"}.isdisjoint({"search", "genindex"})
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

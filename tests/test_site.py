@@ -110,7 +110,7 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
         pytest.skip("There is no Chromium or Chrome to look at the pages with")
     site: Path = request.getfixturevalue("site")
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
-    pages = [page for page in pages if not page.startswith(("search", "genindex", "_static"))]
+    pages = [page for page in pages if not page.startswith(("search.html", "genindex", "_static"))]
     assert len(pages) > 40
     (site / "probe.json").write_text(json.dumps({"pages": pages, "widths": [1440], "searches": list(SEARCHES)}))
     shutil.copy(ROOT / "tests" / "probe.html", site)

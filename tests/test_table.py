@@ -30,7 +30,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.launching import two_are_enough
 from tests.ranks import rank
-from tests.tasks import Stream, listener, make_data, make_trainer, told, train
+from tests.tasks import Stream, listener, make_data, make_model, make_trainer, told, train
 from tests.terminals import Terminal
 
 
@@ -63,15 +63,19 @@ def fails_at(update: int, error: BaseException) -> Any:
 # ------------------------------------------------------------------------------------------------ rows
 
 
-def test_a_notebook_shows_the_last_of_many_epochs(capsys, monkeypatch):
+def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypatch):
     monkeypatch.setattr("pytorch_accel_lite.callbacks.table.in_notebook", lambda: True)
     monkeypatch.setattr("pytorch_accel_lite.callbacks.table._NOTEBOOK_ROWS", 3)
-    train(make_trainer([ProgressTableCallback()]), epochs=5, eval_dataset=True)
+    worse = listener(on_train_epoch_end=lambda t: t.model[2].bias.data.fill_(10.0 * t.progress.epoch))
+    model = make_model()
+    frozen = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(make_trainer([worse, ProgressTableCallback()], model, optimizer=frozen), epochs=6, eval_dataset=True)
     outputs = [ast.literal_eval(line) for line in printed(capsys) if line.startswith("{")]
     for kind in ("text/plain", "text/html"):
-        found = [re.findall(r"(\d)/5", output[kind]) for output in outputs]
-        assert found == [["1"], ["1", "2"], ["1", "2", "3"], ["2", "3", "4"], ["3", "4", "5"], ["3", "4", "5"]]
-        assert "(the last 3 of 5 rows; all are in trainer.run_history)" in outputs[-1][kind]
+        found = [re.findall(r"(\d)/6", output[kind]) for output in outputs]
+        assert found[:4] == [["1"], ["1", "2"], ["1", "2", "3"], ["1", "2", "3", "4"]]  # the best, and three
+        assert found[5:] == [["1", "4", "5", "6"]] * 2
+        assert "(the last 3 of 6 rows; all metrics are in trainer.run_history)" in outputs[-1][kind]
 
 
 def test_an_epoch_is_a_row_of_aligned_numbers(capsys):
@@ -189,7 +193,7 @@ def test_a_column_changes_its_format_once_and_nothing_moves_when_a_loss_grows(ca
     assert {len(line) for line in body} == {len(head)}
 
 
-def test_a_metric_that_comes_later_is_a_column_below_a_new_head(capsys):
+def test_a_metric_that_comes_later_is_a_column_at_the_right(capsys):
     def record(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch > 1:
             trainer.run_history.update_metric("late", 0.25)
@@ -197,8 +201,8 @@ def test_a_metric_that_comes_later_is_a_column_below_a_new_head(capsys):
     train(make_trainer(table(listener(on_eval_epoch_end=record))), epochs=3, eval_dataset=True)
     first, _, _, second, _, *body = printed(capsys)[:7]
     assert re.split(" {2,}", first) == ["epoch", "train loss", "eval loss", "lr", "time"]
-    assert re.split(" {2,}", second) == ["epoch", "train loss", "eval loss", "late", "lr", "time"]
-    assert ["0.2500" in line for line in body] == [True, True]
+    assert second == f"{first}       late"
+    assert [line.endswith("     0.2500") for line in body] == [True, True]
 
 
 @pytest.mark.parametrize(("updates", "every"), [(45, 10), (420, 20)])
@@ -235,6 +239,13 @@ def test_rows_within_an_epoch_are_means_over_all_processes(ranks):
     for row, start in zip(within, (0, 10), strict=True):
         losses = [loss for result in results for loss in result[start : start + 10]]
         assert float(row[2]) == pytest.approx(sum(losses) / len(losses), rel=0.01, abs=1e-4)
+
+
+def test_rows_within_an_epoch_can_be_asked_for(capsys):
+    train(make_trainer([ProgressTableCallback(show_always=True, row_every_n_updates=2)]), epochs=2)
+    assert [line[:8].strip() for line in printed(capsys)[2:7]] == ["step 2", "1/2", "step 1", "step 3", "2/2"]
+    with pytest.raises(ValueError, match="row_every_n_updates=0 must be"):
+        ProgressTableCallback(row_every_n_updates=0)
 
 
 # ----------------------------------------------------------------------------------------------- width

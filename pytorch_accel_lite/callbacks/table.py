@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, wrapped
+from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.bars import NotebookOutput
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
 
@@ -36,12 +37,10 @@ Row = dict[str, Any]  # values by column, among them "epoch" and "time"
 class ProgressTableCallback(LogMetricsCallback):
     """Show a table with a row for each epoch and each evaluation within an epoch, and a summary at the end of the run.
 
-    A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows. As many
+    A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows and the best. As many
     metrics are shown as fit; the others are in ``trainer.run_history``. The best value so far is marked for the metric
     watched by the first callback that watches one, or else for the evaluation loss. A column changes its number format
-    at most once: to powers of ten, when a value is too large or too small for four decimals. Epochs of data without a
-    length have rows within, whose training losses are means since the row before: about 20 in ``max_num_train_steps``,
-    but at least 10 updates apart, or every 500 updates.
+    at most once: to powers of ten, when a value is too large or too small for four decimals.
 
     If the output is neither a terminal nor a notebook, as in a cluster job's log, it prints the lines of
     :class:`PrintProgressCallback` and :class:`LogMetricsCallback` instead, a line of times and rates after each epoch,
@@ -50,14 +49,22 @@ class ProgressTableCallback(LogMetricsCallback):
     :param metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
         then any others
     :param show_always: show a table even if the output is a file or a pipe
+    :param row_every_n_updates: number of updates between rows within an epoch, whose training losses are means since
+        the row before. By default, only epochs of data without a length have such rows: about 20 in
+        ``max_num_train_steps``, but at least 10 updates apart, or every 500 updates.
     """
 
-    def __init__(self, metrics: Sequence[str] | None = None, *, show_always: bool = False) -> None:
+    def __init__(
+        self, metrics: Sequence[str] | None = None, *, show_always: bool = False, row_every_n_updates: int | None = None
+    ) -> None:
         super().__init__()
         if isinstance(metrics, str):
             raise TypeError(f"metrics={metrics!r} must be a list of names. Write: metrics=[{metrics!r}].")
+        if row_every_n_updates is not None:
+            check_positive_int("row_every_n_updates", row_every_n_updates)
         self.metrics = None if metrics is None else list(metrics)
         self.show_always = show_always
+        self.row_every_n_updates = row_every_n_updates
         self._shows_table = False
         self._table: _RunTable | None = None  # during a training run
         self._running_means: dict[str, float] = {}
@@ -83,7 +90,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._announce(trainer, "Starting training run")
         self._table = _RunTable(trainer, self.metrics, self._shows_table)
         self._running_means = {}
-        self._row_every = _updates_between_rows(trainer)
+        self._row_every = self.row_every_n_updates or _default_interval(trainer)
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
             self._row_every = None  # on all processes, which add up their losses for a row
         trainer.callback_handler.set_listening(self, self._row_every is not None, "on_update_end")
@@ -174,9 +181,8 @@ class _RunTable:
         self._scientific = set(self._rates)  # columns
         self._names = dict.fromkeys(self._expected.directions)  # of all metrics so far
         self._layout: dict[str, int] = {}  # widths of the columns that are shown
-        self._epoch_width = max(
-            len(epoch_of(trainer)), len(f"step {find_length(trainer.train_dataloader) or 100_000}"), len("step 100")
-        )
+        self._terminal_width = 0
+        self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
         self._start = self._epoch_start = time.monotonic()
         self._first = replace(trainer.progress)
         self._trained_epoch = 0
@@ -225,9 +231,12 @@ class _RunTable:
         evaluated = {_title(name) for name in self._expected.evaluated}
         declared = {_title(name) for name in self._expected.directions}
 
-        def rank(title: str) -> tuple[bool, ...]:
-            is_loss = title.endswith("train loss"), title.endswith("eval loss")
-            return tuple(not it for it in (*is_loss, title in self._rates, title in evaluated, title not in declared))
+        def rank(title: str) -> int:
+            if title.endswith(("train loss", "eval loss")):
+                return 0 if title.endswith("train loss") else 1
+            if title in self._rates:
+                return 2
+            return 3 if title in evaluated else 4 if title not in declared else 5
 
         titles = dict.fromkeys([*self._rates, *map(_title, self._names)])
         titles.pop("time", None)  # of an epoch, which the table has
@@ -285,24 +294,28 @@ class _RunTable:
         if self._output is not None:
             self._update(self._output)
             return
-        layout = self._fit(shutil.get_terminal_size().columns)
+        width = shutil.get_terminal_size().columns
+        layout = self._fit(width, self._layout if width == self._terminal_width else {})
         head = [] if layout == self._layout else self._head(layout)
-        self._layout = layout
+        self._layout, self._terminal_width = layout, width
         trainer.print("\n".join([*head, self._line(row, layout)]))
 
     # ------------------------------------------------------------------------------------ how it is shown
 
-    def _fit(self, width: int) -> dict[str, int]:
-        """Return the widths of as many columns as fit, at least one of them a metric, the learning rates last."""
+    def _fit(self, width: int, kept: dict[str, int]) -> dict[str, int]:
+        """Return the widths of as many columns as fit. Those that are kept stay in their places."""
+        layout = kept or {"epoch": self._epoch_width, "time": _TIME_WIDTH}
+        room = width - len(_GAP.join(" " * taken for taken in layout.values()))
         added: dict[str, int] = {}
-        room = width - self._epoch_width - len(_GAP) - _TIME_WIDTH
         for column in self._columns():
             needed = max(len(column), _WIDTH) + (column == self._marked)
-            if len(_GAP) + needed <= room or not added:
+            if column not in layout and (len(_GAP) + needed <= room or not (kept or added)):
                 added[column] = needed
                 room -= len(_GAP) + needed
-        rates_last = sorted(added, key=lambda name: name in self._rates)
-        return {"epoch": self._epoch_width, **{name: added[name] for name in rates_last}, "time": _TIME_WIDTH}
+        if kept:
+            return kept | added
+        rates_last = {column: added[column] for column in sorted(added, key=lambda name: name in self._rates)}
+        return {"epoch": self._epoch_width, **rates_last, "time": _TIME_WIDTH}
 
     def _note(self, layout: dict[str, int]) -> list[str]:
         count = len(set(self._columns()) - layout.keys())
@@ -325,13 +338,16 @@ class _RunTable:
         return [*self._note(layout), line, "-" * len(line)]
 
     def _update(self, output: NotebookOutput, summary: Sequence[str] = ()) -> None:
-        """Show the latest rows in a notebook."""
-        layout = self._fit(_NOTEBOOK_WIDTH)
+        """Show the latest rows and the best in a notebook."""
+        layout = self._fit(_NOTEBOOK_WIDTH, {})
         columns = list(layout)
         rows = self._rows[-_NOTEBOOK_ROWS:]
         notes = self._note(layout)
         if len(rows) < len(self._rows):
-            notes.insert(0, f"(the last {len(rows)} of {len(self._rows):,} rows; all are in trainer.run_history)")
+            all_rows = f"{len(self._rows):,} rows; all metrics are in trainer.run_history"
+            notes.insert(0, f"(the last {len(rows)} of {all_rows})")
+            if self._best_row is not None and all(row is not self._best_row for row in rows):
+                rows.insert(0, self._best_row)
         bold = None
         if self._best_row in rows and self._marked in columns:
             bold = rows.index(self._best_row), columns.index(self._marked)
@@ -390,12 +406,19 @@ def _speed(trained: Sequence[tuple[int, float]]) -> str:
     return f"{sum(samples for samples, _ in trained) / seconds:,.0f}" if seconds else "0"
 
 
-def _updates_between_rows(trainer: TrainerLike) -> int | None:
+def _default_interval(trainer: TrainerLike) -> int | None:
     """Return the number of updates between rows within epochs, whose end nobody knows; ``None`` for other epochs."""
     if find_length(trainer.train_dataloader) is not None:
         return None
     updates = trainer.current_run.request.max_num_train_steps
     return 500 if updates is None else max(int(float(f"{updates / 20:.0e}")), 10)
+
+
+def _num_steps(trainer: TrainerLike) -> int:
+    """Return an upper bound of the steps of an epoch, as far as it is known, or else a usual number."""
+    request = trainer.current_run.request
+    most = (request.max_num_train_steps or 0) * request.gradient_accumulation_steps
+    return max(find_length(trainer.train_dataloader) or most, 100)
 
 
 def _needs_power(value: Any) -> bool:

@@ -145,7 +145,7 @@ class SampleReader(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, indices: Iterable[Any]) -> Any:
+    def __getitems__(self, indices: list[Any]) -> Any:
         """Return the samples with these indices."""
         samples = []
         try:
@@ -206,36 +206,36 @@ class SeededReader(SampleReader):
             samples = self._read_without_draws(seeds, indices)
             if not self._draws:
                 return samples
+        samples = []
         with _StatesRead() as states:
-            samples = super().__getitems__(_seeding(seed_generators, seeds, indices))
+            for seed, index in zip(seeds, indices, strict=True):
+                seed_generators(seed)
+                try:
+                    samples.append(self.dataset[index])
+                except Exception as error:
+                    note_sample(error, self.dataset, index)
+                    raise
         self._draws = self._draws or states.any or _has_drawn(seeds[-1])
         return samples
 
-    def _read_without_draws(self, seeds: list[int], indices: list[Any]) -> Any:
+    def _read_without_draws(self, seeds: list[int], indices: list[Any]) -> list[Any]:
         """Return the samples, and note if reading them has drawn numbers, with which they must not be used."""
-        samples = error = None
+        samples = []
+        error = None
         seed_generators(_KNOWN, with_torch=False)
         try:
             with _StatesRead() as states:
-                samples = super().__getitems__(_seeding(_seed_torch, seeds, indices))
+                for seed, index in zip(seeds, indices, strict=True):
+                    torch.default_generator.manual_seed(seed >> 1)  # quick, and torch.initial_seed() can be asked
+                    samples.append(self.dataset[index])
         except Exception as raised:
             error = raised
+            note_sample(error, self.dataset, index)
         self._draws = states.any or (random.random(), np.random.random_sample()) != _FIRST_DRAWN
         if error is not None and not self._draws:  # otherwise it may be due to the numbers
             raise error
         seed_generators(seeds[-1], with_torch=False)  # collating continues from the last sample
         return samples
-
-
-def _seeding(seed_with: Callable[[int], object], seeds: list[int], indices: list[Any]) -> Iterator[Any]:
-    """Yield the index of each sample once its seed is set."""
-    for seed, index in zip(seeds, indices, strict=True):
-        seed_with(seed)
-        yield index
-
-
-def _seed_torch(seed: int) -> None:
-    torch.default_generator.manual_seed(seed >> 1)  # quick, and torch.initial_seed() can be asked
 
 
 class _StatesRead:
