@@ -204,6 +204,17 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"eval_dataset.*no batch",
     ),
+    "train_dataloader_kwargs is a name": (
+        {"train_dataloader_kwargs": "shuffle"},
+        TypeError,
+        "train_dataloader_kwargs='shuffle' must be a dict",
+    ),
+    "eval_dataloader_kwargs is a list": (
+        {"eval_dataset": make_data(), "eval_dataloader_kwargs": ["shuffle"]},
+        TypeError,
+        r"eval_dataloader_kwargs=\['shuffle'\] must be a dict",
+    ),
+    "collate_fn is a number": ({"collate_fn": 3}, TypeError, "collate_fn=3 must be a function"),
     "an unknown dataloader argument": ({"train_dataloader_kwargs": {"batchsize": 3}}, TypeError, "batchsize"),
     "a batch size of 0 among the dataloader arguments": (
         {"train_dataloader_kwargs": {"batch_size": 0}},
@@ -234,7 +245,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "create_scheduler_fn is a scheduler": (
         {"create_scheduler_fn": instance_of_step_lr},
         TypeError,
-        "'StepLR' object is not callable",
+        r"create_scheduler_fn=<.*StepLR.*must be a function.*For example: functools\.partial",
     ),
     "create_scheduler_fn is a name": (
         {"create_scheduler_fn": "cosinus"},

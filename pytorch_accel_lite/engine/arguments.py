@@ -239,6 +239,11 @@ def check_data(
     :param other: the other data of the run, which ``batch_size`` and ``collate_fn`` are for, too
     """
     check_positive_int("per_device_batch_size", batch_size)
+    name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
+    if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
+        raise TypeError(f"{name_of_kwargs}={loader_kwargs!r} must be a dict of arguments for torch's DataLoader.")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn={collate_fn!r} must be a function that makes a batch from a list of samples.")
     is_built = is_overridden(trainer, f"create_{'train' if name == 'train_dataset' else 'eval'}_dataloader")
     parts = _by_name(name, dataset)
     if not parts:
@@ -250,7 +255,7 @@ def check_data(
             kind = type(dataset_of(part)).__name__
             raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
     if not is_built and all(map(is_loader, parts.values())):
-        options: dict[str, Any] = {name.replace("dataset", "dataloader_kwargs"): loader_kwargs or None}
+        options: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
         others = {} if other is None else _by_name("", other)
         if all(map(is_loader, others.values())):
             sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]

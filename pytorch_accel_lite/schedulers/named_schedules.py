@@ -26,6 +26,7 @@ def resolve_names(
     :param warmup_steps: number of steps of linear warm-up, or their fraction of the run if less than 1
     :param interval: ``"update"`` or ``"epoch"``: what a step of the schedule is
     :raises ValueError: for an unknown name, or a warm-up without a name
+    :raises TypeError: for a scheduler in place of a function
     """
     if isinstance(create_scheduler_fn, Mapping):
         return {
@@ -34,6 +35,11 @@ def resolve_names(
         }
     if isinstance(create_scheduler_fn, str):
         return _factory(argument, create_scheduler_fn, warmup_steps, interval)
+    if create_scheduler_fn is not None and not callable(create_scheduler_fn):
+        raise TypeError(
+            f"{argument}={create_scheduler_fn!r} must be a function that creates a scheduler from an optimizer, not a "
+            "scheduler. For example: functools.partial(StepLR, step_size=10)."
+        )
     if warmup_steps != 0:
         instead = "Pass 'constant'" if create_scheduler_fn is None else "Give your own scheduler its warm-up"
         raise ValueError(
