@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback, TimingCallback
+from pytorch_accel_lite.callbacks import ProfilerCallback, StepBasedEvaluationCallback, TimingCallback
 from tests.tasks import Rows, listener, make_trainer, regression_data, small_model, train
 
 NAP = 1 / 32  # of which sums are exact
@@ -136,3 +137,38 @@ def test_a_second_one_is_refused():
     with pytest.raises(ValueError, match="callbacks holds more than one TimingCallback"):
         train(trainer)
     assert trainer.progress.update == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler")
+def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
+    profiler = ProfilerCallback(tmp_path / "profiles", wait=1, warmup=1, active=2, repeat=2)
+    train(make_trainer([profiler]), epochs=4)
+    traces = sorted((tmp_path / "profiles").glob("rank0.*.pt.trace.json"))
+    assert len(traces) == 2
+    events = json.loads(traces[0].read_text())["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert sum(name.startswith("ProfilerStep#") for name in names) >= 2
+    assert "aten::addmm" in names
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler")
+def test_a_run_that_ends_before_the_first_trace_says_so(tmp_path, capsys):
+    train(make_trainer([ProfilerCallback(tmp_path)]))
+    assert "no trace: the run had 3 steps, and the first 7 are not recorded" in capsys.readouterr().out
+    train(make_trainer([ProfilerCallback(tmp_path, wait=1, warmup=1)]))
+    assert "no trace" not in capsys.readouterr().out
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler")
+def test_traces_within_one_update_have_names_of_their_own(tmp_path):
+    profiler = ProfilerCallback(tmp_path, wait=0, warmup=0, active=1, repeat=4)
+    train(make_trainer([profiler]), size=8, gradient_accumulation_steps=4)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("arguments", [{"active": 0}, {"wait": -1}, {"repeat": 0}])
+def test_bad_arguments_are_named(arguments):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"{name}="):
+        ProfilerCallback(**arguments)

@@ -41,6 +41,7 @@ from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback as Early
 from pytorch_accel_lite.callbacks.stopping import TimeLimitCallback as TimeLimitCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback as ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback as ProgressTableCallback
+from pytorch_accel_lite.callbacks.timing import ProfilerCallback as ProfilerCallback
 from pytorch_accel_lite.callbacks.timing import TimingCallback as TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback as TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback as SaveTrainingStateCallback
