@@ -121,7 +121,7 @@ def test_a_search_may_choose_among_names(tmp_path):
     space = (ROOT / "examples" / "search.yaml").read_text().replace("digits.yaml", f"{ROOT}/examples/digits.yaml")
     space = space.replace("space:\n", "space:\n  optimizer: {choices: [AdamW, Adam]}\n")
     (tmp_path / "names.yaml").write_text(space)
-    output = run_script("examples/search.py", str(tmp_path / "names.yaml"), "--trials=1", "--output", str(tmp_path))
+    output = run_script("examples/search.py", str(tmp_path / "names.yaml"), "--trials=3", "--output", str(tmp_path))
     assert re.search(r"\n  optimizer: Adam", output)
 
 

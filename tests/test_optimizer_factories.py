@@ -349,8 +349,8 @@ def test_what_is_no_optimizer_and_no_function_is_refused_at_once(optimizer, mess
         (
             SGD,
             {"create_scheduler_fn": {"a": StepLR}},
-            TypeError,
-            "create_scheduler_fn is a dict, .* the trainer has one",
+            ValueError,
+            r"create_scheduler_fn\['a'\]: no optimizer has that name, only one without a name",
         ),
     ],
 )

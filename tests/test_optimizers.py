@@ -396,7 +396,7 @@ def test_what_is_no_optimizer_is_refused(optimizer, error, message):
             ValueError,
             r"create_scheduler_fn\['other'\]: no optimizer has that name, only 'matrix', 'r",
         ),
-        ({"rest": 1}, TypeError, "'int' object is not callable"),
+        ({"rest": 1}, TypeError, r"create_scheduler_fn\['rest'\]=1 must be a function"),
         ({"rest": partial(OneCycleLR, max_lr=1, total_steps=2)}, ValueError, "OneCycleLR has total_steps=2"),
         ({"rest": ReduceLROnPlateau}, TypeError, "ReduceLROnPlateau.step needs an argument"),
         (
