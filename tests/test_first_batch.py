@@ -160,3 +160,31 @@ def test_a_third_element_that_is_something_else_is_none(third, trainer):
     second = classes().tensors[1] if isinstance(made.loss_func, nn.CrossEntropyLoss) else Y
     train(made, train_dataset=TensorDataset(X, second, third))  # a warning would be an error
     assert made.progress.epochs_completed
+
+
+# ------------------------------------------------------------------------------- no loss for evaluations
+
+
+class OwnTrainingLoss(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        outputs = self.model(batch[0])
+        return {"loss": functional.mse_loss(outputs, batch[1]), "model_outputs": outputs}
+
+
+class OwnLosses(OwnTrainingLoss):
+    def calculate_eval_batch_loss(self, batch):
+        return self.calculate_train_batch_loss(batch)
+
+
+def test_a_loss_for_training_only_is_told_of_an_epoch_before_the_evaluation_fails():
+    trainer = make_trainer(trainer_class=OwnTrainingLoss, loss_func=None)
+    with pytest.raises(UserWarning, match=r"The evaluation has no loss: .* Override it, too"):
+        train(trainer, eval_dataset=classes())
+    assert not trainer.progress.update
+    for right in (
+        make_trainer(trainer_class=OwnLosses, loss_func=None),
+        make_trainer(trainer_class=OwnTrainingLoss, loss_func=nn.MSELoss()),
+    ):
+        train(right, eval_dataset=TensorDataset(X, Y))
+        assert right.progress.epochs_completed == 1
+    train(make_trainer(trainer_class=OwnTrainingLoss, loss_func=None))  # is not evaluated

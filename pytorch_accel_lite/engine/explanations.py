@@ -230,8 +230,12 @@ _BATCH_EVENTS = ("on_backward_start", "on_backward_end", "on_train_step_end", "o
 
 
 def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, Any]) -> None:
-    """Warn if the loss of the first batch is a sum, or seems to be computed with something else than the target."""
+    """Warn if the loss of the first batch is a sum, or seems to be computed with something else than the target.
+
+    Also if evaluations, which come an epoch later, seem to have no loss.
+    """
     loss, size = output["loss"], output["batch_size"]
+    _warn_of_missing_evaluation_loss(trainer, output)
     uses_loss_func = not (is_overridden(trainer, "calculate_train_batch_loss") or is_overridden(trainer, "train_step"))
     if uses_loss_func and _has_sum(trainer.loss_func):
         _warn_of_sum("loss_func has reduction='sum'")
@@ -249,6 +253,20 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
                 "target; it is not used. Let the dataset return (inputs, targets), or a dict if the model takes "
                 "several inputs, or override calculate_train_batch_loss and calculate_eval_batch_loss."
             )
+
+
+def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: dict[str, Any]) -> None:
+    has_training_loss_only = (
+        trainer.loss_func is None
+        and is_overridden(trainer, "calculate_train_batch_loss")
+        and not is_overridden(trainer, "calculate_eval_batch_loss")
+        and isinstance(output.get("model_outputs"), torch.Tensor)  # the model seems to return no loss of its own
+    )
+    if has_training_loss_only and trainer.current_run.data.all_eval_loaders:
+        warn_outside(
+            "The evaluation has no loss: calculate_train_batch_loss is overridden, calculate_eval_batch_loss is not, "
+            "and loss_func is None. Override it, too, or pass a loss_func, unless the model itself returns its loss."
+        )
 
 
 def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
