@@ -73,10 +73,10 @@ _SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
 def check_types(**arguments: Any) -> None:
     """Check the types of arguments of a trainer, by name."""
     for name, value in arguments.items():
-        types, wanted = _TYPES[name]
+        types, expected = _TYPES[name]
         _refuse_class(name, value)
         if not isinstance(value, types):
-            raise TypeError(f"{name}={value!r} must be {wanted}.")
+            raise TypeError(f"{name}={value!r} must be {expected}.")
 
 
 def check_constructor(loss_func: Any, optimizer: Any, seed: Any) -> None:
@@ -97,20 +97,20 @@ def check_constructor(loss_func: Any, optimizer: Any, seed: Any) -> None:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
 
 
-def check_precision(wanted: str | None, accelerator: Accelerator | None) -> None:
+def check_precision(precision: str | None, accelerator: Accelerator | None) -> None:
     """Check that an accelerator has the mixed precision wanted; or, before there is one, that the device can have it.
 
     Accelerate would compute fp16 on CPUs without a gradient scaler, and raises errors of its own elsewhere.
     """
-    if wanted is None:
+    if precision is None:
         return
-    check_choice("mixed_precision", wanted, ("no", "fp16", "bf16", "fp8"))
-    if accelerator is None and wanted == "fp16" and current_process().device.type == "cpu":
+    check_choice("mixed_precision", precision, ("no", "fp16", "bf16", "fp8"))
+    if accelerator is None and precision == "fp16" and current_process().device.type == "cpu":
         raise ValueError("mixed_precision='fp16' needs a GPU or a similar device. Pass 'bf16', or 'no', on CPUs.")
-    if accelerator is not None and accelerator.mixed_precision != wanted:
+    if accelerator is not None and accelerator.mixed_precision != precision:
         raise ValueError(
-            f"mixed_precision={wanted!r}, but that of the accelerator is {accelerator.mixed_precision!r}. Pass only "
-            f"one of them to the trainer: mixed_precision, or Accelerator(mixed_precision={wanted!r})."
+            f"mixed_precision={precision!r}, but that of the accelerator is {accelerator.mixed_precision!r}. Pass only "
+            f"one of them to the trainer: mixed_precision, or Accelerator(mixed_precision={precision!r})."
         )
 
 
@@ -196,15 +196,16 @@ def check_optimizers(trainer: TrainerLike) -> None:
             f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
-    own = list(optimized_parameters(trainer.optimizer))
+    in_optimizer = list(optimized_parameters(trainer.optimizer))
     modules = [model, *attributes.modules(trainer).values()]
-    if own and {parameter for module in modules for parameter in module.parameters()}.isdisjoint(own):
+    in_modules = {parameter for module in modules for parameter in module.parameters()}
+    if in_optimizer and in_modules.isdisjoint(in_optimizer):
         warn_outside(
-            f"None of the {len(own)} parameters of the optimizer belongs to the model, so training will not change "
-            "the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of the "
-            "model passed to the trainer, and recreate it whenever you recreate the model."
+            f"None of the {len(in_optimizer)} parameters of the optimizer belongs to the model, so training will not "
+            "change the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of "
+            "the model passed to the trainer, and recreate it whenever you recreate the model."
         )
-    elif own and isinstance(loss_func, nn.Module):
+    elif in_optimizer and isinstance(loss_func, nn.Module):
         missed = _not_optimized(loss_func, {*model.parameters(), *optimized})
         if missed:
             warn_outside(
@@ -256,9 +257,9 @@ def check_data(
             raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
     if not is_built and all(map(is_loader, parts.values())):
         options: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
-        others = {} if other is None else _by_name("", other)
-        if all(map(is_loader, others.values())):
-            sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *others.values())]
+        other_parts = {} if other is None else _by_name("", other)
+        if all(map(is_loader, other_parts.values())):
+            sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *other_parts.values())]
             is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
             options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
         _refuse_options(name_of_part, part, options)

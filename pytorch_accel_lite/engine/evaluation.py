@@ -180,15 +180,15 @@ def run_evaluation(
             "evaluate(dataset)."
         )
     run = self.current_run.derive()
-    own = self.model
+    trained = self.model
     if model is not None:
-        run.trained_model = own
-    used = own if model is None else model
+        run.trained_model = trained
+    used = trained if model is None else model
     handler = self.callback_handler if callbacks is None else callbacks
     with (
         entering(self, run, "run_evaluation()"),
         preserving_generators(),
-        preserving_modes(own.modules()),
+        preserving_modes(trained.modules()),
         prefixed(self.run_history, prefix),
         replaced(self, model=used, callback_handler=handler),
     ):

@@ -138,22 +138,22 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
 
 def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[str]:
     data, number = run.data, run.batch_number
-    place = f"In {phase}" + (f" on {data.eval_dataset_name!r}" if data.eval_dataset_name else "")
+    where = f"In {phase}" + (f" on {data.eval_dataset_name!r}" if data.eval_dataset_name else "")
     if run.request.kind == "training" and run.progress.epoch:
-        place += f", epoch {run.progress.epoch}"
+        where += f", epoch {run.progress.epoch}"
     elif number is None:
         return
     ranks = trainer.ranks
     process = f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else ""
     if number is None:
         if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others tell by themselves
-            yield f"{place}{process}."
+            yield f"{where}{process}."
         return
     if run.batch is None or isinstance(run.batch.data, FailedRead):
-        yield f"{place}, step {number}, reading a batch{process}:"
+        yield f"{where}, step {number}, reading a batch{process}:"
         yield from _describe_reading(error, run, data.train_loader if phase == "training" else data.eval_loader)
     else:
-        yield f"{place}, step {number}{process}:"
+        yield f"{where}, step {number}{process}:"
         samples = f"; {_list_samples(run.batch_indices)} of the dataset" if run.batch_indices else ""
         yield f"  batch: {short(run.batch.data)}{samples}"
         yield from _describe_model(error, trainer)
@@ -301,10 +301,10 @@ def _has_sum(loss_func: Any) -> bool:
     return bool((reduction or getattr(loss_func, "reduction", None)) == "sum")
 
 
-def _warn_of_sum(what: str) -> None:
+def _warn_of_sum(reason: str) -> None:
     warn_outside(
-        f"{what}, but the trainer takes a loss for a mean: recorded losses depend on the batch size, and with gradient "
-        "accumulation or several processes the gradients are not those of the sum. Divide it by the number of samples, "
-        "and multiply the learning rate by the batch size; see 'Your loss is a sum' in the documentation, under "
+        f"{reason}, but the trainer takes a loss for a mean: recorded losses depend on the batch size, and with "
+        "gradient accumulation or several processes the gradients are not those of the sum. Divide it by the number "
+        "of samples, and multiply the learning rate by the batch size; see 'Your loss is a sum' in the documentation, under "
         "'Coming from your own loop'."
     )

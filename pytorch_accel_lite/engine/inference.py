@@ -44,8 +44,8 @@ def inference_run(
             run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
             run.control = StopCoordinator(trainer.ranks)
         trainer.callback_handler.configure_run(trainer, request)
-        own = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
-        requested = replace(run.request, **own)
+        for_inference = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
+        requested = replace(run.request, **for_inference)
         run.request = request if run.outer is None else requested
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)

@@ -174,14 +174,14 @@ class LossTrackers(dict[str, LossTracker]):
             else:  # of a whole batch, of which this is a part
                 self.unweighed.append(entry)
 
-    def own_sums(self) -> list[dict[str, tuple[float, float]]]:
+    def local_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of the losses and of their weights on this rank, by name. Reads from the device."""
         return [{key: (float(t.total_loss), float(t.running_count)) for key, t in self.items()}]
 
     def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return the sums of the losses and of their weights over all ranks, by name. Reads from the device."""
         summed: dict[str, tuple[float, float]] = {}
-        for sums in chain.from_iterable(ranks.all_gather_object(self.own_sums())):
+        for sums in chain.from_iterable(ranks.all_gather_object(self.local_sums())):
             for key, (total, count) in sums.items():
                 before = summed.get(key, (0.0, 0.0))
                 summed[key] = before[0] + total, before[1] + count

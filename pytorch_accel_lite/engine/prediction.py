@@ -97,11 +97,11 @@ def _predicted(
     loader_kwargs: Any,
     collate_fn: Any,
     only_first: bool,
-    is_whole: bool,
+    is_collected: bool,
 ) -> Iterator[list[Any]]:
     """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
 
-    :param is_whole: whether the caller does nothing but collect them
+    :param is_collected: whether the caller does nothing but collect them
     """
     check_data(self, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
@@ -123,9 +123,9 @@ def _predicted(
             sync_ddp_buffers(self.model, self.ranks)
             mode = evaluation_mode(self.model) if run.outer is None else nullcontext()
             with explaining(self, run, "prediction"), mode:
-                steps = _steps_of_all(self, run, only_first, is_whole)
+                steps = _steps_of_all(self, run, only_first, is_collected)
                 steps = steps if _keeps(self, only_first) else ([] for _ in steps)
-                yield from steps if is_whole else _suspending(self, run, steps)
+                yield from steps if is_collected else _suspending(self, run, steps)
             self.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
             self.call_event("on_predict_run_end")
@@ -135,12 +135,12 @@ def _predicted(
             raise
 
 
-def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_whole: bool) -> Iterator[list[Any]]:
+def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Any]]:
     """Yield for each step the outputs of all processes, which they gather after a number of steps."""
     ranks = trainer.data_ranks
     outputs = _outputs(trainer, run)
     generators: dict[str, Any] = {}
-    if is_whole and ranks.world_size == 1:
+    if is_collected and ranks.world_size == 1:
         with _predicting(trainer, run, generators):
             yield from filter(None, outputs)
         return

@@ -80,9 +80,9 @@ class PreparedModel:
         """Make the optimizer from the parameters of the prepared model, where a factory was given for it."""
         if self.optimizer is None or is_made(self.optimizer):
             return
-        made = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
-        self._originals = self._originals[0], made
-        self.optimizer = made if self.is_plain else accelerator.prepare_optimizer(made)
+        optimizer = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
+        self._originals = self._originals[0], optimizer
+        self.optimizer = optimizer if self.is_plain else accelerator.prepare_optimizer(optimizer)
         self._name_parts()
 
     def _name_parts(self) -> None:

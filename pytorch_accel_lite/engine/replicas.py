@@ -30,10 +30,10 @@ def compare_replicas(self: TrainerLike) -> None:
         return
     by_rank = self.ranks.all_gather_object(sums)
     for name in dict.fromkeys(chain.from_iterable(by_rank)):
-        others = [str(rank) for rank, of_rank in enumerate(by_rank) if of_rank.get(name) != by_rank[0].get(name)]
-        if others:
+        differing = [str(rank) for rank, of_rank in enumerate(by_rank) if of_rank.get(name) != by_rank[0].get(name)]
+        if differing:
             raise RuntimeError(
-                f"The processes no longer train the same weights: {name!r} differs on rank {', '.join(others)} from "
+                f"The processes no longer train the same weights: {name!r} differs on rank {', '.join(differing)} from "
                 f"rank 0. {_likely_cause(self)}"
             )
 

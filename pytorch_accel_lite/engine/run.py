@@ -277,15 +277,15 @@ class Run:
     def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
         """Track the losses of a training batch; return its number of samples on this process and on all processes."""
         # Inlines Batch.samples() and Progress.add_samples(), as this runs in every step.
-        own = batch.num_samples
+        local = batch.num_samples
         progress = self.progress
-        if own != 0:  # 0 for a filler batch
+        if local != 0:  # 0 for a filler batch
             self.loss_trackers.add(output)
-        own = int(output["batch_size"]) if own is None else own
-        total = own if batch.total_samples is None else batch.total_samples
+        local = int(output["batch_size"]) if local is None else local
+        total = local if batch.total_samples is None else batch.total_samples
         progress.samples_in_epoch += total
         progress.samples += total
-        return own, total
+        return local, total
 
     def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
         """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""

@@ -63,10 +63,10 @@ def _begin_from_initial_rates(
     if trainer.scheduler is None:
         set_options(optimizer, now)
         if now != initial and run.resumed is None:
-            left, first = ([values.get("lr") for values in options] for options in (now, initial))
+            current, first = ([values.get("lr") for values in options] for options in (now, initial))
             trainer.print(
-                f"This run has no scheduler and trains at the learning rate {_listed(left)}, left over from an earlier "
-                f"schedule; the optimizer started at {_listed(first)}. To return to that: for group in "
+                f"This run has no scheduler and trains at the learning rate {_listed(current)}, left over from an "
+                f"earlier schedule; the optimizer started at {_listed(first)}. To return to that: for group in "
                 "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
             )
     elif not continues:
@@ -286,14 +286,14 @@ def _check_continuity(trainer: TrainerLike, had: list[Any], around: list[tuple[A
 def _updates_made(run: Run, per_epoch: int) -> int:
     """Return the number of updates that a run with these settings would have made for the samples seen so far."""
     progress = run.progress
-    made: int = progress.epochs_completed * per_epoch
+    updates: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
-        return made
-    left: int | None = run.data.train_loader.steps_left(progress.samples_in_epoch)
-    if left is None:
+        return updates
+    remaining: int | None = run.data.train_loader.steps_left(progress.samples_in_epoch)
+    if remaining is None:
         nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
-        return made + min(nominal, per_epoch)
-    return made + max(0, per_epoch - math.ceil(left / run.window.steps))
+        return updates + min(nominal, per_epoch)
+    return updates + max(0, per_epoch - math.ceil(remaining / run.window.steps))
 
 
 def advance_scheduler(self: TrainerLike, num_updates: int) -> None:

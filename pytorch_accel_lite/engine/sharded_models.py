@@ -173,22 +173,22 @@ def _load(model: nn.Module, source: Path) -> set[str]:
 
 
 def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> set[str]:
-    """Initialise layer after layer, whole on each process, and keep its own shards; return the names of those done."""
+    """Initialise layer after layer, unsharded on each process; keep the local shards, and return their names."""
     done: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+        tensors = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
         pending = {
             name: tensor
-            for name, tensor in own.items()
+            for name, tensor in tensors.items()
             if f"{prefix}.{name}".lstrip(".") in missing and id(tensor) not in done
         }
         initialise = _initialiser(model, module)
         if not pending or initialise is None:
             continue
-        whole = _whole_copy(module, device)
-        initialise(whole)
+        unsharded = _unsharded_copy(module, device)
+        initialise(unsharded)
         for name, tensor in pending.items():
-            value = getattr(whole, name).detach()
+            value = getattr(unsharded, name).detach()
             if not value.is_floating_point() or not value.isnan().any():
                 local(tensor).copy_(local(sharded_like(tensor, value)))
                 done.add(id(tensor))
@@ -196,16 +196,16 @@ def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> se
 
 
 def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """Return what initialises a module: transformers' models have a method for that, modules of torch their own."""
+    """Return what initialises a module: a method of transformers' models, or one that torch's modules have."""
     methods = ("reset_parameters", "_reset_parameters")
-    own = next((method for method in methods if hasattr(module, method)), None)
-    return getattr(model, "_init_weights", None) or (None if own is None else methodcaller(own))
+    method_name = next((method for method in methods if hasattr(module, method)), None)
+    return getattr(model, "_init_weights", None) or (None if method_name is None else methodcaller(method_name))
 
 
-def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module whose own parameters and buffers are whole, and NaN."""
-    whole: nn.Module = object.__new__(type(module))  # copy.copy() fails for modules that fully_shard has sharded
-    vars(whole).update(vars(module))
+def _unsharded_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module with its own parameters and buffers unsharded, and NaN."""
+    unsharded: nn.Module = object.__new__(type(module))  # copy.copy() fails for modules that fully_shard has sharded
+    vars(unsharded).update(vars(module))
 
     def empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -215,5 +215,5 @@ def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
         return nn.Parameter(fresh, fresh.is_floating_point()) if isinstance(tensor, nn.Parameter) else fresh
 
     for kind in ("_parameters", "_buffers"):
-        vars(whole)[kind] = {name: empty(tensor) for name, tensor in vars(module)[kind].items()}
-    return whole
+        vars(unsharded)[kind] = {name: empty(tensor) for name, tensor in vars(module)[kind].items()}
+    return unsharded

@@ -79,13 +79,13 @@ class StepSnapshot(Snapshot):
         super().__init__()
         model = trainer.get_model()
         beside = attributes.modules(trainer).values()
-        own = [*model.parameters(), *optimized_parameters(trainer.optimizer)]
+        parameters = [*model.parameters(), *optimized_parameters(trainer.optimizer)]
         others = chain.from_iterable(optimized_parameters(other) for other in attributes.optimizers(trainer).values())
         trained = dict.fromkeys(others)
-        self.gradients = {parameter: parameter.grad for parameter in own}
+        self.gradients = {parameter: parameter.grad for parameter in parameters}
         # The pass itself may use the gradients of others, so they are not set aside.
-        of_others = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
-        self.keep_gradients(parameter for parameter in of_others if parameter not in self.gradients)
+        elsewhere = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
+        self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
         steppers = [owner for owner in attributes.trained(trainer).values() if not isinstance(owner, nn.Module)]
         self.keep_states([trainer.current_run.loss_trackers, *steppers, *attributes.registered(trainer).values()])

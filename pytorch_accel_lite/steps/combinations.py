@@ -41,8 +41,8 @@ class Conflict(NamedTuple):
 
 
 def _has_module(trainer: TrainerLike, matches: Callable[[nn.Module], bool]) -> bool:
-    wholes = [trainer.model, *attributes.modules(trainer).values()]
-    return any(matches(module) for whole in wholes for module in whole.modules())
+    roots = [trainer.model, *attributes.modules(trainer).values()]
+    return any(matches(module) for root in roots for module in root.modules())
 
 
 def _names_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:

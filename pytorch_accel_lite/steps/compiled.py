@@ -144,14 +144,14 @@ class CompiledForward:
 
         # torch keeps compiled code with a code object, for good, and in globals. Copies keep trainers apart.
         scope = {"__builtins__": builtins}
-        own = FunctionType(compute.__code__.replace(), scope, "compute", None, compute.__closure__)
-        weakref.finalize(own, _dynamo().reset_code, own.__code__).atexit = False
+        copied = FunctionType(compute.__code__.replace(), scope, "compute", None, compute.__closure__)
+        weakref.finalize(copied, _dynamo().reset_code, copied.__code__).atexit = False
         options = {"fullgraph": fullgraph} | self._options
         if not options["fullgraph"]:
             # What is compiled is the user's own code, too, whose versions torch counts for all trainers together. It
             # forgets those of earlier ones, and the models that they are for; what is used again is compiled again.
             torch.compiler.reset()
-        self._compiled = torch.compile(own, **options)
+        self._compiled = torch.compile(copied, **options)
 
     def _compute_otherwise(self, batch: Any, error: Exception) -> BatchOutput:
         """Compute a batch for which compilation failed: in several graphs if it cannot be one, or else as usual.
@@ -186,10 +186,10 @@ class CompiledForward:
         self._compiled = None
         warnings.warn(f"compile_step: the step is not compiled, because {reason}.", stacklevel=2)
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"compile_step: {what}.", stacklevel=2)
+            warnings.warn(f"compile_step: {reason}.", stacklevel=2)
 
     def _begin_replay(self, run: Run) -> None:
         """Let the CUDA graphs begin again. They overwrite what they returned, such as gradients of this window."""

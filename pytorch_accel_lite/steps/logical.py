@@ -70,7 +70,7 @@ class LogicalProcesses:
     def capture(self, trainer: TrainerLike) -> dict[str, Any]:
         """Return what a training state keeps of them. Call it on every process."""
         run = trainer.current_run
-        losses = trainer.ranks.all_gather_object(run.loss_trackers.own_sums())
+        losses = trainer.ranks.all_gather_object(run.loss_trackers.local_sums())
         return {
             "losses": list(chain.from_iterable(losses)),
             "generators": capture_generators(),
@@ -127,9 +127,9 @@ class SharedLossTrackers(LossTrackers):
         super().log(name, value, weight)
         self.by_number[self._current()].log(name, value, weight)
 
-    def own_sums(self) -> list[dict[str, tuple[float, float]]]:
+    def local_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of each logical process of this rank."""
-        return [sums for trackers in self.by_number.values() for sums in trackers.own_sums()]
+        return [sums for trackers in self.by_number.values() for sums in trackers.local_sums()]
 
     def load_sums(self, sums: list[dict[str, tuple[float, float]]]) -> None:
         """Load the sums of all logical processes, in their order; those of missing ones are 0."""

@@ -18,12 +18,12 @@ from pytorch_accel_lite.distributed import Ranks
 Gradients = list[torch.Tensor | None]
 
 
-def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+def add_gradients(first: Gradients, second: Gradients) -> Gradients:
     """Add gradients to others in place. A missing one adds nothing."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    both = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+    return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 
 class GradientSum:
@@ -69,8 +69,8 @@ class GradientSum:
     def _skip_to(self, number: int) -> None:
         """Add nothing for the shares before this one that have no samples."""
         blocks = self._tree.nodes
-        own = self._blocks[self._ranks.rank]
-        following = blocks[-1].start + (1 << blocks[-1].level) if blocks else own[0][1]
+        blocks_of_rank = self._blocks[self._ranks.rank]
+        following = blocks[-1].start + (1 << blocks[-1].level) if blocks else blocks_of_rank[0][1]
         for empty in range(following, number):
             self._tree.push(Node(0, empty, [None] * len(self._parameters)))
 
@@ -84,7 +84,7 @@ class GradientSum:
             return
         for gradients in (node.value for node in self._tree.nodes):
             self._missed.update(index for index, gradient in enumerate(gradients) if gradient is None)
-        summed = [self._sum_slice(places, with_flags) for places, with_flags in self._groups()]
+        summed = [self._sum_slice(indices, with_flags) for indices, with_flags in self._groups()]
         self._tree.nodes.clear()
         if self._slices:
             torch._foreach_add_(self._slices, summed)
@@ -102,36 +102,36 @@ class GradientSum:
             self._of_steps = None
             return
         unused: set[int] = set()
-        for (places, with_flags), part in zip(self._groups(), self._slices, strict=True):
-            whole = part.new_empty(len(part) * self._ranks.world_size)
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(part))
-            parameters = [self._parameters[place] for place in places]
+        for (indices, with_flags), part in zip(self._groups(), self._slices, strict=True):
+            gathered = part.new_empty(len(part) * self._ranks.world_size)
+            dist.all_gather_into_tensor(_bytes(gathered), _bytes(part))
+            parameters = [self._parameters[index] for index in indices]
             sizes = [parameter.numel() for parameter in parameters]
-            *pieces, _ = whole.split([*sizes, len(whole) - sum(sizes)])  # type: ignore[no-untyped-call]
+            *pieces, _ = gathered.split([*sizes, len(gathered) - sum(sizes)])  # type: ignore[no-untyped-call]
             gradients = [torch.empty_like(parameter) for parameter in parameters]
             torch._foreach_copy_(gradients, [v.view(p.shape) for v, p in zip(pieces, parameters, strict=True)])
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             if with_flags and self._missed:
-                flags = whole[sum(sizes) :].tolist()
-                unused = {place for place in self._missed if not flags[place]}
-        for place in unused:
-            self._parameters[place].grad = None
+                flags = gathered[sum(sizes) :].tolist()
+                unused = {index for index in self._missed if not flags[index]}
+        for index in unused:
+            self._parameters[index].grad = None
         self._slices = []
         self._missed = set()
 
     def _groups(self) -> Iterator[tuple[list[int], bool]]:
-        """Yield the places of the parameters of each dtype, and whether the flags of all parameters go with them."""
+        """Yield the indices of the parameters of each dtype, and whether the flags of all parameters are appended."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             by_dtype.setdefault(parameter.dtype, []).append(index)
-        for number, places in enumerate(by_dtype.values()):
-            yield places, number == 0
+        for number, indices in enumerate(by_dtype.values()):
+            yield indices, number == 0
 
-    def _sum_slice(self, places: list[int], with_flags: bool) -> torch.Tensor:
+    def _sum_slice(self, indices: list[int], with_flags: bool) -> torch.Tensor:
         """Return this rank's slice of the sum of some gradients over all processes, and free them."""
         world_size = self._ranks.world_size
-        flat = [self._flatten(node.value, places, with_flags) for node in self._tree.nodes]
+        flat = [self._flatten(node.value, indices, with_flags) for node in self._tree.nodes]
         num_nodes = len(flat)
         length = len(flat[0]) // world_size
         slices = zip(*(vector.split(length) for vector in flat), strict=True)  # type: ignore[no-untyped-call]
@@ -139,28 +139,29 @@ class GradientSum:
         del flat, slices
         sent = [num_nodes * length] * world_size
         received = [len(blocks) * length for blocks in self._blocks]
-        found = mine.new_empty(sum(received))
+        slices_of_all = mine.new_empty(sum(received))
         scale = mine.element_size()
-        dist.all_to_all_single(_bytes(found), _bytes(mine), [n * scale for n in received], [n * scale for n in sent])
+        sizes = [n * scale for n in received], [n * scale for n in sent]
+        dist.all_to_all_single(_bytes(slices_of_all), _bytes(mine), *sizes)
         del mine
         tree = TreeSum[torch.Tensor](torch.Tensor.add_)
         blocks = (block for of_rank in self._blocks for block in of_rank)
-        for (level, start), part in zip(blocks, found.split(length), strict=True):  # type: ignore[no-untyped-call]
+        for (level, start), part in zip(blocks, slices_of_all.split(length), strict=True):  # type: ignore[no-untyped-call]
             tree.push(Node(level, start, part))
         return tree.total().clone()  # does not keep the others in memory
 
-    def _flatten(self, gradients: Gradients, places: list[int], with_flags: bool) -> torch.Tensor:
+    def _flatten(self, gradients: Gradients, indices: list[int], with_flags: bool) -> torch.Tensor:
         """Return some gradients as one vector that divides evenly among the ranks, and drop them.
 
         :param with_flags: whether to append, for every parameter, whether it has a gradient
         """
-        first = self._parameters[places[0]]
+        first = self._parameters[indices[0]]
         flags = [float(gradient is not None) for gradient in gradients] if with_flags else []
         parts: list[torch.Tensor] = []
-        for place in places:
-            gradient = gradients[place]
-            parts.append(torch.zeros_like(self._parameters[place]).neg_() if gradient is None else gradient)
-            gradients[place] = None
+        for index in indices:
+            gradient = gradients[index]
+            parts.append(torch.zeros_like(self._parameters[index]).neg_() if gradient is None else gradient)
+            gradients[index] = None
         size = sum(part.numel() for part in parts) + len(flags)
         tail = torch.zeros(len(flags) + -size % self._ranks.world_size, dtype=first.dtype, device=first.device)
         if all(flags):

@@ -63,16 +63,16 @@ class LogicalWindow(GradientWindow):
         world_size = self._ranks.world_size
         ranges = [range(*split(self._count, rank, world_size)) for rank in range(world_size)]
         zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
-        found = torch.stack([zero + self.items.get(number, 0) for number in ranges[self._ranks.rank]])
+        items = torch.stack([zero + self.items.get(number, 0) for number in ranges[self._ranks.rank]])
         self.items = {}
         if world_size > 1:
             longest = len(ranges[0])
-            mine = torch.cat([found, found.new_zeros(longest - len(found))])
-            found = found.new_empty(world_size * longest)
-            dist.all_gather_into_tensor(found, mine)
-            parts = found.view(world_size, longest)
-            found = torch.cat([part[: len(own)] for part, own in zip(parts, ranges, strict=True)])
-        return found.sum()
+            mine = torch.cat([items, items.new_zeros(longest - len(items))])
+            items = items.new_empty(world_size * longest)
+            dist.all_gather_into_tensor(items, mine)
+            parts = items.view(world_size, longest)
+            items = torch.cat([part[: len(numbers)] for part, numbers in zip(parts, ranges, strict=True)])
+        return items.sum()
 
 
 class LogicalStep(PlainStep):
@@ -84,7 +84,7 @@ class LogicalStep(PlainStep):
         self._ranks = trainer.ranks
         batch_size = run.required_config.train_per_device_batch_size
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
-        self._wholes = [trainer.model, *attributes.modules(trainer).values()]
+        self._modules = [trainer.model, *attributes.modules(trainer).values()]
         self._with_buffers: list[nn.Module] = []
         run.window = self._window
         self._find_buffers()
@@ -113,7 +113,7 @@ class LogicalStep(PlainStep):
         nominal, true = window.sizes or (window.nominal, 0)
         window.sizes = nominal, true + batch.total_samples
         seed_all(batch.share.place)
-        return self._put_together(trainer, run, batch)
+        return self._merge(trainer, run, batch)
 
     def _compute_shares(
         self, trainer: TrainerLike, run: Run, batch: Batch, before: list[torch.Tensor]
@@ -149,7 +149,7 @@ class LogicalStep(PlainStep):
             self._logical.is_computing = False
         return recursively_apply(torch.Tensor.detach, output)  # type: ignore[no-any-return]
 
-    def _put_together(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
+    def _merge(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
         """Track the losses of the shares, and return the output of this process's part of the step.
 
         Without anyone to see them, batches and outputs are not concatenated.
@@ -163,14 +163,14 @@ class LogicalStep(PlainStep):
         data = shares[0].data
         if is_seen and len(shares) > 1:
             data = concatenate_if_possible([share.data for share in shares])
-        whole = merge_outputs([output if is_seen else _numbers_of(output) for output in outputs])
-        run.loss_trackers.measure(batch, whole["batch_size"])
+        output = merge_outputs([output if is_seen else _numbers_of(output) for output in outputs])
+        run.loss_trackers.measure(batch, output["batch_size"])
         run.batch = batch._replace(data=data)
-        run.loss_trackers.measure(run.batch, whole["batch_size"])
+        run.loss_trackers.measure(run.batch, output["batch_size"])
         if not batch.is_filler:  # the loss of any share may be the one that is not finite
-            loss = whole["loss"]
+            loss = output["loss"]
             run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss
-        return whole
+        return output
 
     def _trained(self, trainer: TrainerLike) -> list[nn.Parameter]:
         """Return the parameters that get gradients, which may change between steps."""
@@ -179,12 +179,12 @@ class LogicalStep(PlainStep):
 
     def _find_buffers(self) -> None:
         """Find the modules that have buffers, which may change between steps: walking through all takes long."""
-        modules = chain.from_iterable(whole.modules() for whole in self._wholes)
+        modules = chain.from_iterable(root.modules() for root in self._modules)
         self._with_buffers = [m for m in dict.fromkeys(modules) if any(True for _ in m.buffers(recurse=False))]
 
     def _buffers(self) -> list[torch.Tensor]:
-        own = (module.buffers(recurse=False) for module in self._with_buffers)
-        return list(dict.fromkeys(chain.from_iterable(own)))
+        buffers = (module.buffers(recurse=False) for module in self._with_buffers)
+        return list(dict.fromkeys(chain.from_iterable(buffers)))
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
