@@ -305,6 +305,6 @@ def _warn_of_sum(reason: str) -> None:
     warn_outside(
         f"{reason}, but the trainer takes a loss for a mean: recorded losses depend on the batch size, and with "
         "gradient accumulation or several processes the gradients are not those of the sum. Divide it by the number "
-        "of samples, and multiply the learning rate by the batch size; see 'Your loss is a sum' in the documentation, under "
-        "'Coming from your own loop'."
+        "of samples, and multiply the learning rate by the batch size; see 'Your loss is a sum' in the "
+        "documentation, under 'Coming from your own loop'."
     )
