@@ -6,6 +6,7 @@ from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import Data, IndexedData, NamedData, shard
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
+from pytorch_accel_lite.data.token_batches import TokenBatchSampler
 
 __all__ = [
     "Batch",
@@ -22,5 +23,6 @@ __all__ = [
     "OwnShard",
     "ShardedLoader",
     "ShuffledStream",
+    "TokenBatchSampler",
     "shard",
 ]
