@@ -47,10 +47,6 @@ def load_data(size: int = 24, noise: float = 0.1):
     return TensorDataset(x, x.sum(1, keepdim=True) + noise * torch.randn(size, 1))
 
 
-def create_plain(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def create_optimizer(model, lr: float = 0.1):
     return torch.optim.SGD([{"params": list(model.parameters())}], lr=lr)
 

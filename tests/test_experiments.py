@@ -119,19 +119,6 @@ def test_a_run_from_a_file_ends_in_the_bits_of_the_script(file):
     assert trained.run_history["eval_loss_epoch"] == trainer.run_history["eval_loss_epoch"]
 
 
-def test_a_rate_that_the_schedule_replaces_is_said(file):
-    file.write_text(FILE + SCHEDULE)
-    experiment = Experiment.from_file(file, {"optimizer.lr": 3e-4})
-    with pytest.warns(UserWarning, match=r"optimizer.lr=0.0003 has no effect, as OneCycleLR .* scheduler.max_lr=0.01"):
-        _ = experiment.train_arguments
-
-
-def test_nothing_is_said_of_an_optimizer_without_a_rate(file, recwarn):
-    file.write_text(FILE.replace("AdamW", "tests.experiment_parts.create_plain").replace("lr: 1e-2", "") + SCHEDULE)
-    _ = read(file).train_arguments
-    assert not [warning for warning in recwarn if "has no effect" in str(warning.message)]
-
-
 def test_python_overrides_may_be_paths_and_numbers_of_numpy(file):
     overrides = {"output_dir": Path("x/y"), "train.num_epochs": np.int64(3), "optimizer.lr": np.float64(0.5)}
     config = Experiment.from_file(file, overrides).config

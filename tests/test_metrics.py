@@ -439,9 +439,7 @@ def test_the_task_follows_from_the_arguments(name, arguments, kind):
 
 
 def test_arguments_that_no_metric_takes_are_refused():
-    with pytest.raises(
-        ValueError, match=r"Accuracy\(topk=2, num_classes=3, task='multiclass'\) failed: .* `topk`. Pass"
-    ):
+    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: `topk`"):
         MetricsCallback("accuracy", num_classes=3, topk=2)
     with pytest.raises(TypeError, match="no argument 'num_classes': pass it where you create the metric, or pass the"):
         MetricsCallback(MulticlassAccuracy(3), num_classes=3)

@@ -224,7 +224,7 @@ def _create_metric(name: str, arguments: Mapping[str, Any]) -> Metric:
     The task of a classification metric follows from its arguments.
 
     :param name: name of the class, in upper or lower case, with or without underscores
-    :raises ValueError: if there is none, or it cannot be created with these arguments
+    :raises ValueError: if there is none
     """
     classes = _classes()
     kind = classes.get(_normalised(name))
@@ -239,14 +239,7 @@ def _create_metric(name: str, arguments: Mapping[str, Any]) -> Metric:
                 "several classes, num_labels=... for several labels of each sample, or task='binary'."
             )
         arguments["task"] = tasks[0]
-    try:
-        return kind(**arguments)
-    except (TypeError, ValueError, ImportError) as error:
-        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise ValueError(
-            f"metrics={name!r}: torchmetrics' {kind.__name__}({listed}) failed: {str(error).rstrip('.')}. Pass its "
-            f"arguments to MetricsCallback({name!r}, ...)."
-        ) from error
+    return kind(**arguments)
 
 
 def _classes() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,12 +71,9 @@ class PlotMetricsCallback(TrainerCallback):
 
     def _show(self, figure: Any) -> None:
         """Show the picture in the notebook, replacing the previous one."""
-        from IPython.display import Image, display
+        from IPython.display import display
 
-        data = io.BytesIO()
-        figure.savefig(data, format="png")
-        picture = Image(data.getvalue())
         if self._display is None:
-            self._display = display(picture, display_id=True)
+            self._display = display(figure, display_id=True)
         else:
-            self._display.update(picture)
+            self._display.update(figure)

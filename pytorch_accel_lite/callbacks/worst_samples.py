@@ -18,7 +18,6 @@ from torch import nn
 from pytorch_accel_lite.base.batches import is_number
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.splitting import is_list_of_samples, slice_batch
 from pytorch_accel_lite.base.text import align
 from pytorch_accel_lite.base.validation import check_positive_int
@@ -117,22 +116,14 @@ class WorstSamplesCallback(TrainerCallback):
         if self.show:
             trainer.print(self)
 
-    def table(self) -> list[tuple[str, str, str, str]]:
-        """Return the samples as rows of text, below a row of column names."""
+    def __str__(self) -> str:
+        """Return the samples as a table."""
         rows = [("index", "loss", "prediction", "target")]
         rows += [
             (f"{s.dataset} {s.index}".strip(), f"{s.loss:.4g}", _short(s.prediction), _short(s.target))
             for s in self.samples
         ]
-        return rows
-
-    def _repr_html_(self) -> str:
-        columns, *rows = self.table()
-        return table(repr(self), rows, columns)
-
-    def __str__(self) -> str:
-        """Return the samples as a table."""
-        return "\n".join(align(self.table()))
+        return "\n".join(align(rows))
 
     def plot(
         self, dataset: Any, path: str | os.PathLike[str] | None = None, classes: list[str] | None = None

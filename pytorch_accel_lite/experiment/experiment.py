@@ -8,7 +8,6 @@ import re
 import sys
 import sysconfig
 import traceback
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,8 +41,6 @@ from pytorch_accel_lite.utils import result_of_first
 
 #: How arguments begin that name a file to read, such as ``initial_checkpoint``.
 _READ = ("initial_", "input_", "load_", "pretrained_", "resume_")
-#: The schedulers that replace the optimizer's learning rate, and the argument with theirs.
-_OWN_RATES = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}
 #: Where Python, what is installed for it, and this package are.
 _LIBRARIES = (
     "<",
@@ -239,7 +236,6 @@ class Experiment:
         all_given = self._given(f"{key}.init_args")
         given = {name: value for name, value in all_given.items() if name not in defaults or value != defaults[name]}
         if key == "scheduler":
-            self._check_rate(given)
             given = self._parser.with_placeholders(all_given, given)
         if key == "loss_func":  # errors in it are those of a step
             return partial(made, **given) if given else made
@@ -263,18 +259,6 @@ class Experiment:
     def _make_loss(self, key: str) -> Any:
         """Return an instance of a class; or a function itself, which is called with outputs and targets."""
         return self._make(key) if inspect.isclass(self._parser.parts[key]) else self._factory(key)
-
-    def _check_rate(self, schedule: Mapping[str, Any]) -> None:
-        """Warn of a learning rate of the optimizer that the scheduler replaces by its own."""
-        name = self._parser.parts["scheduler"].__name__
-        rate = self._given("optimizer.init_args").get("lr")
-        used = schedule.get(_OWN_RATES.get(name, ""), rate)
-        if rate not in (None, used):
-            warnings.warn(
-                f"optimizer.lr={rate} has no effect, as {name} sets the learning rates: from scheduler."
-                f"{_OWN_RATES[name]}={used}. Change that instead, or both.",
-                stacklevel=2,
-            )
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks of the file after the default ones, except defaults of which the file has its own."""
