@@ -1075,6 +1075,7 @@ def test_a_report_shows_what_was_found_and_what_to_change():
     assert "  precision     not applicable: The program does not use mixed precision." in lines
     assert "- initial_loss failed: cross_entropy is given probabilities, and applies a softmax or" in repr(report)
     assert "    To change: Give it logits: remove the last function of the model." in lines
+    assert "cross_entropy is given probabilities" in report._repr_html_()
     with pytest.raises(KeyError, match="no check 'padding', only broadcast"):
         report["padding"]
 
