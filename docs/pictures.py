@@ -24,6 +24,7 @@ from matplotlib.ticker import NullFormatter
 from optuna.visualization.matplotlib import plot_slice
 from PIL import Image, ImageChops
 from sklearn.datasets import load_digits
+from sklearn.metrics import ConfusionMatrixDisplay
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
@@ -31,7 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, compare_runs
 from pytorch_accel_lite import callbacks as available
-from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
+from pytorch_accel_lite.plotting import plot_schedule
 from pytorch_accel_lite.plotting.figures import COLOURS, GRID, INK
 
 DOCS = Path(__file__).resolve().parent
@@ -125,8 +126,12 @@ def draw_a_run() -> None:
     chosen = ["train_loss_epoch", "eval_loss_epoch", "accuracy"]
     history.plot(DOCS / "curves.png", metrics=chosen)
     worst.plot(test_set, DOCS / "worst_samples.png")
-    predictions = trainer.predict(test_set)
-    plot_confusion_matrix(predictions, labels[1300:], path=DOCS / "confusion.png")
+    predictions = trainer.predict(test_set).argmax(1)
+    display = ConfusionMatrixDisplay.from_predictions(
+        labels[1300:], predictions, cmap="Blues"
+    )
+    display.ax_.grid(False)
+    display.figure_.savefig(DOCS / "confusion.png")
     plot_schedule(schedule, 500, path=DOCS / "schedule.png")
     photograph(Path("digits", "summary.html"), DOCS / "run_log.png", "<h2>Epochs")
 

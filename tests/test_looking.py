@@ -20,20 +20,10 @@ from torchmetrics import R2Score
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.base import time_budget
 from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, PlotMetricsCallback, WorstSamplesCallback
-from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
+from pytorch_accel_lite.plotting import plot_schedule
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from pytorch_accel_lite.schedulers.preview import schedule_values
-from tests.tasks import (
-    Stream,
-    equal,
-    listener,
-    make_data,
-    make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
-    train,
-)
+from tests.tasks import Stream, listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
 
 
 def classes(size: int = 40, pixels: int = 4) -> TensorDataset:
@@ -386,24 +376,10 @@ def test_schedules_of_groups_and_of_timm_are_seen():
     assert values[0] < values[1] <= values[2] > values[-1]
 
 
-@pytest.mark.parametrize("count", [2, 10, 50])
-def test_a_confusion_matrix_counts(count, tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    targets = torch.randint(count, (500,), generator=generator)
-    scores = nn.functional.one_hot(targets, count).float()
-    scores[:50] = scores[:50].roll(1, 1)
-    figure = plot_confusion_matrix(scores, targets, [f"class {i}" for i in range(count)], tmp_path / "m.png")
-    assert figure.axes[0].get_title(loc="left") == "accuracy 90.0%: 450 of 500 samples"
-    # The counts of more classes could not be read.
-    assert sum(int(text.get_text()) for text in figure.axes[0].texts) == (500 if count <= 30 else 0)
-    assert equal({"a": scores.argmax(1)[50:]}, {"a": targets[50:]})
-
-
 @pytest.mark.parametrize(
     ("provoke", "error", "message"),
     [
         (lambda: WorstSamplesCallback(0), ValueError, "k=0"),
-        (lambda: plot_confusion_matrix([1, 2], [1]), ValueError, "same shape"),
         (lambda: plot_schedule(print, 0), ValueError, "num_updates=0"),
     ],
 )

@@ -20,15 +20,24 @@ class WatchedMetric:
     :param argument: the argument of the callback that names the metric
     :param name: name of the metric in the run history
     :param greater_is_better: whether greater values are better; ``None``: see :meth:`settle`
+    :param remedy: what to do if that contradicts the metric itself
     :ivar seen: number of values that have been returned or skipped
     """
 
-    def __init__(self, owner: object, argument: str, name: str, greater_is_better: bool | None = None) -> None:
+    def __init__(
+        self,
+        owner: object,
+        argument: str,
+        name: str,
+        greater_is_better: bool | None = None,
+        remedy: str = "Omit greater_is_better.",
+    ) -> None:
         self.name = name
         self.greater_is_better = greater_is_better
         self.seen = 0
         self._where = f"{type(owner).__name__}({argument}={name!r})"
         self._argument = greater_is_better
+        self._remedy = remedy
         self._has_value = False
         self._history: Any = None
 
@@ -58,7 +67,7 @@ class WatchedMetric:
         elif known not in (None, self._argument):
             raise ValueError(
                 f"{self}: greater_is_better={self._argument}, but according to the metric itself {_in_words(known)}. "
-                "Omit greater_is_better."
+                f"{self._remedy}"
             )
 
     def start(self, trainer: TrainerLike) -> None:

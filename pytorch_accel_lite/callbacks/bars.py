@@ -14,12 +14,11 @@ from tqdm import tqdm
 from pytorch_accel_lite.base.environment import is_terminal
 
 _FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
-_MIN_CELLS = 6
 _SHORT = 0.5  # seconds before a bar is worth showing in a notebook, where an output, once created, stays
 
 
 class TerminalBar(tqdm):  # type: ignore[misc]
-    """A bar that shows as many numbers as fit into the terminal, the first ones first.
+    """A bar that stays within the width of the terminal.
 
     While any is shown, text printed to the terminal appears above it. Omits tqdm's own rate and time, which cover one
     epoch only, so that ours fit into 80 columns.
@@ -40,15 +39,6 @@ class TerminalBar(tqdm):  # type: ignore[misc]
         self.desc = kwargs["desc"]  # which tqdm omits in bars that are not shown
         form = f"{{desc}}: {counted}{{postfix}}"
         super().__init__(bar_format=form, leave=False, dynamic_ncols=True, file=stream, **kwargs)
-
-    def set_postfix(self, ordered_dict: Any = None, refresh: bool = True, **kwargs: Any) -> None:
-        numbers = dict(ordered_dict or {}, **kwargs)
-        columns = None if self.disable or not self.dynamic_ncols else self.dynamic_ncols(self.fp)[0]
-        if columns:
-            bar = f"{self.desc}: 100%|{' ' * _MIN_CELLS}| {self.total or self.n}/{self.total or ''}"
-            while numbers and len(bar) + sum(len(f", {name}={numbers[name]}") for name in numbers) >= columns:
-                numbers.popitem()
-        super().set_postfix(numbers, refresh)
 
     def close(self) -> None:
         super().close()

@@ -16,28 +16,6 @@ from pytorch_accel_lite.base.watched_metric import WatchedMetric
 _PATHS = "paths"  # the user attribute of a trial with the paths that it writes to
 
 
-class _Objective(WatchedMetric):
-    """The metric that a study optimises: unless the metric itself says otherwise, its direction is that of the study.
-
-    :ivar is_maximised: whether the study maximises it; ``None`` without a study
-    """
-
-    is_maximised: bool | None = None
-
-    def settle(self, known: bool | None, warns: bool) -> None:
-        """Determine which values are better; see :meth:`WatchedMetric.settle`."""
-        if self.is_maximised is None:
-            super().settle(known, warns)
-        elif known in (None, self.is_maximised):
-            self.greater_is_better = self.is_maximised
-        else:
-            raise ValueError(
-                f"The study {'maximises' if self.is_maximised else 'minimises'}, but metric={self.name!r} is better "
-                f"the {'smaller' if self.is_maximised else 'larger'} it is. Create the study with "
-                f"direction={'minimize' if self.is_maximised else 'maximize'!r}."
-            )
-
-
 class OptunaPruningCallback(TrainerCallback):
     """Report a metric to an Optuna trial after each epoch, and end the run in order if the trial is to be pruned.
 
@@ -58,13 +36,15 @@ class OptunaPruningCallback(TrainerCallback):
         self.trial = trial
         self.metric = metric
         self.is_pruned = False
-        self._watched = _Objective(self, "metric", metric)
+        self._watched = WatchedMetric(self, "metric", metric)
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         """Require the metric, in the direction of the study."""
         if request.kind == "training":
             self.is_pruned = False
-            self._watched.is_maximised = trainer.ranks.broadcast_object(self._maximises)
+            maximises = trainer.ranks.broadcast_object(self._maximises)
+            remedy = "Create the study with the other direction."
+            self._watched = WatchedMetric(self, "metric", self.metric, maximises, remedy)
             request.metrics.watch(self._watched)
         self._request = request
 

@@ -52,8 +52,8 @@ class ProgressBarCallback(TrainerCallback):
     The bar of an epoch shows the running mean of the loss, the remaining time of the run if its length is known, the
     samples per second over all processes, averaged over about the last ten seconds of training, the latest evaluation
     loss and the learning rate of each optimizer; that of an evaluation or a prediction, its own remaining time. The
-    loss is read from the device only when it is shown, a few times per second. A narrow terminal shows as much of this
-    as fits; printed text appears above the bar. Only the first process of each machine shows bars, and only if its
+    loss is read from the device only when it is shown, a few times per second. A narrow terminal cuts the text
+    at its edge; printed text appears above the bar. Only the first process of each machine shows bars, and only if its
     output is a terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
 
     :param show_always: show bars even if the output is a file or a pipe

@@ -22,9 +22,9 @@ from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, RunPausedError, read_predictions
-from pytorch_accel_lite.experiment.results import Results, format_column, text_table, write_json, write_predictions
+from pytorch_accel_lite.experiment.results import Results, text_table, write_json, write_predictions
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import result_of_first
+from pytorch_accel_lite.utils import format_value, result_of_first
 
 #: The indices of a fold's samples to train on and to test.
 Split = tuple[list[int], list[int]]
@@ -118,7 +118,7 @@ class CrossValidation(Results):
         rows = self.rows()
         columns = list(dict.fromkeys(name for row in rows for name in row))
         rows += [{"fold": "mean", **self.mean}, {"fold": "deviation", **self.deviation}]
-        cells = [[name, *format_column([row.get(name) for row in rows])] for name in columns]
+        cells = [[name, *(format_value(row.get(name)) or str(row.get(name, "")) for row in rows)] for name in columns]
         title = f"Cross-validation: {len(self.folds)} folds of {self.size} samples by {self.splitter}"
         return "\n".join([title, *text_table(cells)])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -33,16 +32,6 @@ class Results:
         """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by its first column. Needs the extra ``dataframe``."""
         frame: pd.DataFrame = import_extra("pandas", "dataframe", "to_dataframe()").DataFrame(self.rows())
         return frame.set_index(frame.columns[0])
-
-
-def format_column(values: Sequence[Any]) -> list[str]:
-    """Return the values of a column as text, numbers with the same number of decimals, at least four digits."""
-    sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value)]
-    power = math.floor(math.log10(max(sizes))) if any(sizes) else 0
-    form = f".{max(4 - max(power, 0), 0)}f" if -2 <= power < 9 else ".4g"
-    return [
-        "" if value is None else format(value, form) if isinstance(value, float) else str(value) for value in values
-    ]
 
 
 def text_table(columns: Sequence[Sequence[str]]) -> list[str]:

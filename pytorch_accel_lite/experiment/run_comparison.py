@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.experiment.results import Results, format_column, text_table, write_text
+from pytorch_accel_lite.experiment.results import Results, text_table, write_text
 from pytorch_accel_lite.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.experiment.yaml_files import ClassPath
 from pytorch_accel_lite.plotting import is_monitor, overlay_style, render, svg_overlays
-from pytorch_accel_lite.utils import format_metric, suggest
+from pytorch_accel_lite.utils import format_metric, format_value, suggest
 
 _MISSING = "-"
 _LONGEST = 36  # characters of a setting in a table
@@ -109,7 +109,7 @@ class RunComparison(Results):
             values = [metric.value_in(run) for run in self.runs]
             is_ranked = metric.kind != "last" and len(self.runs) > 1 and any(value is not None for value in values)
             best = self.runs.index(min(self.runs, key=metric.rank)) if is_ranked else None
-            texts = [text or _MISSING for text in format_column(values)]
+            texts = [format_value(value) or _MISSING for value in values]
             columns.append(Column(str(metric), texts, True, best))
         return [column for column in columns if any(column.texts)]  # without outcomes if there are none
 

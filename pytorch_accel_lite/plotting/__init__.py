@@ -3,7 +3,7 @@
 from pytorch_accel_lite.base.templates import render
 from pytorch_accel_lite.plotting.curves import overlay_style, plot_curves, svg_overlays
 from pytorch_accel_lite.plotting.figures import new_figure
-from pytorch_accel_lite.plotting.images import plot_confusion_matrix, plot_sheet
+from pytorch_accel_lite.plotting.images import plot_sheet
 from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor
 from pytorch_accel_lite.plotting.schedules import plot_range_test, plot_schedule
 
@@ -12,7 +12,6 @@ __all__ = [
     "is_monitor",
     "new_figure",
     "overlay_style",
-    "plot_confusion_matrix",
     "plot_curves",
     "plot_range_test",
     "plot_schedule",
