@@ -130,6 +130,7 @@ def draw_a_run() -> None:
     display = ConfusionMatrixDisplay.from_predictions(
         labels[1300:], predictions, cmap="Blues"
     )
+    display.ax_.grid(False)
     display.figure_.savefig(DOCS / "confusion.png")
     plot_schedule(schedule, 500, path=DOCS / "schedule.png")
     photograph(Path("digits", "summary.html"), DOCS / "run_log.png", "<h2>Epochs")

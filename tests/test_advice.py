@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
@@ -50,6 +51,46 @@ def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
     assert said.startswith("The model waited for data for 0.")
     cores = len(os.sched_getaffinity(0))
     assert f"Use workers, num_workers={min(cores, 8)} in train_dataloader_kwargs or in your DataLoader" in said
+
+
+def learnable(size: int = 512) -> TensorDataset:
+    inputs = make_data(size).tensors[0]
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+class OwnStep(Trainer):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
+def learner(rate: float, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
+    model = make_model()
+    return make_trainer([AdviceCallback], model, kind, optimizer=torch.optim.SGD(model.parameters(), rate, **options))
+
+
+FALLING = {
+    "falls": (0.01, Trainer, {}),
+    "falls in the first updates": (0.1, Trainer, {}),
+    "too few updates to tell": (1e-9, Trainer, {"max_num_train_steps": 47}),
+    "a step of one's own": (1e-9, OwnStep, {}),
+}
+
+
+@pytest.mark.parametrize(("rate", "kind", "arguments"), FALLING.values(), ids=FALLING)
+def test_a_loss_that_falls_or_need_not_fall_is_not_mentioned(capsys, rate, kind, arguments):
+    train(learner(rate, kind), train_dataset=learnable(), **arguments)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("options", [{"rate": 1e-9}, {"rate": 1e-3, "maximize": True}], ids=["stays", "rises"])
+def test_a_loss_that_has_not_fallen_points_to_check_in_the_first_run(capsys, options):
+    trainer = learner(**options)
+    train(trainer, train_dataset=learnable(128))
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("Advice after epoch 1: - The training loss has not fallen: it was ")
+    assert "trainer.check(train_dataset) looks for mistakes in the program" in text
+    train(trainer, train_dataset=learnable())  # its weights may be trained already
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.usefixtures("naps")

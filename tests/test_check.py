@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.tuning.probing import doubt
 from pytorch_accel_lite.tuning.program_check import ProgramError
@@ -243,6 +244,11 @@ class ResetsWeights(Trainer):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(0.1)
+
+
+class NeverSteps(Trainer):
+    def optimizer_step(self):
+        pass
 
 
 class KeepsGradients(Trainer):
@@ -634,6 +640,73 @@ WRONG: dict[str, tuple[str, Callable[[], Program]]] = {
         lambda: with_schedule(partial(lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=20)),
     ),
     "learning rate is 0": ("schedule", lambda: classifier(lr=0.0)),
+    "labels of the sample before": (  # an off-by-one in a loop over a batch
+        "permutation",
+        lambda: own(mlp(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1].roll(1))),
+    ),
+    "convolution sees the next element": (  # forum: causal convolutions are padded on the left
+        "causality",
+        lambda: own(
+            Own(
+                lambda m, ids: m.head(m.conv(m.embedding(ids).transpose(1, 2)).transpose(1, 2)),
+                embedding=nn.Embedding(WORDS, 16),
+                conv=nn.Conv1d(16, 16, 3, padding=1),
+                head=nn.Linear(16, WORDS),
+            ),
+            next_token,
+            TensorDataset(tokens()),
+        ),
+    ),
+    "label is encoded in the inputs": (  # Kapoor and Narayanan (2023)
+        "data",
+        lambda: classifier(
+            mlp(inputs=15),
+            data=TensorDataset(
+                torch.cat([features(), F.one_hot(labelled().tensors[1], 5).float()], 1), labelled().tensors[1]
+            ),
+        ),
+    ),
+    "cosine that begins again and again": (  # T_max in epochs, over many epochs
+        "schedule",
+        lambda: with_schedule(partial(lr_scheduler.CosineAnnealingLR, T_max=20), num_epochs=20),
+    ),
+    "dropout layer made in forward": (  # forum: it is always in training mode
+        "determinism",
+        lambda: classifier(Own(lambda m, x: m.body(nn.Dropout(0.2)(x)), body=mlp())),
+    ),
+    "loss made from a number": (  # .item() in the loss
+        "gradients",
+        lambda: own(
+            mlp(), lambda model, b: torch.tensor(F.cross_entropy(model(b[0]), b[1]).item(), requires_grad=True)
+        ),
+    ),
+    "encoder under no_grad": (
+        "gradients",
+        lambda: classifier(
+            Own(lambda m, x: m.head(torch.no_grad()(m.body)(x).relu()), body=nn.Linear(10, 16), head=nn.Linear(16, 5))
+        ),
+    ),
+    "loss weights the first sample only": (  # an index in place of a slice
+        "permutation",
+        lambda: own(mlp(), lambda model, batch: F.cross_entropy(model(batch[0])[:1], batch[1][:1])),
+    ),
+    "divided by a fixed batch size": (
+        "mean_loss",
+        lambda: classifier(loss=lambda a, b: F.cross_entropy(a, b, reduction="sum") / 32),
+    ),
+    "last element of padded sequences": (  # the documentation of pack_padded_sequence
+        "padding",
+        lambda: of_sentences(lambda m, x, mask: m.rnn(x)[0][:, -1], rnn=nn.GRU(16, 16, batch_first=True)),
+    ),
+    "step is forgotten": ("learns", lambda: classifier(kind=NeverSteps)),
+    "softmax of a single value": (
+        "inputs_matter",
+        lambda: classifier(Own(lambda m, x: m.head(x.sum(1, keepdim=True).softmax(1)), head=nn.Linear(1, CLASSES))),
+    ),
+    "batch norm without running statistics": (
+        "batch_independence",
+        lambda: classifier(dropping(nn.BatchNorm1d(32, track_running_stats=False))),
+    ),
     "loss without parameters": (
         "runs",
         lambda: own(mlp(), lambda model, batch: F.cross_entropy(model(batch[0]).detach(), batch[1])),
@@ -816,6 +889,43 @@ def missing_targets():
     return regressor(loss=lambda a, b: (a - b)[~b.isnan()].square().mean(), data=TensorDataset(x, y))
 
 
+def full_graph():
+    adjacency = torch.eye(60) + (torch.rand(60, 60) > 0.9)
+    nodes = features(60)
+    model = Own(lambda m, x: m.second(adjacency @ m.first(adjacency @ x).relu()), first=nn.Linear(10, 16))
+    model.second = nn.Linear(16, 3)
+    return classifier(model, data=OwnShard([(nodes, nodes[:, :3].argmax(1))]))
+
+
+def policy():
+    def step(model, batch):
+        actions = torch.distributions.Categorical(logits=model(batch[0]))
+        chosen = actions.sample()
+        return -(actions.log_prob(chosen) * ((chosen == 1) == (batch[0][:, 0] > 0)).float().sub(0.5)).mean()
+
+    return own(mlp(2), step)
+
+
+def temporal(outputs, targets):
+    lengths = (torch.full((len(part),), part.shape[1]) for part in (outputs, targets))
+    return F.ctc_loss(outputs.transpose(0, 1), targets, *lengths)
+
+
+def quantiles(outputs, targets):
+    apart, levels = targets - outputs, torch.tensor([0.1, 0.5, 0.9])
+    return torch.maximum(levels * apart, (levels - 1) * apart).mean()
+
+
+def deep():
+    """Small weights and batch norm that has seen nothing: in an evaluation, all outputs are nearly the same."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(10, 10), nn.BatchNorm1d(10), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(10, CLASSES))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.005)
+    return classifier(model, lr=1e-3)
+
+
 X = features()
 RIGHT: dict[str, Callable[[], Program]] = {
     "classifier": lambda: classifier(eval_dataset=labelled(seed=1)),
@@ -867,6 +977,24 @@ RIGHT: dict[str, Callable[[], Program]] = {
         mlp(400), summed_over_pixels, TensorDataset(X, (torch.rand(200, 400) > 0.5).float())
     ),
     "loss of slopes": lambda: own(mlp(1), of_slopes, TensorDataset(X)),
+    "nodes of a graph": full_graph,
+    "policy gradient": policy,
+    "triplets": lambda: own(
+        mlp(8), lambda model, b: nn.TripletMarginLoss()(*map(model, b)), TensorDataset(X, X + 0.1, X.flip(0))
+    ),
+    "connectionist temporal classification": lambda: classifier(
+        Own(
+            lambda m, x: m.head(m.rnn(x)[0]).log_softmax(2), rnn=nn.GRU(4, 16, batch_first=True), head=nn.Linear(16, 6)
+        ),
+        temporal,
+        TensorDataset(torch.randn(64, 12, 4), torch.randint(1, 6, (64, 4))),
+    ),
+    "quantiles": lambda: regressor(mlp(3), quantiles),
+    "causal convolutions": lambda: regressor(
+        Own(lambda m, x: m.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2), conv=nn.Conv1d(2, 2, 3)),
+        data=TensorDataset(*(lambda steps: (steps[:, :-1], steps[:, 1:]))(torch.randn(64, 11, 2).cumsum(1))),
+    ),
+    "deep network in evaluation": deep,
     "logical processes": lambda: classifier(options={"seed": 1, "logical_processes": 2}),
 }
 
@@ -947,6 +1075,7 @@ def test_a_report_shows_what_was_found_and_what_to_change():
     assert "  precision     not applicable: The program does not use mixed precision." in lines
     assert "- initial_loss failed: cross_entropy is given probabilities, and applies a softmax or" in repr(report)
     assert "    To change: Give it logits: remove the last function of the model." in lines
+    assert "cross_entropy is given probabilities" in report._repr_html_()
     with pytest.raises(KeyError, match="no check 'padding', only broadcast"):
         report["padding"]
 

@@ -313,6 +313,24 @@ def test_a_long_list_of_keys_is_cut(tmp_path):
     assert len(message) < 1000
 
 
+class Versioned(nn.Linear):
+    """Reads its state by the version that the state names, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        assert local_metadata["version"] == 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_a_module_that_needs_its_version_loads_what_it_has_saved(tmp_path, name):
+    first, second = (make_trainer(model=nn.Sequential(Versioned(4, 1))) for _ in range(2))
+    (first.save_model if name.endswith("safetensors") else first.save_checkpoint)(tmp_path / name)
+    second.load_checkpoint(tmp_path / name)
+    assert torch.equal(first.model[0].weight, second.model[0].weight)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     refuse(tmp_path / "model.pt", FileNotFoundError, r"no checkpoint at '.*model\.pt'")
 

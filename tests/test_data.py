@@ -408,6 +408,33 @@ def test_draws_whose_traces_are_removed_are_draws(chosen):
     assert (random.getstate, np.random.get_state) == read
 
 
+class AsksTorch(Rarely):
+    """Depends on torch's generator without leaving a trace."""
+
+    def __init__(self, chosen: int, ask: str) -> None:
+        super().__init__(chosen)
+        self.ask = ask
+
+    def __getitem__(self, index):
+        if index < self.chosen:
+            return self.data[index][0], torch.tensor([0.0])
+        if self.ask == "seed":
+            return self.data[index][0], torch.tensor([float(torch.initial_seed() % 9973)])
+        with torch.random.fork_rng():
+            return self.data[index][0], torch.rand(1)
+
+
+@pytest.mark.parametrize("ask", ["seed", "fork"])
+@pytest.mark.parametrize("chosen", [0, 12])
+def test_samples_that_ask_for_the_state_of_torch_get_their_own(ask, chosen):
+    read = torch.initial_seed, torch.get_rng_state
+    expected = torch.cat(noisy_batches(0, seed=1, data=AsksTorch(chosen, ask)))
+    assert len({value.item() for value in expected[:, 5]}) == (18 if chosen == 0 else 7)
+    for workers, world_size in [(2, 1), (0, 2)]:
+        assert torch.equal(torch.cat(noisy_batches(workers, 1, 0, world_size, AsksTorch(chosen, ask))), expected)
+    assert (torch.initial_seed, torch.get_rng_state) == read
+
+
 def test_an_error_due_to_a_number_is_due_to_that_of_the_seed():
     class Fails(Rows):
         def __getitem__(self, index):

@@ -471,6 +471,14 @@ def test_trackers_that_need_no_account_hold_what_was_recorded(tmp_path, name, fi
         assert text.encode() in file.read_bytes()
 
 
+@pytest.mark.programs
+def test_a_tracker_without_an_account_says_how_to_do_without(tmp_path):
+    if find_spec("wandb") is None:
+        pytest.skip("needs wandb")
+    with pytest.raises(AssertionError, match=r"could not start: .* pass init_kwargs=\{'mode': 'offline'\}\."):
+        run_code(LOGGED.replace('{"mode": "offline"}', "{}"), "wandb", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import sys
 import traceback
 from collections.abc import Iterator
@@ -183,6 +184,9 @@ def test_whether_it_fits_is_shown(memory, fits):
     assert f"1 process, batches of {BATCH}" in found.summary()
     assert ("- This fits in 300 KiB" in repr(found)) == fits
     assert ("Smaller batches, activation checkpointing" in repr(found)) != fits
+    shown = found._repr_html_()
+    for text in (found.summary(), *(name for name, _ in found.rows()), *found.notes()):
+        assert html.escape(text).replace("&#x27;", "&#39;") in shown
 
 
 @dataclass

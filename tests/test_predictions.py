@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.base.splitting import concatenate
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_failures, read_predictions
+from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from tests.ranks import OrderedStream, shared_folder
 from tests.tasks import Stream, alone, listener, make_model, quiet_trainer, regression_data, small_model
 
@@ -40,18 +39,6 @@ class OfRaggedSamples(nn.Module):
             {"boxes": row.repeat(size, 1), "label": f"of {size}", "of": (size, [row.int()])}
             for row, size in zip(x, sizes, strict=True)
         ]
-
-
-class Unreadable(Dataset[Any]):
-    """One of its samples cannot be read."""
-
-    def __len__(self) -> int:
-        return 30
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 9:
-            raise OSError("unreadable")
-        return torch.full((3,), float(index), dtype=torch.float64)
 
 
 def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = None, **kwargs: Any) -> list[Any]:
@@ -337,23 +324,6 @@ def test_predictions_of_any_kind_are_those_of_one_process(ranks):
             assert is_same(found["parts"], expected)
             assert is_same(found["first"], expected if rank == 0 else None)
             assert found["parts_of_first"] == [rank != 0] * found["num_parts"]
-
-
-def predictions_without_failed_batches(workers: int) -> Any:
-    with shared_folder() as folder:
-        writer = PredictionWriterCallback(folder, skip_failed=True)
-        trainer = Trainer(nn.Identity(), None, None, callbacks=[writer])
-        found = trainer.predict(Unreadable(), 2, {"num_workers": workers})[:, 0].tolist()
-        with pytest.raises(ValueError, match=r"2 of 30 samples .* failed and have no prediction\. Use iterate_pred"):
-            read_predictions(folder)
-        return found, read_failures(folder)
-
-
-def test_predictions_skip_a_batch_that_fails_on_one_process_and_keep_their_order(ranks):
-    left = [index for index in range(30) if index not in (8, 9)]
-    expected = left, [{"indices": [8, 9], "error": "OSError: unreadable"}]
-    assert ranks.run(predictions_without_failed_batches, 0) == [expected] * ranks.world_size
-    assert predictions_without_failed_batches(1) == expected
 
 
 def is_same(found, expected):

@@ -7,13 +7,15 @@ import inspect
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from pytorch_accel_lite.base.templates import render
 
 _WIDTH = 80
 _SECRET = re.compile(
@@ -123,3 +125,17 @@ def constructor_call(made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
         shown = current if is_current and type(current) is type(value) else value
         parts.append(f"{name}={short(shown, name)}")
     return join_wrapped(f"{type(made).__name__}(", parts, ")")
+
+
+def table(
+    title: str,
+    rows: Iterable[Sequence[Any]],
+    columns: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    bold: tuple[int, int] | None = None,
+) -> str:
+    """Return an HTML table; without columns, its rows are names and values.
+
+    :param bold: row and column of the cell to be shown in bold
+    """
+    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=bold)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -25,8 +24,6 @@ class RunRequest:
     :param measures_waiting: measure how long an epoch waits for data, in ``seconds_waited`` of the training dataloader
     :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
     :param first_sample: position of the first sample to predict
-    :param on_failed_batch: called with the indices of the samples and the error of each batch that fails in an
-        evaluation or prediction of its own, which then skips it; without it, and for streams, the error ends the run
     :param metrics: the metrics that callbacks record and watch
     :param paths: descriptions of what callbacks write, by path; see :meth:`claim_path`
     :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
@@ -49,7 +46,6 @@ class RunRequest:
     measures_waiting: bool = False
     max_batches: int | None = None
     first_sample: int = 0
-    on_failed_batch: Callable[[list[Any], str], None] | None = None
     state_sources: list[Any] = field(default_factory=list)
     metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
     paths: dict[str, str] = field(default_factory=dict)

@@ -30,7 +30,6 @@ from pytorch_accel_lite.callbacks.non_finite import TerminateOnNaNCallback as Te
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback as PredictionWriterCallback
 from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions as iterate_predictions
-from pytorch_accel_lite.callbacks.prediction_writer import read_failures as read_failures
 from pytorch_accel_lite.callbacks.prediction_writer import read_predictions as read_predictions
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback as LogMetricsCallback
 from pytorch_accel_lite.callbacks.printing import PrintProgressCallback as PrintProgressCallback

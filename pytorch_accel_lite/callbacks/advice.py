@@ -14,6 +14,7 @@ import torch
 from pytorch_accel_lite.base.devices import to_float
 from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
 from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
@@ -25,7 +26,9 @@ from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
 
-_STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
+_STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end", "on_train_step_end")
+_FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
+_LEAST_UPDATES = 48
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
 _FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -39,14 +42,15 @@ class AdviceCallback(TrainerCallback):
     - one of several processes keeps the others waiting, because it reads more slowly;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
+    - the training loss has not fallen in an epoch of at least 48 updates: it points to
+      :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`, which looks for mistakes in the program;
     - an overridden ``train_step`` has never updated one of the optimizers;
     - the learning rate was 0 throughout the epoch, so no weight has changed;
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
       or has not yet raised it to a hundredth of the optimizer's own.
 
     Only the first epoch of a run is measured. For a closer look at speed before a run, see
-    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`; for mistakes, as when the loss does not fall, see
-    :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`.
+    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
 
     :param min_seconds: shortest time of waiting in seconds that is worth reporting
     """
@@ -55,6 +59,7 @@ class AdviceCallback(TrainerCallback):
         self.min_seconds = check_range("min_seconds", min_seconds)
         self._watches = False
         self._trained = True
+        self._has_trained_before = False
         self._advice: list[str] = []
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
@@ -76,6 +81,14 @@ class AdviceCallback(TrainerCallback):
         listening = trainer.callback_handler.set_listening
         listening(self, self._limit is not None or trainer.scheduler is not None, "on_optimizer_step_start")
         listening(self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
+        self._first_losses: list[torch.Tensor] = []
+        begins = not self._has_trained_before and not trainer.progress.update
+        listening(self, begins and _is_supervised(trainer), "on_train_step_end")
+
+    def on_train_step_end(self, trainer: TrainerLike, batch_output: Any, **kwargs: Any) -> None:
+        self._first_losses.append(batch_output["loss"].detach().clone())
+        if len(self._first_losses) == _FIRST_STEPS:
+            trainer.callback_handler.set_listening(self, False, "on_train_step_end")
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._limit is not None:
@@ -92,6 +105,7 @@ class AdviceCallback(TrainerCallback):
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
+            self._has_trained_before = True
             self._skipped += trainer.current_run.step.skipped_updates
             trainer.current_run.request.measures_waiting = False
             trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS)
@@ -144,8 +158,20 @@ class AdviceCallback(TrainerCallback):
         for name in [name for name in step.optimizers if name not in step.updated]:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
+        if self._trained and len(self._first_losses) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
+            yield from self._look_at_loss(trainer.current_run.recorded_losses["train_loss_epoch"])
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._look_at_schedule(trainer)
+
+    def _look_at_loss(self, mean: float) -> Iterator[str]:
+        first = torch.stack(self._first_losses).double()
+        before, error = float(first.mean()), float(first.std()) / _FIRST_STEPS**0.5
+        if mean > before - 0.5 * error:
+            yield (
+                f"The training loss has not fallen: it was {before:.4g} in the first {_FIRST_STEPS} steps, and "
+                f"{mean:.4g} on average in the epoch. trainer.check(train_dataset) looks for mistakes in the program; "
+                "find_lr() suggests a learning rate."
+            )
 
     def _look_at_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
@@ -166,6 +192,12 @@ class AdviceCallback(TrainerCallback):
                 f"{name} has raised the learning rate to only {self._highest:.3g} in this epoch; the optimizer's own "
                 f"is {own:.3g}. If that is too slow, shorten the warm-up."
             )
+
+
+def _is_supervised(trainer: TrainerLike) -> bool:
+    """Whether the loss is one that should fall, unlike those of a GAN or of reinforcement learning."""
+    methods = ("calculate_train_batch_loss", "train_step")
+    return trainer.loss_func is not None and not any(is_overridden(trainer, method) for method in methods)
 
 
 def not_fused(optimizer: Any) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,27 +39,20 @@ class PredictionWriterCallback(TrainerCallback):
     :param directory: where shards are written; created if missing
     :param shard_size: minimum number of samples in a process's shard
     :param overwrite: remove the shards of an earlier prediction instead of resuming it
-    :param skip_failed: skip batches that cannot be read or computed, and write their errors, see :func:`read_failures`
     :raises ValueError: if the directory contains predictions for a dataset of another length
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str] = "predictions",
-        shard_size: int = 1024,
-        overwrite: bool = False,
-        skip_failed: bool = False,
+        self, directory: str | os.PathLike[str] = "predictions", shard_size: int = 1024, overwrite: bool = False
     ) -> None:
         self.directory = Path(directory)
         self.shard_size = check_positive_int("shard_size", shard_size)
         self.overwrite = overwrite
-        self.skip_failed = skip_failed
         self._clear()
 
     def _clear(self) -> None:
         self._indices: list[int] = []
         self._outputs: list[Any] = []
-        self._failures: list[dict[str, Any]] = []
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "prediction":
@@ -72,8 +64,6 @@ class PredictionWriterCallback(TrainerCallback):
         weights = _fingerprint(trainer)
         start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(length, weights))
         request.first_sample = start
-        if self.skip_failed:
-            request.on_failed_batch = partial(self._note_failure, trainer)
         if replaced:
             trainer.print(
                 f"{os.fspath(self.directory)!r} contains predictions of other or unknown weights, which are replaced: "
@@ -104,17 +94,13 @@ class PredictionWriterCallback(TrainerCallback):
                 path.unlink()
             with replacing(about) as temporary:
                 temporary.write_text(json.dumps(now) + "\n")
-        written = {} if is_of_other else {path: _samples_in(load_plain(path)) for path in shards}
+        written = {} if is_of_other else {path: load_plain(path)["indices"] for path in shards}
         done = set(chain.from_iterable(written.values()))
         start = next((index for index in range(length) if index not in done), length)
         for path, samples in written.items():
             if max(samples) >= start:  # of a process that was ahead of the others
                 _shorten(path, start)
         return start, bool(shards) and is_of_other and not self.overwrite
-
-    def _note_failure(self, trainer: TrainerLike, indices: list[int], error: str) -> None:
-        self._failures.append({"indices": indices, "error": error})
-        self._write_if_due(trainer)
 
     def on_predict_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
@@ -124,22 +110,17 @@ class PredictionWriterCallback(TrainerCallback):
             return
         self._indices += indices
         self._outputs.append(to_cpu(batch_output, len(indices)))
-        self._write_if_due(trainer)
+        if len(self._indices) >= self.shard_size:
+            self._write(trainer)
 
     def on_predict_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._write(trainer)
         trainer.barrier()
 
-    def _write_if_due(self, trainer: TrainerLike) -> None:
-        if len(self._indices) + sum(len(failure["indices"]) for failure in self._failures) >= self.shard_size:
-            self._write(trainer)
-
     def _write(self, trainer: TrainerLike) -> None:
-        samples = _samples_in({"indices": self._indices, "failures": self._failures})
-        if samples and trainer.data_ranks.is_first_sharer:
-            name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
-            outputs = concatenate(self._outputs) if self._outputs else None
-            _write_shard(self.directory / name, self._indices, outputs, self._failures)
+        if self._indices and trainer.data_ranks.is_first_sharer:
+            name = f"shard-{min(self._indices):012d}-{max(self._indices):012d}-rank{trainer.ranks.rank}.pt"
+            _write_shard(self.directory / name, self._indices, concatenate(self._outputs))
         self._clear()
 
 
@@ -156,31 +137,21 @@ def _fingerprint(trainer: TrainerLike) -> str:
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
-def _samples_in(shard: dict[str, Any]) -> list[int]:
-    """Return the indices of the samples of a shard, with or without a prediction."""
-    failed = [index for failure in shard.get("failures", []) for index in failure["indices"]]
-    return [*shard["indices"], *failed]
-
-
 def _shorten(path: Path, end: int) -> None:
     """Remove from a shard all but the first ``end`` samples of the dataset, as the others will be predicted again."""
     shard = load_plain(path)
     positions = [position for position, index in enumerate(shard["indices"]) if index < end]
-    indices = [shard["indices"][position] for position in positions]
-    failures = []
-    for failure in shard.get("failures", []):
-        if kept := [index for index in failure["indices"] if index < end]:
-            failures.append(failure | {"indices": kept})
-    if indices or failures:
-        _write_shard(path, indices, reorder(_outputs_of(shard), positions) if indices else None, failures)
+    if positions:
+        indices = [shard["indices"][position] for position in positions]
+        _write_shard(path, indices, reorder(_outputs_of(shard), positions))
     else:
         path.unlink()
 
 
-def _write_shard(path: Path, indices: list[int], outputs: Any, failures: list[dict[str, Any]]) -> None:
+def _write_shard(path: Path, indices: list[int], outputs: Any) -> None:
     is_list = isinstance(outputs, ListOfSamples)
     outputs = list(outputs) if is_list else outputs
-    shard = {"indices": indices, "outputs": outputs, "is_list_of_samples": is_list, "failures": failures}
+    shard = {"indices": indices, "outputs": outputs, "is_list_of_samples": is_list}
     write_checkpoint(shard, path)
 
 
@@ -193,7 +164,7 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     """Return the predictions in a directory as ``predict`` does: concatenated, in the order of the dataset.
 
     :raises FileNotFoundError: if the directory contains no predictions
-    :raises ValueError: if some are missing because the prediction did not finish, or skipped batches that failed
+    :raises ValueError: if some are missing because the prediction did not finish
     """
     about = Path(directory) / _ABOUT
     if not about.is_file():
@@ -203,11 +174,6 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     indices = chain.from_iterable(indices for indices, _ in shards)
     positions = {index: position for position, index in enumerate(indices)}  # the latest if predicted twice
     missing = length - len(positions)
-    if missing and missing == sum(len(failure["indices"]) for failure in read_failures(directory)):
-        raise ValueError(
-            f"{missing} of {length} samples in {os.fspath(directory)!r} failed and have no prediction. Use "
-            "iterate_predictions() for the others, with their indices, and read_failures() for the errors."
-        )
     if missing:
         raise ValueError(
             f"{missing} of {length} predictions are missing in {os.fspath(directory)!r}. Run the prediction again."
@@ -219,12 +185,4 @@ def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[lis
     """Yield the shards in a directory: sample indices and outputs."""
     for path in sorted(Path(directory).glob("shard-*.pt")):
         shard = load_plain(path)
-        if shard["indices"]:
-            yield shard["indices"], _outputs_of(shard)
-
-
-def read_failures(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the batches of predictions that failed and were skipped: the ``indices`` of the samples, the ``error``."""
-    shards = map(load_plain, Path(directory).glob("shard-*.pt"))
-    failures = [failure for shard in shards for failure in shard.get("failures", [])]
-    return sorted(failures, key=lambda failure: failure["indices"])
+        yield shard["indices"], _outputs_of(shard)

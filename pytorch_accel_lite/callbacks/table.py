@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.events import RunInterruptedError
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.templates import render
+from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.bars import NotebookOutput
@@ -352,7 +352,7 @@ class _RunTable:
         if self._best_row in rows and self._marked in columns:
             bold = rows.index(self._best_row), columns.index(self._marked)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
-        output.html = render("table.html", rows=cells, columns=columns, notes=[*notes, *summary], bold=bold)
+        output.html = table("", cells, columns, [*notes, *summary], bold)
         lines = (self._line(row, layout) for row in rows)
         output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
         output.refresh()

@@ -17,6 +17,14 @@ from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.engine.history import NewMetrics
 
+#: What makes trackers with accounts write only to this machine.
+_WITHOUT_ACCOUNT = {
+    "wandb": "init_kwargs={'mode': 'offline'}",
+    "swanlab": "init_kwargs={'mode': 'offline'}",
+    "comet_ml": "init_kwargs={'online': False}",
+    "clearml": "the environment variable CLEARML_OFFLINE_MODE=1",
+}
+
 
 class TrackerCallback(StepLogger):
     """Log a run to a tracker: its configuration, metrics every n updates, every evaluation and epoch.
@@ -98,8 +106,16 @@ class TrackerCallback(StepLogger):
             return
         if self.tracker == "tensorboard" and self._first_update:
             time.sleep(1)  # it reads the files of attempts in the order of the seconds in which they were created
-        tracker = self._create(trainer)
-        tracker.start()
+        try:
+            tracker = self._create(trainer)
+            tracker.start()
+        except Exception as error:
+            if self.tracker not in _WITHOUT_ACCOUNT:
+                raise
+            raise RuntimeError(
+                f"TrackerCallback({self.tracker!r}) could not start: {str(error).rstrip('.')}. To log to this machine "
+                f"only, without an account, pass {_WITHOUT_ACCOUNT[self.tracker]}."
+            ) from error
         self._started = tracker
         trainer.accelerator.trackers.append(tracker)
         if not self._first_update:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,9 @@ def fit_model_state(
             )
         warnings.warn(f"{text}. The rest is loaded.", stacklevel=3)
     fitting = [key for key in state if key in own and key not in shapes]
-    return {names[key]: sharded_like(own[key], state[key]) for key in fitting}
+    fitted = OrderedDict((names[key], sharded_like(own[key], state[key])) for key in fitting)
+    vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # versions, which some modules need
+    return fitted
 
 
 def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

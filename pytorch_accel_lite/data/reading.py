@@ -24,9 +24,21 @@ _Copies = dict[torch.device, torch.Tensor]
 #: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
 #: follow; the position of the first sample; the indices of the samples.
 SeededShare = tuple[int, int, int, list[Any]]
-#: Any seed, and the numbers that the generators of python and numpy draw first after it.
+#: The generators whose draws by samples are told apart: torch's, and those of python and numpy.
+_TORCH, _OTHERS = "torch", "others"
+_ALL = frozenset({_TORCH, _OTHERS})
+#: What tells the state of a generator, and the generator.
+_ASKS = [
+    (random, "getstate", _OTHERS),
+    (np.random, "get_state", _OTHERS),
+    *((module, name, _TORCH) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
+]
+#: Any seed, and the numbers that each of the generators draws first after it.
 _KNOWN = 1
-_FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()
+_FIRST_DRAWN = {
+    _TORCH: (torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(_KNOWN >> 1)).item(),),
+    _OTHERS: (random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()),
+}
 
 
 def inner_datasets(dataset: Any) -> list[Any]:
@@ -185,15 +197,15 @@ class SeededReader(SampleReader):
     at once (``__getitems__``) gets one seed for them, and collating a batch continues from there. So the number of
     workers, the number of processes and interruptions do not affect what is read.
 
-    Seeding python's and numpy's generators takes longer than reading many a sample. Where the first batch has not drawn
-    from them, nor asked for their states, the two are only seeded for each batch, such that it is noticed when a sample
-    does nonetheless; the batch is then read again, and from then on every sample is read with its own seed.
+    Seeding takes longer than reading many a sample. A generator from which the first batch has not drawn, nor asked
+    for its state, is only seeded for each batch, such that it is noticed when a sample does nonetheless; the batch is
+    then read again, and from then on every sample is read with its own seed.
     """
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
         self._reads_batches = reads_batches(dataset)
-        self._draws: bool | None = None  # whether samples draw numbers from python's or numpy's generator, once known
+        self._draws: frozenset[str] | None = None  # the generators that samples draw from, once known
 
     def __getitems__(self, share: SeededShare) -> Any:  # type: ignore[override]
         """Return the samples of a share."""
@@ -201,68 +213,91 @@ class SeededReader(SampleReader):
         if self._reads_batches:
             seed_generators(seed)
             return self.dataset.__getitems__(indices)
-        seeds = [mix(position, after=epoch_seed) for position in range(first, first + len(indices))]
-        if self._draws is False:
-            samples = self._read_without_draws(seeds, indices)
-            if not self._draws:
-                return samples
-        samples = []
-        with _StatesRead() as states:
-            for seed, index in zip(seeds, indices, strict=True):
-                seed_generators(seed)
-                try:
-                    samples.append(self.dataset[index])
-                except Exception as error:
-                    note_sample(error, self.dataset, index)
-                    raise
-        self._draws = self._draws or states.any or _has_drawn(seeds[-1])
+        if self._draws is None:
+            samples, self._draws = self._read(epoch_seed, first, indices, _ALL)
+            self._draws |= _drawn_since(mix(first + len(indices) - 1, after=epoch_seed))
+            return samples
+        samples, drawn = self._read(epoch_seed, first, indices, self._draws)
+        if not drawn <= self._draws:
+            self._draws |= drawn
+            return self.__getitems__(share)
         return samples
 
-    def _read_without_draws(self, seeds: list[int], indices: list[Any]) -> list[Any]:
-        """Return the samples, and note if reading them has drawn numbers, with which they must not be used."""
-        samples = []
+    def _read(
+        self, epoch_seed: int, first: int, indices: list[Any], seeded: frozenset[str]
+    ) -> tuple[list[Any], frozenset[str]]:
+        """Return samples, and the generators whose states were asked for, or that others than those seeded drew from.
+
+        :param seeded: generators that get a seed for each sample
+        """
+        samples: list[Any] = []
         error = None
-        seed_generators(_KNOWN, with_torch=False)
+        if seeded != _ALL:
+            _seed(_KNOWN, _ALL - seeded)
         try:
             with _StatesRead() as states:
-                for seed, index in zip(seeds, indices, strict=True):
-                    torch.default_generator.manual_seed(seed >> 1)  # quick, and torch.initial_seed() can be asked
+                for position, index in enumerate(indices, first):
+                    if seeded:
+                        _seed(mix(position, after=epoch_seed), seeded)
                     samples.append(self.dataset[index])
         except Exception as raised:
             error = raised
             note_sample(error, self.dataset, index)
-        self._draws = states.any or (random.random(), np.random.random_sample()) != _FIRST_DRAWN
-        if error is not None and not self._draws:  # otherwise it may be due to the numbers
+        drawn = states.of
+        if seeded != _ALL:
+            for name in _ALL - seeded:
+                if _draw(name) != _FIRST_DRAWN[name]:
+                    drawn.add(name)
+            # Collating continues from the last sample.
+            _seed(mix(first + len(indices) - 1, after=epoch_seed), _ALL - seeded)
+        if error is not None and drawn <= seeded:  # otherwise it may be due to the numbers
             raise error
-        seed_generators(seeds[-1], with_torch=False)  # collating continues from the last sample
-        return samples
+        return samples, frozenset(drawn)
+
+
+def _seed(seed: int, generators: frozenset[str]) -> None:
+    if _OTHERS in generators:
+        seed_generators(seed, with_torch=_TORCH in generators)
+    else:
+        torch.default_generator.manual_seed(seed >> 1)  # torch.manual_seed also visits every device
+
+
+def _draw(generator: str) -> tuple[float, ...]:
+    if generator == _TORCH:
+        return (torch.empty((), dtype=torch.int64).random_().item(),)
+    return random.random(), np.random.random_sample()
 
 
 class _StatesRead:
-    """Notes whether anything asks for the states of python's or numpy's generators in a block.
+    """Notes whose states are asked for in a block.
 
     A sample that does so may depend on them, even if it draws no number, or restores the states afterwards.
     """
 
-    any = False
-
     def __enter__(self) -> _StatesRead:
-        self._usual = random.getstate, np.random.get_state
-        random.getstate = partial(self._note, random.getstate)
-        np.random.get_state = partial(self._note, np.random.get_state)
+        self.of: set[str] = set()
+        self._usual = [getattr(module, name) for module, name, _ in _ASKS]
+        for (module, name, generator), ask in zip(_ASKS, self._usual, strict=True):
+            setattr(module, name, partial(self._note, generator, ask))
         return self
 
     def __exit__(self, *error: object) -> None:
-        random.getstate, np.random.get_state = self._usual
+        for (module, name, _), ask in zip(_ASKS, self._usual, strict=True):
+            setattr(module, name, ask)
 
-    def _note(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.any = True
-        return read(*args, **kwargs)
+    def _note(self, generator: str, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.of.add(generator)
+        return ask(*args, **kwargs)
 
 
-def _has_drawn(seed: int) -> bool:
-    """Whether a number has been drawn from python's or numpy's generator since both were given this seed."""
+def _drawn_since(seed: int) -> frozenset[str]:
+    """Return the generators from which a number has been drawn since all were given this seed."""
     before: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state()
     now: Any = np.random.get_state()
     is_numpy_new = before[2:] == now[2:] and np.array_equal(before[1], now[1])
-    return not is_numpy_new or random.Random(seed).getstate() != random.getstate()
+    is_python_new = random.Random(seed).getstate() == random.getstate()
+    is_torch_new = torch.equal(
+        torch.default_generator.get_state(), torch.Generator().manual_seed(seed >> 1).get_state()
+    )
+    is_new = {_TORCH: is_torch_new, _OTHERS: is_numpy_new and is_python_new}
+    return frozenset(name for name, unused in is_new.items() if not unused)

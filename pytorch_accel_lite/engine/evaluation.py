@@ -18,13 +18,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.history import RunHistory, count_values
-from pytorch_accel_lite.engine.inference import (
-    SKIPPED,
-    compute_batches,
-    inference,
-    inference_run,
-    preserving_randomness,
-)
+from pytorch_accel_lite.engine.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import EVALUATED, Run
@@ -103,14 +97,13 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
     trackers = run.loss_trackers
     batch = None
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
-        if output is not SKIPPED:
-            trackers.measured = batch, output["batch_size"]
-            if trackers.unweighed:
-                trackers.weigh()
-            if batch.num_samples != 0:  # as is_filler tells, without a call for each batch
-                trackers.add(output)
-            if listeners["on_eval_step_end"]:
-                trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
+        trackers.measured = batch, output["batch_size"]
+        if trackers.unweighed:
+            trackers.weigh()
+        if batch.num_samples != 0:  # as is_filler tells, without a call for each batch
+            trackers.add(output)
+        if listeners["on_eval_step_end"]:
+            trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
         del output  # before the next takes memory
     return batch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -12,19 +11,16 @@ import torch
 
 from pytorch_accel_lite.base.batches import complete_output
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.base.modules import reshard, unwrap
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.lifecycle import create_config, create_eval_loaders, entering
 from pytorch_accel_lite.engine.prepared_model import prepare_model
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
-
-SKIPPED: Any = object()  # in place of the output of a batch that has failed
 
 
 @contextmanager
@@ -44,8 +40,7 @@ def inference_run(
             run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
             run.control = StopCoordinator(trainer.ranks)
         trainer.callback_handler.configure_run(trainer, request)
-        for_inference = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
-        requested = replace(run.request, **for_inference)
+        requested = replace(run.request, max_batches=request.max_batches, first_sample=request.first_sample)
         run.request = request if run.outer is None else requested
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)
@@ -58,7 +53,7 @@ def inference_run(
 def compute_batches(
     trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Callable[[Any], Any], is_evaluation: bool = True
 ) -> Iterator[tuple[Batch, Any]]:
-    """Yield each batch with what a step method returns for it: ``SKIPPED`` if it has failed and the run skips such."""
+    """Yield each batch with what a step method returns for it."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
     for number, batch in enumerate(batches, start=1):
@@ -67,34 +62,14 @@ def compute_batches(
             trainer.logical.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
-        try:
-            if isinstance(batch.data, FailedRead):
-                raise batch.data.error
-            with mixed_precision(trainer.accelerator):
-                output = compute(batch.data)
-            if is_evaluation:
-                complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
-        except Exception as error:
-            if not _is_skipped(error, run):
-                raise
-            output = SKIPPED
+        with mixed_precision(trainer.accelerator):
+            output = compute(batch.data)
+        if is_evaluation:
+            complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
         yield batch, output
         del output
         run.batch, run.batch_number = None, number
     run.batch_number = None
-
-
-def _is_skipped(error: Exception, run: Run) -> bool:
-    """Report a failed batch, if the evaluation or prediction skips such."""
-    report = run.request.on_failed_batch
-    indices = run.batch_indices
-    if report is None or indices is None or isinstance(error, (StopTrainingError, NonFiniteLossError)):
-        return False
-    text = f"{type(error).__name__}: {error}"
-    # The error itself is below the last, indented line of the traceback of a worker; notes may follow it.
-    of_worker = re.search(r"(?s)Original Traceback.*\n +[^\n]*\n(\S[^\n]*)", text)
-    report([*indices], of_worker[1] if of_worker else text)
-    return True
 
 
 @contextmanager

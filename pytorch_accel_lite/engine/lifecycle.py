@@ -135,7 +135,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=None if trainer.logical is None else trainer.logical.shares,
-        yields_failures=run.request.skips_failed_batches if training else run.request.on_failed_batch is not None,
+        yields_failures=training and run.request.skips_failed_batches,
         divides=training,
         first_epoch=run.data.first_epoch,
     )

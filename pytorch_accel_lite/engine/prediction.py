@@ -20,13 +20,7 @@ from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
-from pytorch_accel_lite.engine.inference import (
-    SKIPPED,
-    compute_batches,
-    inference,
-    inference_run,
-    preserving_randomness,
-)
+from pytorch_accel_lite.engine.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.engine.lifecycle import close_failed
 from pytorch_accel_lite.engine.run import Run
 
@@ -182,17 +176,16 @@ def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> I
 
 
 def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
-    """Yield this process's outputs step by step, on the CPU: none of a step that failed and is skipped."""
+    """Yield this process's outputs step by step, on the CPU."""
     listeners = trainer.callback_handler.listeners
     shares: list[Any] = []
     batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
-        if output is not SKIPPED:
-            if listeners["on_predict_step_end"]:
-                trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
-            if not batch.is_filler:
-                size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
-                shares.append(to_cpu(output, size))
+        if listeners["on_predict_step_end"]:
+            trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
+        if not batch.is_filler:
+            size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
+            shares.append(to_cpu(output, size))
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares

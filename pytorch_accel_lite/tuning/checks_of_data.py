@@ -206,6 +206,19 @@ def _look_at_inputs(pairs: list[tuple[Any, Any]]) -> Iterator[Finding]:
     if equal and len(np.unique(targets)) > 1:
         text = f"The targets equal column {listed(equal)} of the inputs, in all {len(pairs)} samples read."
         yield mistake(text, "Remove it from the inputs.", columns=equal)
+    elif columns := _encoding_columns(inputs, targets[:, 0]):
+        text = f"The values of columns {listed(columns)} of the inputs are the same in all samples of a label."
+        yield doubt(text, "Remove them from the inputs if they encode the label.", columns=columns)
+
+
+def _encoding_columns(inputs: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> list[int]:
+    """Return the columns that have one value for each label, and not the same for all."""
+    kinds, counts = np.unique(labels, return_counts=True)
+    if not 2 <= len(kinds) <= 100 or counts.min() < 5:
+        return []
+    groups = [inputs[labels == kind] for kind in kinds]
+    is_constant = np.stack([(group == group[0]).all(0) for group in groups]).all(0)
+    return list(np.flatnonzero(is_constant & (inputs != inputs[0]).any(0)))
 
 
 def _compare_ranges(probe: Probe) -> Iterator[Finding]:

@@ -151,9 +151,12 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
     first, second = probe.evaluate(batch), probe.evaluate(select(batch, order))
     first.refuse_randomness()
     if isinstance(getattr(probe.run.data.train_loader, "sampler", None), RandomSampler):
-        # Batches of pairs or triplets are the same if these are moved as a whole.
-        orders = [[*order[by:], *order[:by]] for by in (2, 3, 4, size // 2)]
-        moved = [probe.evaluate(select(batch, rows)).loss - second.loss for rows in orders]
+        # Batches of pairs or triplets, one after another or in two halves, are the same if these are moved as a whole.
+        blocks = [[range(size)[start : start + by] for start in range(0, size, by)] for by in (2, 3)]
+        orders = [[row for block in reversed(of_size) for row in block] for of_size in blocks]
+        half = [*range(size // 2)][::-1]
+        orders.append([*half, *(row + len(half) for row in half), *range(2 * len(half), size)])
+        moved = [probe.evaluate(select(batch, rows)).loss - first.loss for rows in orders]
         if min(map(abs, [*moved, second.loss - first.loss])) > TOLERANCE * max(abs(first.loss), 1e-6):
             losses = first.loss, second.loss
             text = f"The loss of a batch is {losses[0]:.6g}, and {losses[1]:.6g} with its samples in reverse order."
@@ -191,12 +194,17 @@ def check_inputs_matter(probe: Probe) -> Iterator[Finding]:
 
 
 def _ignored(probe: Probe, inputs: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Return the inputs that change neither outputs nor loss when they are shuffled."""
+    """Return the inputs that change neither outputs nor loss when they are shuffled, in an evaluation or in training.
+
+    A deep network whose batch norm has seen little has nearly the same outputs for all inputs in an evaluation.
+    """
     batch = probe.eval_batch
-    first = probe.evaluate(batch).numbers
     order = [*range(1, batch.num_samples or 0), 0]
     shuffled = {n: batch._replace(data=with_parts(batch.data, {n: part[order]})) for n, part in inputs.items()}
-    return {n: part for n, part in inputs.items() if difference(first, probe.evaluate(shuffled[n]).numbers) < 1e-7}
+    for compute in (probe.evaluate, probe.evaluate if probe.has_own_step else probe.train):
+        first = compute(batch).numbers if inputs else []
+        inputs = {n: part for n, part in inputs.items() if difference(first, compute(shuffled[n]).numbers) < 1e-7}
+    return dict(inputs)
 
 
 # --------------------------------------------------------------------------------------------------- sequences
@@ -254,13 +262,17 @@ def _change_of_early_outputs(probe: Probe, length: int) -> float:
     changed = {name: part for name, part in changed.items() if part.ndim > 1 and part.shape[1] >= length}
     for part in changed.values():
         part[:, middle:] = part[[*range(1, size), 0], middle:]
-    found = []
-    for one in (batch, batch._replace(data=with_parts(batch.data, changed))):
-        outputs = [t for t in probe.train(one, quiet=True).rows(size) if t.ndim > 2 and length in t.shape[1:3]]
-        found.append([t.movedim(1 if t.shape[1] == length else 2, 1)[:, : middle - 1] for t in outputs])
-    if not found[0]:
+    passes = [probe.train(one, True) for one in (batch, batch._replace(data=with_parts(batch.data, changed)))]
+    inputs = [[t for t in tensors_in(one.watch.calls[0][:2]) if t.shape[1:2] == (length,)] for one in passes]
+    differing = torch.stack(
+        [(a != b).reshape(size, length, -1).any(2).any(0) for a, b in zip(*inputs, strict=True)]
+    ).any(0)
+    seen = int(differing.long().argmax()) if bool(differing.any()) else 0  # elements that are the same in both
+    outputs = [[t for t in one.rows(size) if t.ndim > 2 and length in t.shape[1:3]] for one in passes]
+    early = [[t.movedim(1 if t.shape[1] == length else 2, 1)[:, :seen] for t in tensors] for tensors in outputs]
+    if not early[0] or not seen:
         raise NotApplicableError("The model's outputs do not have a row for each element of the sequences.")
-    return difference(*found)
+    return difference(*early)
 
 
 def _judge(step: int, off: float) -> Iterator[Finding]:

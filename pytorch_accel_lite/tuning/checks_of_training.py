@@ -92,7 +92,7 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
     if takes_logits and (are_probabilities or (classes == 1 and last in ("sigmoid", "softmax"))):
         text = f"{name} is given probabilities, and applies a softmax or a sigmoid to them again."
         yield mistake(text, "Give it logits: remove the last function of the model.")
-    elif takes_logits and mean > 1.5 * usual + 1:  # a smaller one is that of a trained model
+    elif takes_logits and mean > 4 * usual + 3:  # a small one is that of a trained model, or of a few odd samples
         text = f"The first {name} is {mean:.4g}; that of a model that knows nothing is {usual:.3g}."
         advice = "Look at the scale of the inputs, and of the initial weights of the last layer."
         yield doubt(text, advice, loss=mean, usual=usual)
@@ -339,14 +339,16 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
     small = next((number for number in range(curve.index(peak), updates) if curve[number] < 0.01 * peak), updates)
     lowest = min(curve[updates // 2 :])
     is_cyclic = any(kind in name for kind in ("cyclic", "restart", "lambda"))
-    rises = curve[-1] > max(2 * lowest, 0.02 * peak) and not is_cyclic
+    fallen = next((number for number in range(curve.index(peak), updates) if curve[number] < 0.1 * peak), updates)
+    highest = max(curve[fallen:], default=0.0)
+    rises = not is_cyclic and (curve[-1] > max(2 * lowest, 0.02 * peak) or highest > 0.5 * peak)
     is_fixed = len(set(curve)) == 1 and not any(kind in name for kind in ("constant", "lambda"))
     problems = {
         "is negative at times": min(curve) < 0,
         "is 0 in every update": peak == 0,
         f"is at most {peak:.3g}, that of the optimizer {given:.3g}": 0 < peak < 0.01 * given,
         "still rises at the end of the run: the warm-up never ends": updates >= 10 and curve.index(peak) == updates - 1,
-        f"falls to {lowest:.3g} and rises again to {curve[-1]:.3g} at the end of the run": updates >= 10 and rises,
+        f"falls to {lowest:.3g} and rises again to {max(highest, curve[-1]):.3g}": updates >= 10 and rises,
         f"is below a hundredth of its peak, {peak:.3g}, from update {small}": updates >= 10 and small < 0.5 * updates,
         f"is {peak:.3g} in every update: the schedule never changes it": updates >= 10 and is_fixed,
     }
@@ -360,6 +362,8 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
 
 #: By how much of itself the loss of a single batch has fallen after a number of updates, if no more are needed.
 _ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
+#: What distributions call when they are sampled from.
+_SAMPLING = {"multinomial", "bernoulli", "normal"}
 
 
 def check_learns(probe: Probe) -> Iterator[Finding]:
@@ -373,7 +377,7 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
     before, after = _ends(losses)
     details = {"updates": len(losses), "before": before, "after": after}
     text = f"After {len(losses)} updates on one batch, its loss is {after:.4g}, from {before:.4g}"
-    first, last = of_torch[0], of_torch[-1]
+    first, last = _ends(of_torch)
     scale = max(abs(before), 1e-6)
     if after < before and last > 1.2 * first + 0.1:
         text = f"{text}, but torch's loss functions give {last:.4g}, from {first:.4g}."
@@ -386,6 +390,8 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
         yield remark(f"{text}{more}.", **details, shuffled=_ends(shuffled)[1])
     elif len(losses) < 20:
         raise NotApplicableError(f"There was time for only {len(losses)} updates.")
+    elif _SAMPLING & set(probe.watch_step(probe.batch).drawn):
+        raise NotApplicableError("The step samples, as from a policy, whose loss need not fall.")
     else:
         yield from _try_other_rates(probe, text, not math.isfinite(after) or after - before > scale, details)
 
@@ -404,7 +410,8 @@ def _try_other_rates(probe: Probe, text: str, diverged: bool, details: Mapping[s
 
 def _ends(losses: list[float]) -> tuple[float, float]:
     """Return the mean losses of the first and of the last updates, as a single one may depend on random numbers."""
-    return sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
+    first, before, after = losses[0], sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
+    return first if before > 3 * abs(first) else before, after  # the first update may have made it large
 
 
 def _fit(

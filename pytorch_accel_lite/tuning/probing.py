@@ -49,6 +49,7 @@ _LOSSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_en
 LOSSES_OF_ELEMENTS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "randperm", "normal", "bernoulli", "uniform"}
+_RANDOM |= {"multinomial", "poisson", "exponential", "standard_gamma", "sample_dirichlet", "binomial", "random"}
 _ARITHMETIC = {"sub", "rsub", "mul", "add", "div", "truediv"}
 _ACTIVATIONS = {"relu", "sigmoid", "softmax", "tanh"}
 #: Relative differences up to this are those of float32, computed in another order.
@@ -332,13 +333,23 @@ class Probe:
             return batch
         others = {length for tensor in tensors_in(batch.data) for length in tensor.shape[1:]}
         few = next((number for number in (8, 7, 6, 5, 4) if number <= size and number not in others), min(size, 8))
-        return select(batch, range(few))
+        selected = select(batch, range(few))
+        if few < size and self._fails(selected) and not self._fails(batch):
+            return batch._replace(num_samples=None)  # such as the nodes of a graph, which belong together
+        return selected
+
+    def _fails(self, batch: Batch) -> bool:
+        try:
+            self.watch_step(batch)
+        except Exception:
+            return True
+        return False
 
     def require_samples(self, batch: Batch, least: int = 2) -> int:
         """Return the number of samples of a batch, which must have enough, and be divisible into them."""
-        if not is_divisible(batch) or (batch.num_samples or 0) < least:
+        if not batch.num_samples or not is_divisible(batch) or batch.num_samples < least:
             raise NotApplicableError(f"The batch cannot be divided into at least {least} samples.")
-        return batch.num_samples or 0
+        return batch.num_samples
 
     # parameters and modules
 

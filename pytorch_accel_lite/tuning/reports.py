@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.text import align, wrapped
 
 
@@ -34,3 +35,6 @@ class Report:
         lines = [wrapped(f"  {line}", indent) for line in align(rows, 2 if self.is_text else 1)]
         notes = (wrapped(line, "    ") for text in self.notes() for line in f"- {text}".splitlines())
         return "\n".join([self.summary(), *lines, *notes])
+
+    def _repr_html_(self) -> str:
+        return table(self.summary(), self.rows(), notes=self.notes())
