@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.data import OwnShard
@@ -1055,6 +1055,35 @@ def test_training_after_a_check_is_as_without_it(name):
         return trainer.model.state_dict()
 
     assert same(train(checks=True), train(checks=False))
+
+
+class DrawsNoise(nn.Module):
+    """Draws from generators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.generators = torch.Generator(), np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+        self.first, self.second, self.third, self.fourth = self.generators
+
+    def forward(self, x):
+        drawn = self.second.normal(), self.third.rand(), self.fourth.random()
+        return self.body(x + 0.01 * torch.randn(x.shape, generator=self.first) + 0.01 * sum(drawn))
+
+
+def test_generators_of_ones_own_are_as_before():
+    model, loading, order = DrawsNoise(), torch.Generator(), torch.Generator()
+    data = labelled(64)
+    loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data, generator=order), generator=loading)
+    ways = (model.generators[0].get_state, lambda: model.second.bit_generator.state, model.third.get_state)
+    states = [*ways, model.fourth.getstate, loading.get_state, order.get_state]
+    before = [str(state()) for state in states]
+    torch_before = [generator.get_state() for generator in (model.first, loading, order)]
+    trainer, _, _ = classifier(model)
+    assert trainer.check(loader).ok
+    assert [str(state()) for state in states] == before
+    after = [generator.get_state() for generator in (model.first, loading, order)]
+    assert all(map(torch.equal, after, torch_before))
 
 
 def test_a_report_shows_what_was_found_and_what_to_change():

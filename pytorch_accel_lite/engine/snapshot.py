@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,6 +36,18 @@ class Snapshot(ExitStack):
     def keep_generators(self) -> None:
         """Keep the states of the random generators."""
         self.callback(restore_generators, capture_generators())
+
+    def keep_generators_of(self, owners: Iterable[Any]) -> None:
+        """Keep the states of the random generators that are attributes of objects."""
+        for value in [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]:
+            if isinstance(value, torch.Generator):
+                self.callback(value.set_state, value.get_state())
+            elif isinstance(value, np.random.Generator):
+                self.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
+            elif isinstance(value, np.random.RandomState):
+                self.callback(value.set_state, value.get_state())
+            elif isinstance(value, random.Random):
+                self.callback(value.setstate, value.getstate())
 
     def keep_states(self, owners: Iterable[Any]) -> None:
         """Keep the states of objects with ``state_dict()`` and ``load_state_dict(state)``; the first come first."""
@@ -121,8 +135,12 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def preserving_attributes(*owners: Any) -> Iterator[None]:
-    """Restore all attributes of objects after a block, including the contents of lists, dicts, sets and deques."""
-    with ExitStack() as before:
+    """Restore all attributes of objects after a block.
+
+    This includes the contents of lists, dicts, sets and deques, and the states of random generators.
+    """
+    with Snapshot() as before:
+        before.keep_generators_of(owners)
         for owner in owners:
             held = dict(vars(owner))
             before.callback(vars(owner).update, held)

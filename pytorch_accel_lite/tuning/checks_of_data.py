@@ -8,14 +8,14 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from pytorch_accel_lite.base.batches import TARGET_KEYS, parts_in, tensors_in
 from pytorch_accel_lite.base.inspection import nested_in
@@ -40,6 +40,12 @@ def independent_copy(dataset: Any) -> Any:
         return copy.deepcopy(dataset, shared)
     except Exception:
         return dataset
+
+
+def owners_of_generators(data: Iterable[Any]) -> list[Any]:
+    """Return loaders, samplers and datasets, which may be nested, and what they have as attributes: transforms."""
+    parts = [part for one in data for part in nested_in(one, lambda v: isinstance(v, (Dataset, DataLoader, Sampler)))]
+    return [*parts, *(value for part in parts for value in getattr(part, "__dict__", {}).values())]
 
 
 def _datasets(probe: Probe) -> dict[str, Any]:

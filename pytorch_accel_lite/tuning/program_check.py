@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_number
 from pytorch_accel_lite.engine.lifecycle import create_eval_loaders
-from pytorch_accel_lite.engine.snapshot import replaced
+from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.schedulers.named_schedules import resolve_names
 from pytorch_accel_lite.tuning import checks_of_data, checks_of_models, checks_of_training
@@ -192,7 +192,12 @@ def check(
     train_copy, eval_copy = map(checks_of_data.independent_copy, (train_dataset, eval_dataset))
     callbacks, size = list(self.callback_handler), per_device_batch_size
     loading = given["train_dataloader_kwargs"], given["collate_fn"]
-    with replaced(self, logical=None), trial(self, "check", train_copy, size, request, *loading) as run:
+    with (
+        Snapshot() as before,
+        replaced(self, logical=None),
+        trial(self, "check", train_copy, size, request, *loading) as run,
+    ):
+        before.keep_generators_of(checks_of_data.owners_of_generators([train_dataset, eval_dataset]))
         if eval_dataset is not None:
             run.data.eval_dataset = eval_copy
             create_eval_loaders(self, run, size, given["eval_dataloader_kwargs"])
