@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +85,7 @@ class AdviceCallback(TrainerCallback):
         begins = not self._has_trained_before and not trainer.progress.update
         listening(self, begins and _is_supervised(trainer), "on_train_step_end")
 
-    def on_train_step_end(self, trainer: TrainerLike, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         self._first_losses.append(batch_output["loss"].detach().clone())
         if len(self._first_losses) == _FIRST_STEPS:
             trainer.callback_handler.set_listening(self, False, "on_train_step_end")
@@ -158,20 +158,11 @@ class AdviceCallback(TrainerCallback):
         for name in [name for name in step.optimizers if name not in step.updated]:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
-        if self._trained and len(self._first_losses) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
-            yield from self._look_at_loss(trainer.current_run.recorded_losses["train_loss_epoch"])
+        first = torch.stack(self._first_losses).tolist() if self._first_losses else []
+        if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
+            yield from _look_at_loss(first, trainer.current_run.recorded_losses["train_loss_epoch"])
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._look_at_schedule(trainer)
-
-    def _look_at_loss(self, mean: float) -> Iterator[str]:
-        first = torch.stack(self._first_losses).double()
-        before, error = float(first.mean()), float(first.std()) / _FIRST_STEPS**0.5
-        if mean > before - 0.5 * error:
-            yield (
-                f"The training loss has not fallen: it was {before:.4g} in the first {_FIRST_STEPS} steps, and "
-                f"{mean:.4g} on average in the epoch. trainer.check(train_dataset) looks for mistakes in the program; "
-                "find_lr() suggests a learning rate."
-            )
 
     def _look_at_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
@@ -198,6 +189,16 @@ def _is_supervised(trainer: TrainerLike) -> bool:
     """Whether the loss is one that should fall, unlike those of a GAN or of reinforcement learning."""
     methods = ("calculate_train_batch_loss", "train_step")
     return trainer.loss_func is not None and not any(is_overridden(trainer, method) for method in methods)
+
+
+def _look_at_loss(first: list[float], epoch: float) -> Iterator[str]:
+    before = fmean(first)
+    if all(map(math.isfinite, first)) and epoch > before - 0.5 * stdev(first) / _FIRST_STEPS**0.5:
+        yield (
+            f"The training loss has not fallen: it was {before:.4g} in the first {_FIRST_STEPS} steps, and {epoch:.4g} "
+            "on average in the epoch. trainer.check(train_dataset) looks for mistakes in the program; find_lr() "
+            "suggests a learning rate."
+        )
 
 
 def not_fused(optimizer: Any) -> str:
