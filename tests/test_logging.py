@@ -448,8 +448,10 @@ os.chdir(folder)
 os.environ |= {"TRACKIO_DIR": f"{folder}/trackio", "HOME": folder, "WANDB_API_KEY": ""}
 
 from pytorch_accel_lite.callbacks import TrackerCallback
+from tests.launching import forget
 from tests.tasks import make_trainer, train
 
+forget("trackio")  # which reads its folder when it is imported, as another test may have done
 kwargs = {"mode": "offline"} if name == "wandb" else {}
 trainer = make_trainer([TrackerCallback(name, "project", every_n_updates=2, config={"idea": 7}, init_kwargs=kwargs)])
 train(trainer, epochs=2, eval_dataset=True)
