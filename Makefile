@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := $(BIN)/.extras
 # The oldest versions have an environment of their own, .venv-oldest.
-OLDEST_PYTHON ?= python3.10
+OLDEST_PYTHON ?= python3.11
 OLDEST := .venv-oldest/bin
 
 .PHONY: help demo test test-oldest quick soak coverage check format bench docs notebooks clean
@@ -11,7 +11,7 @@ OLDEST := .venv-oldest/bin
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
 	@echo "make test    run all tests, in a random order; ARGS=\"-k resume\" for a part"
-	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.10 (OLDEST_PYTHON=...)"
+	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.11 (OLDEST_PYTHON=...)"
 	@echo "make quick   run the quick tests of a single process: for working"
 	@echo "make soak    run the tests that kill, launch and resume again and again, for hours"
 	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"

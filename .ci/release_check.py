@@ -104,12 +104,14 @@ TRIALS = {
     "notebook": "from tqdm.notebook import tqdm\ntqdm(total=1, display=False).update()",
     "cli": 'import pytorch_accel_lite.experiment as e\ne.Experiment.from_file(None, {"model": "torch.nn.ReLU"})',
     "optuna": "from pytorch_accel_lite.experiment import OptunaPruningCallback\nOptunaPruningCallback(None)",
+    "stats": "from pytorch_accel_lite.experiment import SeedComparison as Seeds\n"
+    "print(Seeds(('a', 'b'), 'loss', False, [0, 1], ([1.0, 2.0], [2.0, 4.0]), 0.95, {}))",
     "s3": 'from pytorch_accel_lite.checkpoint.remote import RemoteFolder\nRemoteFolder("s3://a")\nimport s3fs',
     "ray": "from pytorch_accel_lite.integrations import RayReportCallback\nRayReportCallback()",
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.
-WITH_ERROR = ["plot", "dataframe", "tensorboard", "mlflow", "wandb", "trackio", "cli", "optuna", "s3", "ray"]
+WITH_ERROR = ["plot", "dataframe", "tensorboard", "mlflow", "wandb", "trackio", "cli", "optuna", "stats", "ray"]
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

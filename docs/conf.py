@@ -235,6 +235,13 @@ SEARCHED = {
         "optuna",
     ],
     "cross_validation": ["cross validation", "k-fold", "kfold"],
+    "comparing_runs#Is the difference real?": [
+        "seeds",
+        "significance",
+        "confidence interval",
+        "t-test",
+        "ablation",
+    ],
     "examples#Notebooks": ["notebook", "notebooks", "jupyter", "colab"],
     "experiments": [
         "yaml",

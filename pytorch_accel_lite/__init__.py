@@ -2,6 +2,7 @@
 
 from accelerate import notebook_launcher
 
+from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.run_settings import TrainerRunConfig
@@ -16,6 +17,7 @@ from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.engine.losses import LossTracker
 from pytorch_accel_lite.experiment.cross_validation import cross_validate
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
+from pytorch_accel_lite.experiment.seed_comparison import compare_seeds
 from pytorch_accel_lite.trainer import Trainer, TrainerWithTimmScheduler
 
 __version__ = "0.2.0"
@@ -23,6 +25,7 @@ __version__ = "0.2.0"
 __all__ = [
     "CallbackHandler",
     "InMemoryRunHistory",
+    "Interval",
     "LossTracker",
     "NonFiniteLossError",
     "Progress",
@@ -34,6 +37,7 @@ __all__ = [
     "TrainerRunConfig",
     "TrainerWithTimmScheduler",
     "compare_runs",
+    "compare_seeds",
     "cross_validate",
     "get_default_callbacks",
     "notebook_launcher",

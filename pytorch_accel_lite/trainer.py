@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,9 @@ from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_los
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
+from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import is_sharded, without_gradients
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
@@ -28,8 +30,8 @@ from pytorch_accel_lite.base.placeholders import (
 from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.base.signals import ending_in_order, exit_for
-from pytorch_accel_lite.base.unknown_names import METHODS, check_subclass, suggest_arguments
+from pytorch_accel_lite.base.signals import ending_in_order, exit_after
+from pytorch_accel_lite.base.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -40,6 +42,7 @@ from pytorch_accel_lite.callbacks import (
     ProgressBarCallback,
     StopTrainingError,
     TerminateOnNaNCallback,
+    model_card,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
@@ -79,7 +82,6 @@ from pytorch_accel_lite.tuning import diagnosis, finders, memory, program_check
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
-    from typing_extensions import Self
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -137,6 +139,7 @@ class Trainer:
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar eval_dataset_name: name of the dataset that is being evaluated, if there are several
     :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
+    :ivar goodput: how the time of the job was spent, its restarts included
     :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
     :cvar saves_attributes: whether checkpoints and training states include optimizers and schedulers that are
@@ -173,6 +176,7 @@ class Trainer:
     eval_dataset_name: str | None = shadowable("data.eval_dataset_name")
     batch_indices: list[Any] | None = shadowable("batch_indices")
     clock: float = shadowable("clock")
+    goodput: Goodput = shadowable("goodput")
 
     def __init__(
         self,
@@ -240,7 +244,7 @@ class Trainer:
         eval_dataset: NamedData | None = None,
         per_device_batch_size: int = 8,
         max_num_train_steps: int | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | Mapping[int, int] = 1,
         gradient_clip_value: float | None = None,
         create_scheduler_fn: ScheduleArgument | None = None,
         train_dataloader_kwargs: dict[str, Any] | None = None,
@@ -250,7 +254,8 @@ class Trainer:
         resume_from: str | os.PathLike[str] | None = None,
         *,
         gradient_clip_norm: float | None = None,
-        eval_every_n_epochs: int | None = 1,
+        eval_every_n_epochs: int = 1,
+        evaluate_every: str | Interval | None = None,
         scheduler_interval: Literal["update", "epoch"] = "update",
         scheduler_metric: str | None = None,
         warmup_steps: int | float = 0,
@@ -269,7 +274,9 @@ class Trainer:
         :param per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the
             dataloader kwargs, it is for datasets: a ``DataLoader`` has its own.
         :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
-        :param gradient_accumulation_steps: number of batches per process in one update
+        :param gradient_accumulation_steps: number of batches per process in one update. It may change, given as a dict
+            by the number of updates after which it holds: with ``{0: 1, 1000: 4}``, batches are four times as large
+            after 1000 updates
         :param gradient_clip_value: maximum absolute value of each element of the gradients
         :param gradient_clip_norm: maximum total norm of the gradients
         :param create_scheduler_fn: ``"constant"``, ``"linear"``, ``"cosine"`` or ``"wsd"``, as long as the run, see
@@ -282,16 +289,18 @@ class Trainer:
         :param collate_fn: makes a batch from a list of samples
         :param resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in
             the ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
-        :param eval_every_n_epochs: evaluate after every n epochs, and after the last; ``None`` to evaluate only every n
-            updates, with :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
+        :param eval_every_n_epochs: evaluate after every n epochs, and after the last
+        :param evaluate_every: instead, evaluate at an :class:`Interval`, such as ``"500 updates"``, ``"0.25 epochs"``,
+            ``"100_000 samples"`` or ``"10 minutes"``, and at the end of the run
         :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"`` including its evaluation
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``,
             as ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is
-            then not stepped after epochs without an evaluation.
+            then stepped after every evaluation, also within an epoch, and not after epochs without one.
         :param warmup_steps: with a schedule by name, the number of updates (or epochs, see ``scheduler_interval``) over
             which the rate rises linearly; a number below 1 is a fraction of the run
         :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
-            micro-batches as needed, and accumulate their gradients, which are those of the whole batch
+            micro-batches as needed, and accumulate their gradients, which are those of the whole batch; likewise
+            evaluation batches, whose losses and metrics are those of the whole batch
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
@@ -304,6 +313,7 @@ class Trainer:
             scheduler_interval=scheduler_interval,
             scheduler_metric=scheduler_metric,
             eval_every_n_epochs=eval_every_n_epochs,
+            evaluate_every=None if evaluate_every is None else parse_interval("evaluate_every", evaluate_every).text,
             auto_microbatch=auto_microbatch,
         )
         if self.is_running:
@@ -315,6 +325,7 @@ class Trainer:
         of_train, of_eval = train_dataloader_kwargs, eval_dataloader_kwargs
         arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
+        arguments.check_resume_from(resume_from)
         if create_scheduler_fn is not None or warmup_steps:
             create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
         arguments.check_optimizers(self)
@@ -324,7 +335,8 @@ class Trainer:
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
-        with lifecycle.entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
+        call = "train()" if resume_from is None else "train(resume_from=...)"
+        with run.goodput.running(), lifecycle.entering(self, run, call):
             lifecycle.find_data(self, run, batch_size, of_train, of_eval, resume_from)
             lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
@@ -332,7 +344,7 @@ class Trainer:
             with ending_in_order(run.control.request) if request.ends_at_signals else nullcontext():
                 self._run_training()
         if run.end.pause is not None:
-            exit_for(run.end.pause)
+            exit_after(run.end.pause)
 
     evaluate = evaluation.evaluate
     run_evaluation = evaluation.run_evaluation
@@ -344,11 +356,11 @@ class Trainer:
     diagnose = diagnosis.diagnose
     estimate_memory = memory.estimate_memory
     if not TYPE_CHECKING:
-        fit, test, validate, add_callback = METHODS
+        fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint
-    save_model = saving.save_model
+    save_model = model_card.save_model
     check_weights = saving.check_weights
     register_for_checkpointing = saving.register_for_checkpointing
     save_training_state = saving.save_training_state
@@ -652,7 +664,7 @@ class Trainer:
         parts: dict[str, Any] = {
             "model": type(model).__name__,
             "parameters": f"{sum(sizes):,}{lazy}",
-            "optimizer": type(optimizer).__name__ if optimizers.is_made(optimizer) else repr(optimizer),
+            "optimizer": type(optimizer).__name__ if optimizers.is_created(optimizer) else repr(optimizer),
             "device": self.device,
         }
         if self.ranks.world_size > 1:
@@ -688,9 +700,15 @@ class TrainerWithTimmScheduler(Trainer):
         self.scheduler.step_update(num_updates=num_updates)
 
     def training_run_epoch_end(self) -> None:
-        """Step the scheduler after an epoch."""
-        if self.scheduler is not None:
-            self.scheduler.step(self.progress.epoch, next(iter(self.current_run.recorded_losses.values()), None))
+        """Step the scheduler after an epoch: if the run evaluates, a plateau schedule only after its evaluations."""
+        run = self.current_run
+        if self.scheduler is None:
+            return
+        is_evaluated = run.evaluations is None or run.evaluation_is_due
+        loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
+        follows_loss = hasattr(self.scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
+        if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:
+            self.scheduler.step(self.progress.epoch, loss)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         super()._check_scheduler(request)

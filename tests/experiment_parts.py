@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 
 
 class Net(nn.Module):
@@ -155,3 +157,26 @@ class KillAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_eval_step_end = on_train_step_end = on_predict_step_end
+
+
+# -------------------------------------------------------------------- settings that are compared under seeds
+
+DATA = TensorDataset(torch.arange(48.0).view(12, 4).sin(), torch.arange(12.0).view(12, 1).cos())
+TRAINING = {"train_dataset": DATA, "num_epochs": 2, "eval_dataset": DATA, "per_device_batch_size": 4}
+
+
+def make(lr: float, seed: int, folder: Path, *callbacks: Any) -> tuple[Trainer, dict[str, Any]]:
+    model = Net(dropout=0.1)
+    metrics = MetricsCallback({"error": MeanAbsoluteError()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return Trainer(model, nn.MSELoss(), optimizer, [metrics, *callbacks], seed=seed), TRAINING
+
+
+def saving(seed: int, folder: Path, *callbacks: Any) -> tuple[Trainer, dict[str, Any]]:
+    return make(0.05, seed, folder, SaveTrainingStateCallback(folder / "states", save_every_n_steps=1), *callbacks)
+
+
+def on_gpu(seed: int, folder: Path) -> tuple[Trainer, dict[str, Any]]:
+    (folder / "gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    print("on", os.environ["CUDA_VISIBLE_DEVICES"])
+    return make(0.01, seed, folder, *([KillAt(2)] if "KILLS" in os.environ else []))

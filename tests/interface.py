@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.unknown_names import MethodElsewhere
+from pytorch_accel_lite.base.unknown_names import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
 MODULES = ("", ".callbacks", ".data", ".schedulers", ".optimizers", ".finetuning", ".experiment", ".integrations")
@@ -48,7 +48,7 @@ def _members(cls: type, others: set[type]) -> Iterator[str]:
             continue
         if not name.startswith("_") or name in PROMISED or name == "__init__":
             held = vars(owner)[name]
-            if isinstance(held, MethodElsewhere):
+            if isinstance(held, AttributeElsewhere):
                 continue
             yield f"{name}{_signature(held if isinstance(held, property) else getattr(cls, name))}"
 

@@ -16,7 +16,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -41,6 +41,7 @@ CAN_SHARD = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
 )
+HAS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
@@ -192,17 +193,31 @@ def launch(
 
     :param warm: Python, and all Python that it starts, as copies of this process; or the launcher of a job alone
     """
+    (done,) = launch_together([command], timeout, warm)
+    return done
+
+
+def launch_together(
+    commands: list[list[str]], timeout: float = PATIENCE, warm: bool | Literal["launcher"] = False
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run programs at the same time, which print little, as :func:`launch` runs one."""
     kind = {False: subprocess.Popen, True: WarmPython, "launcher": WarmLauncher}[warm]
     pipe = subprocess.PIPE
-    with kind(command, env=environment(), cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as expired:
-            printed = (expired.stdout or b"") + (expired.stderr or b"")
-            pytest.fail(f"{' '.join(command)} has not ended after {timeout} seconds:\n{printed.decode()}")
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    done = []
+    with ExitStack() as stack:
+        processes = []
+        for command in commands:
+            process = kind(command, env=environment(), cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        for command, process in zip(commands, processes, strict=True):
+            try:
+                output, errors = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired as expired:
+                printed = (expired.stdout or b"") + (expired.stderr or b"")
+                pytest.fail(f"{' '.join(command)} has not ended after {timeout} seconds:\n{printed.decode()}")
+            done.append(subprocess.CompletedProcess(command, process.returncode, output, errors))
+    return done
 
 
 def use_filters(filters: Iterable[Any]) -> None:

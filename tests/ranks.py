@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from tests.launching import some_of
+from tests.tasks import equal, largest_difference, weights
 
 IN_ORDER = {"shuffle": False}
 
@@ -69,3 +73,46 @@ class OrderedStream(IterableDataset):
 
     def __iter__(self):
         return iter(self.data)
+
+
+def every_state(folder: Path | None) -> list[SaveTrainingStateCallback]:
+    """A callback that keeps the state after each update in a folder, or none."""
+    return [] if folder is None else [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)]
+
+
+def final_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return weights(trainer.get_model())
+
+
+def run_and_resume(train: Callable[..., Any], result: Callable[[Any], Any] = final_weights) -> list[Any]:
+    """The result of a run, and of those that were resumed from some of its states.
+
+    :param train: ``train(folder, resume_from=...)`` gives a trainer that has saved the state after each update
+    """
+    with shared_folder() as folder:
+        results = [result(train(folder / "whole"))]
+        if world_size() > 1:
+            dist.barrier()
+        states = sorted((folder / "whole").glob("update-*"))
+        for state in some_of(states[:-1]):
+            results.append(result(train(folder / f"from {state.name}", resume_from=state)))
+    return results
+
+
+def check_processes(
+    ranks: Any, train: Callable[..., Any], result: Callable[[Any], Any] = final_weights, resumed: int = 3
+) -> list[list[dict[str, torch.Tensor]]]:
+    """Check that processes train as one does, and resume to the same bits; return the results of each.
+
+    :param ranks: the job, see ``rank_pool.py``
+    :param train: see :func:`run_and_resume`
+    :param resumed: the number of runs that are resumed, at least
+    """
+    alone = run_and_resume(train, result)
+    by_rank = ranks.run(run_and_resume, train, result)
+    assert all(equal(runs[0], by_rank[0][0]) for runs in by_rank)
+    for whole, *others in (alone, *by_rank):
+        assert largest_difference(whole, alone[0]) < 1e-12
+        assert len(others) >= resumed
+        assert all(equal(other, whole) for other in others)
+    return by_rank

@@ -18,11 +18,18 @@ SHIPPED = [
     for value in (getattr(shipped, name) for name in shipped.__all__)
     if isinstance(value, type) and issubclass(value, TrainerCallback) and value is not TrainerCallback
 ]
+
+
+def text_of(model: Any) -> str:
+    return f"of {type(model).__name__}"
+
+
 # Arguments of the shipped callbacks that cannot be made without.
 NEEDED: dict[str, dict[str, Any]] = {
     "LimitBatchesCallback": {"num_batches": 2},
     "LimitEvalStepsCallback": {"num_eval_steps": 2},
     "MetricsCallback": {"metrics": MeanSquaredError()},
+    "ShowOutputsCallback": {"function": text_of},
     "StepBasedEvaluationCallback": {"eval_every_n_steps": 2},
     "TimeLimitCallback": {"limit": 3600},
 }
@@ -35,6 +42,7 @@ RUN: dict[str, dict[str, Any]] = {
 
 # Arguments with which a run leaves a trace in the callback's state, where the defaults leave none.
 STATEFUL: dict[str, dict[str, Any]] = {"MetricsCallback": {"metrics": MeanSquaredError(), "train": True}}
+STATEFUL["ShowOutputsCallback"] = NEEDED["ShowOutputsCallback"]
 STATEFUL["MetricsFileCallback"] = {"every_n_updates": 1}
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,6 +89,8 @@ class _Module:
     """What ``torch.sim`` gives."""
 
     Event = Event
+    memory = SimpleNamespace(_dump_snapshot=lambda path: Path(path).write_text("snapshot"))
+    name = "Simulated L4"
     _peaks = 0
 
     def is_initialized(self) -> bool:
@@ -100,6 +104,15 @@ class _Module:
 
     def device_count(self) -> int:
         return 1
+
+    def get_device_properties(self, device: torch.device) -> Any:
+        return SimpleNamespace(total_memory=2**30)
+
+    def get_device_name(self, device: torch.device) -> str:
+        return self.name
+
+    def manual_seed(self, seed: int) -> None:
+        pass
 
     def synchronize(self) -> None:
         waits["synchronize"] += 1

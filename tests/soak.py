@@ -38,6 +38,7 @@ def soak(
     asynchronous: bool = False,
     logical: int | None = None,
     sharded_remotely: bool = False,
+    evaluate_every: str | None = None,
     run_whole: Callable[..., None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the killed run and the whole one ended with; fails unless there were as many kills.
@@ -45,6 +46,7 @@ def soak(
     :param run_whole: how to run it as a whole, where processes are there already
     """
     options: dict[str, Any] = {"workers": workers, "epochs": max(3, kills + 1), "asynchronous": asynchronous}
+    options["evaluate_every"] = evaluate_every
     if logical is not None:
         options |= {"logical": logical, "batch": 2}
     generator = torch.Generator().manual_seed(0)

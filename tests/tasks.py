@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -102,12 +105,12 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def same(first: Any, second: Any) -> bool:
     """Whether two nested states have the same bits."""
     if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
+        return isinstance(second, torch.Tensor) and torch.equal(first, second)
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second)
+    return type(first) is type(second) and bool(first == second)
 
 
 @cache
@@ -161,6 +164,48 @@ def listener(**methods: Callable[..., Any]) -> TrainerCallback:
         return lambda self, trainer, **kwargs: method(trainer, **kwargs)
 
     return type("Listener", (TrainerCallback,), {name: event(method) for name, method in methods.items()})()
+
+
+def raises_at(update: int | None, error: BaseException, event: str = "on_train_step_end") -> TrainerCallback:
+    """A callback that raises an error at an event, after a number of updates."""
+
+    def check(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == update:
+            raise error
+
+    return listener(**{event: check})
+
+
+class Blocks(nn.Module):
+    """A model that repeats a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(self.drop(hidden))
+
+
+@contextmanager
+def changed_manifest(state: Path, *files: str) -> Iterator[dict[str, Any]]:
+    """Let the manifest of a training state be changed; it and files that have been changed get checksums that fit."""
+    path = state / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["checksum"]
+    for name in files:
+        content = (state / name).read_bytes()
+        manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    yield manifest
+    manifest["checksum"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest))
 
 
 class Expanded(nn.Module):
@@ -237,7 +282,7 @@ def image_model() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def _warnings_of(trainer: Trainer, data: Any) -> list[str]:
+def warnings_of(trainer: Trainer, data: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.train(data, 1, per_device_batch_size=2)

@@ -82,7 +82,7 @@ def test_a_checkpoint_and_the_best_model_may_leave_out_what_is_frozen_too(tmp_pa
     assert equal(weights(other.model), weights(trainer.model))
 
 
-def test_a_model_whose_frozen_weights_are_others_is_told_which(tmp_path):
+def test_loading_warns_which_frozen_weights_of_the_model_differ(tmp_path):
     trained().save_model(tmp_path / "model.safetensors", trainable_only=True)
     with pytest.warns(UserWarning, match=r"frozen weights of Net are not .* differ in body.0.bias, body.0.weight\. Cr"):
         make_trainer(model=Net(seed=1)).load_checkpoint(tmp_path / "model.safetensors")
@@ -104,7 +104,7 @@ def test_what_was_not_left_out_on_purpose_must_be_there(tmp_path):
         make_trainer(model=Net()).load_checkpoint(path)
 
 
-def test_there_must_be_something_trainable(tmp_path):
+def test_saving_trainable_weights_requires_some(tmp_path):
     trainer = make_trainer(model=Net().requires_grad_(False))
     for save in (trainer.save_model, trainer.save_checkpoint):
         with pytest.raises(ValueError, match="would leave out all weights: no parameter of Net requires a gradient"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def advice(text: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("naps")
-def test_nothing_is_said_when_nothing_stands_out(capsys):
+def test_nothing_is_printed_when_nothing_stands_out(capsys):
     train(
         make_trainer([AdviceCallback]),
         epochs=3,
@@ -42,7 +43,7 @@ def test_nothing_is_said_when_nothing_stands_out(capsys):
 
 
 @pytest.mark.usefixtures("naps")
-def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
+def test_waiting_for_data_is_reported_once_after_the_metrics_of_the_epoch(capsys):
     trainer = make_trainer([AdviceCallback(min_seconds=0.01), LogMetricsCallback])
     train(trainer, epochs=3, train_dataset=SlowRows(make_data()), train_dataloader_kwargs={"num_workers": 0})
     lines = capsys.readouterr().out.splitlines()
@@ -118,35 +119,26 @@ def test_updates_that_the_scaler_skips(scaled_accelerator, capsys):
     assert "bf16" in said
 
 
-def test_a_learning_rate_that_is_a_tensor_is_judged_as_a_number(capsys):
-    def decay(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
-    train(make_trainer([AdviceCallback], model, optimizer=optimizer), epochs=2, size=12, create_scheduler_fn=decay)
-    (said,) = advice(capsys.readouterr().out)
-    assert said.startswith("StepLR has already lowered the learning rate from 0.1 to 1e-06 in this epoch.")
+def decay(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
 
 
-def test_a_schedule_in_epochs_that_is_stepped_after_updates(capsys):
-    def decay(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-
-    train(make_trainer([AdviceCallback]), epochs=2, size=12, create_scheduler_fn=decay)
-    (said,) = advice(capsys.readouterr().out)
-    assert said.startswith("StepLR has already lowered the learning rate from 0.1 to 1e-06 in this epoch.")
-    assert "scheduler_interval='epoch'" in said
-    train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=decay, scheduler_interval="epoch")
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1, dtype=torch.float64)])
+def test_a_schedule_in_epochs_that_is_stepped_after_updates(lr, capsys):
+    optimizer = partial(torch.optim.SGD, lr=lr)
+    train(make_trainer([AdviceCallback], optimizer=optimizer), epochs=2, size=12, create_scheduler_fn=decay)
+    (text,) = advice(capsys.readouterr().out)
+    assert text.startswith("StepLR has already lowered the learning rate from 0.1 to 1e-06 in this epoch.")
+    assert "scheduler_interval='epoch'" in text
 
 
-def test_a_schedule_that_ends_with_the_run_is_as_it_should_be(capsys):
-    def decay(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-
-    train(make_trainer([AdviceCallback]), epochs=1, create_scheduler_fn=decay)
-    train(make_trainer([AdviceCallback]), epochs=None, max_num_train_steps=3, create_scheduler_fn=decay)
+@pytest.mark.parametrize("arguments", [
+    {"epochs": 2, "scheduler_interval": "epoch"},
+    {"epochs": 1},  # ends with the run
+    {"epochs": None, "max_num_train_steps": 3},
+])  # fmt: skip
+def test_a_schedule_that_decays_as_it_should(arguments, capsys):
+    train(make_trainer([AdviceCallback]), create_scheduler_fn=decay, **arguments)
     assert capsys.readouterr().out == ""
 
 
@@ -160,7 +152,7 @@ def test_a_warm_up_that_has_hardly_begun(capsys):
     assert "CosineLrScheduler has raised the learning rate to only" in said
 
 
-def test_a_schedule_that_begins_anew_with_each_epoch_is_as_it_should_be(capsys):
+def test_a_schedule_that_restarts_with_each_epoch_is_as_it_should_be(capsys):
     def restart(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 30)
 
@@ -199,7 +191,7 @@ def test_what_cannot_be_judged_is_passed_over(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_clipping_of_ones_own_is_judged_by_the_norm(capsys):
+def test_a_custom_clipping_is_judged_by_the_norm(capsys):
     class Own(Trainer):
         def clip_gradients(self) -> None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)

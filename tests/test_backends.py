@@ -67,7 +67,7 @@ def test_kernels_are_deterministic_within_runs_of_all_kinds_and_not_after_them()
     trainer.find_lr(make_data(), num_steps=10, per_device_batch_size=2)
 
 
-def test_they_are_what_they_were_after_an_error():
+def test_backend_settings_are_restored_after_an_error():
     def fail(trainer: Any, **kwargs: Any) -> None:
         assert torch.are_deterministic_algorithms_enabled()
         raise ZeroDivisionError
@@ -109,7 +109,7 @@ class Unpooled(nn.Module):
         return nn.functional.max_unpool2d(pooled, places, 2)
 
 
-def test_settings_are_recorded_with_the_run_and_a_change_is_said(tmp_path, capsys):
+def test_settings_are_recorded_with_the_run_and_a_change_is_reported(tmp_path, capsys):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -479,18 +478,17 @@ def test_predict_refuses_outputs_of_unequal_shape_and_says_to_pad_them():
 # --------------------------------------------------------------------------------------------- launches
 
 
-def test_a_launcher_whose_processes_accelerate_does_not_see_is_refused(monkeypatch):
-    accelerator = Accelerator()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2.*sees 1.*PartialState.*cpu=True"):
-        make_trainer(accelerator=accelerator)
+IGNORES_FSDP = r"FSDP plugin.*would ignore it.*leave the plugin out"
 
 
-@pytest.mark.parametrize("value", ["true", "1", "True"])
-def test_an_fsdp_plugin_that_would_be_ignored_is_refused(monkeypatch, value):
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("WORLD_SIZE", "2", r"WORLD_SIZE=2.*sees 1.*PartialState.*cpu=True"),
+    *(("ACCELERATE_USE_FSDP", value, IGNORES_FSDP) for value in ("true", "1", "True")),
+])  # fmt: skip
+def test_a_launcher_whose_settings_accelerate_does_not_see_is_refused(monkeypatch, name, value, message):
     accelerator = Accelerator()
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
-    with pytest.raises(RuntimeError, match=r"FSDP plugin.*would ignore it.*leave the plugin out"):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=message):
         make_trainer(accelerator=accelerator)
 
 
@@ -498,7 +496,7 @@ def test_an_fsdp_plugin_that_would_be_ignored_is_refused(monkeypatch, value):
     ({"cp_size": 2}, False, r"has cp_size=2: several processes would share the samples.*not supported"),
     ({"tp_size": 2}, True, r"tp_size=2 beside FSDP, which Accelerate cannot combine.*distributed_config"),
 ])  # fmt: skip
-def test_parallelism_that_the_trainer_or_accelerate_cannot_do_is_an_error(sizes, fsdp, message):
+def test_parallelism_that_the_trainer_or_accelerate_cannot_do_is_an_error(sizes, fsdp, message, no_accelerator):
     parallelism_config = pytest.importorskip(
         "accelerate.parallelism_config", reason="ParallelismConfig needs accelerate 1.10"
     )
@@ -506,11 +504,8 @@ def test_parallelism_that_the_trainer_or_accelerate_cannot_do_is_an_error(sizes,
     accelerator.state.parallelism_config = parallelism_config.ParallelismConfig(**sizes)
     if fsdp:
         accelerator.state.distributed_type = DistributedType.FSDP
-    try:
-        with pytest.raises(ValueError, match=message):
-            make_trainer(accelerator=accelerator)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(accelerator=accelerator)
 
 
 def test_no_fsdp_plugin_is_no_error(monkeypatch):
@@ -558,38 +553,26 @@ def test_an_error_inside_a_stream_reaches_the_user_with_its_traceback():
     assert 'raise OSError("the line was cut")' in "".join(traceback.format_exception(caught.value))
 
 
-def test_an_error_inside_a_collate_function_reaches_the_user_with_its_traceback():
-    def join(samples):
-        raise LookupError(f"cannot join {len(samples)} samples")
+def broken(*args, **kwargs):
+    raise LookupError("not here")
 
-    with pytest.raises(LookupError, match="cannot join 2 samples") as caught:
-        train(make_trainer(), collate_fn=join, train_dataloader_kwargs={"num_workers": 0})
-    assert "in join" in "".join(traceback.format_exception(caught.value))
+
+@pytest.mark.parametrize(("of_trainer", "of_train"), [
+    ({}, {"collate_fn": broken, "train_dataloader_kwargs": {"num_workers": 0}}),
+    ({}, {"create_scheduler_fn": broken}),
+    ({"callbacks": [listener(on_optimizer_step_end=broken)]}, {}),
+    ({"loss_func": broken}, {}),
+])  # fmt: skip
+def test_an_error_inside_the_users_code_reaches_the_user_with_its_traceback(of_trainer, of_train):
+    with pytest.raises(LookupError, match="not here") as caught:
+        train(make_trainer(**of_trainer), **of_train)
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_error_inside_a_model_reaches_the_user_with_its_traceback():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         train(make_trainer(model=make_model(features=5)))
     assert "linear" in "".join(traceback.format_exception(caught.value))
-
-
-def test_an_error_inside_a_scheduler_factory_reaches_the_user_with_its_traceback():
-    def broken_factory(optimizer):
-        raise LookupError("no such schedule")
-
-    trainer = make_trainer()
-    with pytest.raises(LookupError, match="no such schedule") as caught:
-        train(trainer, create_scheduler_fn=broken_factory)
-    assert "in broken_factory" in "".join(traceback.format_exception(caught.value))
-
-
-def test_an_error_inside_a_callback_reaches_the_user_with_its_traceback():
-    def broken_callback(trainer, **kwargs):
-        return {}["missing key"]
-
-    with pytest.raises(KeyError, match="missing key") as caught:
-        train(make_trainer([listener(on_optimizer_step_end=broken_callback)]))
-    assert "in broken_callback" in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_error_is_not_masked_by_an_output_that_nobody_reads(monkeypatch):
@@ -698,7 +681,7 @@ class OwnTrainStep(OwnTraining):
 
 
 @pytest.mark.parametrize("trainer_class", [OwnTraining, OwnTrainStep])
-def test_a_training_loss_without_one_for_evaluations_is_told_of_in_the_first_evaluation(trainer_class):
+def test_a_training_loss_without_one_for_evaluations_is_pointed_out_in_the_first_evaluation(trainer_class):
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
     with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
         train(trainer, eval_dataset=True)

@@ -134,7 +134,7 @@ def test_a_last_batch_of_a_single_sample_is_warned_of_before_the_first_batch(nor
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.Identity()])
-def test_other_models_are_left_alone(norm):
+def test_other_models_are_left_unchanged(norm):
     assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
 
 
@@ -204,7 +204,7 @@ def batches_of_a_sampler_with_batch_norm() -> Any:
     return counts.indices, counts.rows
 
 
-def test_a_batch_of_one_sample_is_shared_out_anew_where_the_model_has_batch_norm(ranks):
+def test_a_batch_of_one_sample_is_divided_again_where_the_model_has_batch_norm(ranks):
     results = ranks(batches_of_a_sampler_with_batch_norm)
     assert sorted(i for indices, _ in results for own in indices for i in own) == list(range(12))
     assert min(rows for _, all_rows in results for rows in all_rows) >= 2
@@ -248,7 +248,7 @@ def sync_batch_norm() -> Any:
 
 
 @two_are_enough
-def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warning(ranks):
+def test_batch_norm_that_cannot_be_synchronised_here_is_left_unchanged_with_a_warning(ranks):
     for result in ranks(sync_batch_norm):
         warned = ["cannot synchronise batch norm on 'cpu'" in text for text in result["warnings with"]]
         assert warned == ([True] if result is ranks(sync_batch_norm)[0] else [])

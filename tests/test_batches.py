@@ -291,8 +291,7 @@ class OfOwnBatches(Trainer):
 
 def test_batches_of_a_class_of_the_users_are_counted_and_guarded():
     def run(*callbacks: Any, **kwargs: Any) -> Trainer:
-        model = small_model()
-        trainer = OfOwnBatches(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks)
+        trainer = make_trainer(callbacks, small_model(), OfOwnBatches)
         trainer.train(regression_data(10), 1, per_device_batch_size=4, collate_fn=OwnBatch, **kwargs)
         return trainer
 
@@ -307,8 +306,7 @@ def test_batches_of_a_class_of_the_users_are_counted_and_guarded():
         def calculate_train_batch_loss(self, batch):
             raise MemoryError
 
-    model = small_model()
-    trainer = Full(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=small_model(), trainer_class=Full)
     with pytest.raises(ValueError, match="A batch of type OwnBatch cannot be split"):
         trainer.train(regression_data(8), 1, collate_fn=OwnBatch, auto_microbatch=True)
 
@@ -350,8 +348,7 @@ def test_targets_with_as_many_boxes_as_a_batch_has_images_are_split_by_images():
             seen.append([target["labels"].tolist() for target in targets])
             return {"loss": self.model(torch.stack(images)).mean(), "batch_size": len(images)}
 
-    model = nn.Linear(1, 1)
-    trainer = Detecting(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=nn.Linear(1, 1), trainer_class=Detecting, loss_func=None)
     data = [(torch.tensor([float(index)]), boxes_of(index, 4)) for index in range(4)]
     kwargs: dict[str, Any] = {"train_dataloader_kwargs": {"shuffle": False, "num_workers": 0}, "auto_microbatch": True}
     kwargs["collate_fn"] = lambda samples: tuple(zip(*samples, strict=True))
@@ -378,7 +375,7 @@ def test_scripted_models_and_forwards_of_one_instance_are_called():
     assert Trainer(model, None, None, callbacks=[]).predict(data).shape == (4, 1)
 
 
-def test_what_is_not_of_the_samples_is_in_every_part_whatever_the_size():
+def test_values_that_are_not_per_sample_are_in_every_part():
     seen: list[Any] = []
 
     class WithConstant(Trainer):
@@ -395,8 +392,7 @@ def test_what_is_not_of_the_samples_is_in_every_part_whatever_the_size():
 
     for size in (2, 3):
         seen.clear()
-        model = small_model()
-        trainer = WithConstant(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+        trainer = make_trainer(model=small_model(), trainer_class=WithConstant)
         trainer.train(regression_data(6), 1, per_device_batch_size=size, collate_fn=collate, auto_microbatch=True)
         assert {float(constant) for constant in seen} == {5.0}
         assert trainer.num_microbatches == size
@@ -447,7 +443,7 @@ def test_named_tuples_stay_such_in_predictions():
     assert torch.equal(found.double, 2 * found.value)
 
 
-def test_a_forward_that_tells_nothing_of_its_arguments_is_called():
+def test_a_forward_without_a_signature_is_called():
     model, x = nn.Module(), torch.randn(5, 2)
     model.forward = torch.tanh
     assert torch.equal(Trainer(model, None, None, callbacks=[]).predict(TensorDataset(x), 2), x.tanh())

@@ -48,7 +48,9 @@ from tests.tasks import (
     make_model,
     make_trainer,
     quiet_trainer,
+    raises_at,
     regression_data,
+    same,
     small_model,
     train,
     weights,
@@ -57,13 +59,6 @@ from tests.test_stopping import StopsAt
 
 # The scores of these scripts are as good as one says.
 pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder of the test's own, which is the current one."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 class Scripted(Trainer):
@@ -159,22 +154,11 @@ def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, he
     before = callback.state_dict()
     train(make_trainer([callback]), epochs=2, eval_dataset=make_data(), **EVENTFUL.get(callback_class.__name__, {}))
     state = callback.state_dict()
-    assert not alike(state, before), "the run has left no trace in the state: the test tells nothing"
+    assert not same(state, before), "the run has left no trace in the state: the test tells nothing"
     torch.save(state, here / "state.pt")
     restored = callback_class(**STATEFUL.get(callback_class.__name__, {}))
     restored.load_state_dict(torch.load(here / "state.pt", weights_only=True))
-    assert alike(restored.state_dict(), state)
-
-
-def alike(first: Any, second: Any) -> bool:
-    """Whether nested values, with tensors, are equal."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(alike(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(map(alike, first, second))
-    if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and torch.equal(first, second)
-    return type(first) is type(second) and bool(first == second)
+    assert same(restored.state_dict(), state)
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED)
@@ -201,7 +185,7 @@ def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
-def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(callback_class, here):
+def test_with_a_shipped_callback_a_run_continues_from_its_middle_to_the_same_bits(callback_class, here):
     def run(folder: str, **kwargs: Any) -> tuple[Trainer, TrainerCallback]:
         callback = build(callback_class)
         trainer = make_trainer([callback, SaveTrainingStateCallback(here / folder, save_every_n_steps=1)], seed=1)
@@ -216,7 +200,7 @@ def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(
         assert resumed.run_history.to_dict() == whole.run_history.to_dict()
     assert resumed.progress == whole.progress
     if hasattr(callback, "state_dict") and callback_class is not SaveTrainingStateCallback:
-        assert alike(again.state_dict(), callback.state_dict())
+        assert same(again.state_dict(), callback.state_dict())
 
 
 @pytest.mark.slow
@@ -407,7 +391,7 @@ def test_no_bar_stays_open_when_a_run_ends_early(event, error, capfd):
     assert not [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable]
 
 
-def test_numbers_of_ones_own_can_be_put_after_the_bar(capfd):
+def test_custom_numbers_can_be_put_after_the_bar(capfd):
     def show(trainer: Trainer, step: int, **kwargs: Any) -> None:
         bars.pbar.set_postfix({"mine": f"{step + 1} of {bars.pbar.total}"})
 
@@ -577,7 +561,7 @@ class LogsNaN(Trainer):
         return {"loss": {"fit": loss, "penalty": 0.1 * loss}}
 
 
-def test_a_number_of_ones_own_may_be_nan():
+def test_a_custom_number_may_be_nan():
     callbacks = [TerminateOnNaNCallback, StepBasedEvaluationCallback(2)]
     trainer = train(make_trainer(callbacks, trainer_class=LogsNaN), epochs=2, eval_dataset=True)
     for name in ("train_auc_epoch", "eval_auc_epoch", "intermediate_eval_auc"):
@@ -597,7 +581,7 @@ def test_without_the_callback_a_nan_ends_nothing():
     assert trainer.progress.epochs_completed == 2
 
 
-def test_after_a_nan_the_next_run_starts_anew():
+def test_after_a_nan_the_next_run_starts_over():
     callback = TerminateOnNaNCallback()
     trainer = make_trainer([callback])
     with pytest.raises(NonFiniteLossError):
@@ -665,7 +649,7 @@ def test_nan_is_never_the_best(script, best, greater, tmp_path):
     assert equal(weights(trainer.model), trainer.weights_after_epoch[best - 1])
 
 
-def test_when_all_are_nan_nothing_is_saved_or_loaded_and_that_is_said(tmp_path, capsys):
+def test_when_all_are_nan_nothing_is_saved_or_loaded_and_that_is_reported(tmp_path, capsys):
     trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
     assert "No best model was saved: score never had a numeric value." in capsys.readouterr().out
     assert not (tmp_path / "best.pt").exists()
@@ -808,7 +792,7 @@ def test_models_that_are_kept_over_two_runs_are_never_removed(second, kept, tmp_
     assert kept_scores(tmp_path) == kept
 
 
-def test_models_kept_of_an_earlier_run_are_removed_when_the_next_begins_anew(tmp_path):
+def test_models_kept_of_an_earlier_run_are_removed_when_the_next_starts_over(tmp_path):
     trainer = scripted([3.0, 2.0, 1.0], SaveBestModelCallback(tmp_path / "best.pt", "score", keep=2))
     assert kept_scores(tmp_path) == {"best": 1.0, "best-epoch0002": 2.0, "best-epoch0003": 1.0}
     type(trainer).script = [8.0, 9.0]
@@ -816,7 +800,7 @@ def test_models_kept_of_an_earlier_run_are_removed_when_the_next_begins_anew(tmp
     assert kept_scores(tmp_path) == {"best": 8.0, "best-epoch0001": 8.0, "best-epoch0002": 9.0}
 
 
-def test_models_that_are_kept_stay_when_a_run_goes_on_with_the_same_callback(here):
+def test_models_that_are_kept_stay_when_a_run_continues_with_the_same_callback(here):
     best = SaveBestModelCallback(here / "kept" / "best.pt", "score", keep=2)
     saver = SaveTrainingStateCallback("states", save_every_n_epochs=1)
     trainer = scripted([1.0, 2.0, 9.0], best, saver, epochs=2)
@@ -878,7 +862,7 @@ WATCHING: dict[str, Any] = {
 @pytest.mark.parametrize("name", WATCHING)
 def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
     first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
-    before = r"starts afresh: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss"
+    before = r"starts over: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss"
     with pytest.warns(UserWarning, match=f"{name} {before}"):
         resumed(here, first, again)
     assert first.best_metric > 0.8  # a loss, which as an accuracy would be the best for ever
@@ -938,7 +922,7 @@ def test_the_reason_of_an_early_stop_names_the_threshold_and_the_patience_that_l
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_early_stopping_begins_anew_in_the_next_run_unless_told_otherwise(reset):
+def test_early_stopping_restarts_in_the_next_run_by_default(reset):
     callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="score", reset_on_train=reset)
     trainer = scripted([1, 2], callback)  # one epoch of patience is used
     assert trainer.stop_reason is None
@@ -976,7 +960,7 @@ def test_a_run_resumed_from_any_state_stops_early_where_it_would_have_stopped(sa
         assert equal(weights(resumed.model), weights(whole.model))
 
 
-def test_a_run_pauses_at_a_limit_of_time_and_resumed_goes_on(here):
+def test_a_run_pauses_at_a_limit_of_time_and_resumed_continues(here):
     whole = train(make_trainer(seed=1), epochs=2, eval_dataset=True)
     updates, trainer = [], make_trainer()
     while trainer.progress.epochs_completed != 2:
@@ -1027,12 +1011,8 @@ def test_a_run_that_is_stopped_where_it_reaches_its_target_keeps_what_has_reache
 
 
 def test_a_run_that_is_stopped_after_a_step_of_its_own_saves_no_model_for_an_earlier_value(tmp_path):
-    def stop(trainer: Trainer, **_: Any) -> None:
-        if trainer.progress.update == 7:
-            raise StopTrainingError("enough")
-
     best = SaveBestModelCallback(tmp_path / "best.pt", "score")
-    trainer = scripted([3, 2, 1], best, listener(on_train_step_checkpoint=stop))
+    trainer = scripted([3, 2, 1], best, raises_at(7, StopTrainingError("enough"), "on_train_step_checkpoint"))
     assert best.best_metric_epoch == 2
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -866,7 +865,6 @@ def images_with_one_cycle():
 
 
 def in_bfloat16():
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     return classifier(options={"accelerator": accelerator}, gradient_accumulation_steps=2)
 
@@ -1000,12 +998,7 @@ RIGHT: dict[str, Callable[[], Program]] = {
 
 # --------------------------------------------------------------------------------------------------- tests
 
-
-@pytest.fixture(autouse=True)
-def _other_precisions_do_not_stay():
-    yield
-    if AcceleratorState._shared_state.get("_mixed_precision", "no") != "no":
-        AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("no_accelerator")  # some programs compute in bfloat16
 
 
 def check(program: Program, **arguments: Any) -> Any:
@@ -1071,7 +1064,7 @@ class DrawsNoise(nn.Module):
         return self.body(x + 0.01 * torch.randn(x.shape, generator=self.first) + 0.01 * sum(drawn))
 
 
-def test_generators_of_ones_own_are_as_before():
+def test_custom_generators_are_as_before():
     model, loading, order = DrawsNoise(), torch.Generator(), torch.Generator()
     data = labelled(64)
     loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data, generator=order), generator=loading)
@@ -1151,7 +1144,7 @@ def test_callbacks_that_fail_outside_of_a_run_are_named():
     assert "Clips could not be tried outside of a run: AttributeError" in report["runs"].message
 
 
-def test_what_is_left_out_for_want_of_time_is_said():
+def test_what_is_left_out_for_want_of_time_is_reported():
     report = check(RIGHT["classifier"](), seconds=1e-9)
     assert {result.message for result in report.not_applicable} == {"left out after 1e-09 seconds"}
 

@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import GradientNormCallback, SaveTrainingStateCallback
-from tests.launching import some_of
-from tests.ranks import shared_folder, world_size
+from pytorch_accel_lite.callbacks import GradientNormCallback
+from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
 from tests.test_training import Contrastive, both_ways
 
@@ -63,10 +62,8 @@ SCHEMES: dict[str, tuple[type[Trainer], Any, Callable[[nn.Module], torch.optim.O
 def train_by(scheme: str, folder: Path | None = None, **kwargs: Any) -> Trainer:
     """Train with windows of two batches, the last of which are smaller."""
     model = small_model()
-    states = SaveTrainingStateCallback(folder or "unused", save_every_n_steps=1, max_checkpoints=None)
     trainer_class, loss_func, make = SCHEMES[scheme]
-    callbacks = [] if folder is None else [states]
-    trainer = trainer_class(model, loss_func, make(model), callbacks=callbacks, seed=0)
+    trainer = trainer_class(model, loss_func, make(model), callbacks=every_state(folder), seed=0)
     trainer.train(DATA, 2, per_device_batch_size=4 // world_size(), gradient_accumulation_steps=2, **kwargs)
     return trainer
 
@@ -171,31 +168,15 @@ def test_windows_are_weighed_and_clipped_as_the_first_time(scheme, clip):
     assert largest_difference(weights(trainer.model), weights(by_hand(scheme, make, 2, clip))) < 1e-9
 
 
-def trained_and_resumed() -> dict[str, Any]:
-    """Return, for each scheme, weights after a run and after those that resumed some of its states; losses, too."""
-    found = {}
-    for scheme in SCHEMES:
-        with shared_folder() as folder:
-            trainer = train_by(scheme, folder / "whole")
-            states = some_of(state for state in sorted((folder / "whole").iterdir()) if state.is_dir())
-            again = [train_by(scheme, folder / "again", resume_from=state) for state in states]
-            found[scheme] = {
-                "whole": weights(trainer.get_model()),
-                "losses": trainer.run_history.get_metric_values("train_loss_epoch"),
-                "resumed": [weights(other.get_model()) for other in again],
-            }
-    return found
+def weights_and_losses(trainer: Trainer) -> dict[str, torch.Tensor]:
+    losses = trainer.run_history.get_metric_values("train_loss_epoch")
+    return final_weights(trainer) | {"losses": torch.tensor(losses, dtype=torch.float64)}
 
 
 @pytest.mark.soak
-def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
-    alone = trained_and_resumed()
-    for found in (alone, *two_ranks(trained_and_resumed)):
-        for scheme, got in found.items():
-            assert largest_difference(got["whole"], alone[scheme]["whole"]) < 1e-12
-            assert got["losses"] == pytest.approx(alone[scheme]["losses"], abs=1e-12)
-            assert len(got["resumed"]) >= 3
-            assert all(equal(resumed, got["whole"]) for resumed in got["resumed"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks, scheme):
+    check_processes(two_ranks, functools.partial(train_by, scheme), weights_and_losses)
 
 
 # ------------------------------------------------------------------------------------------- what it returns and leaves
@@ -316,7 +297,7 @@ def test_a_factory_may_make_it():
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_it_is_refused_in_other_events(accumulation):
+def test_recomputing_gradients_is_refused_in_other_events(accumulation):
     model = small_model()
     callbacks = [listener(on_train_step_end=lambda trainer, **_: trainer.recompute_gradients())]
     trainer = SAM(model, nn.MSELoss(), sgd(model), callbacks=callbacks)

@@ -252,7 +252,7 @@ IGNORED = {
 
 
 @pytest.mark.parametrize(("name", "advice"), IGNORED.items())
-def test_an_override_that_nothing_calls_is_said(name, advice):
+def test_an_override_that_nothing_calls_is_reported(name, advice):
     with pytest.warns(UserWarning, match=rf"Old\.{name} is never called.*{advice}") as caught:
         old = type("Old", (Trainer,), {name: lambda self, *args: None})
     assert len(caught) == 1
@@ -274,7 +274,7 @@ def test_the_warning_points_at_the_class():
     assert caught[0].filename == __file__
 
 
-def test_a_class_for_both_libraries_is_left_alone():
+def test_a_class_for_both_libraries_is_left_unchanged():
     norms: list[float] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -479,7 +479,7 @@ def test_names_of_metrics_can_be_subtracted_in_a_logging_callback():
     [torch.tensor(1 / 3), np.float32(1 / 3), np.float64(1 / 3), 1 / 3, torch.tensor(1 / 3, requires_grad=True)],
     ids=["tensor", "float32", "float64", "float", "tensor with gradients"],
 )
-def test_a_metric_is_shown_with_six_digits_whatever_it_is(value, capsys):
+def test_any_metric_is_shown_with_six_digits(value, capsys):
     def record(trainer: Trainer, **kwargs: Any) -> None:
         trainer.run_history.update_metric("accuracy", value)
         trainer.run_history.update_metric("samples", torch.tensor(12))

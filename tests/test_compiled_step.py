@@ -24,27 +24,18 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from tests.launching import run_code
 from tests.ranks import shared_folder, world_size
-from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    Blocks,
+    equal,
+    largest_difference,
+    listener,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
 
 DOUBLE = regression_data(26)
-
-
-class Blocks(nn.Module):
-    """A model that repeats a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(3))
-        self.drop = nn.Dropout(0.2)
-        self.last = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.last(self.drop(hidden))
 
 
 def _train(
@@ -170,7 +161,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_works_with(name):
+def test_other_features_work_with_a_compiled_step(name, no_accelerator):
     settings = dict(SETTINGS[name])
     given = settings.pop("given", {})
 
@@ -183,10 +174,7 @@ def test_it_works_with(name):
         return train(compile_step, given=made, **settings)
 
     backend = Counts()
-    try:
-        assert same_run(run({"backend": backend}), run(False))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    assert same_run(run({"backend": backend}), run(False))
     assert backend.graphs
 
 

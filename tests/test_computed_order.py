@@ -44,7 +44,7 @@ def orders_of_epochs(wrap: Callable[[Any], Any], seed: int | None) -> list[list[
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])
-def test_every_index_is_there_once(size):
+def test_every_index_occurs_once(size):
     for key in range(3):
         computed = ComputedOrder(size, key).at(0, size)
         assert computed.dtype == torch.int64

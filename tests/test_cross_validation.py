@@ -20,13 +20,14 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import Trainer, TrainerCallback, cross_validate
+from pytorch_accel_lite import Trainer, cross_validate
 from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import CrossValidation, Experiment
 from tests import experiment_parts as parts
 from tests.experiment_parts import Net, load_data
 from tests.launching import run_forked
 from tests.ranks import shared_folder
+from tests.tasks import raises_at
 
 SIZE = 12
 LABELS = [index % 3 for index in range(SIZE)]
@@ -155,21 +156,12 @@ def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, 
     assert re.findall(r"(fold-\d) is finished: skipped", capsys.readouterr().out) == ["fold-1", "fold-2"]
 
 
-class PauseAt(TrainerCallback):
-    def __init__(self, update: int) -> None:
-        self.update = update
-
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update == self.update:
-            raise RunPausedError("The time is up.")
-
-
 @pytest.mark.slow
 def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
     def pauses(folder: Path) -> Trainer:
-        return saving(folder, *([PauseAt(3)] if folder.name == "fold-2" else []))
+        return saving(folder, *([raises_at(3, RunPausedError("The time is up."))] if folder.name == "fold-2" else []))
 
-    with pytest.raises(RunPausedError, match=r"The time is up\. fold-2 is not finished: .* with resume=True"):
+    with pytest.raises(RunPausedError, match=r"The time is up\. .*fold-2 is not finished: .* with resume=True"):
         cross_validate(pauses, DATA, splitters.KFold(3), save_dir=tmp_path, **ARGUMENTS)
     assert sorted(path.parent.name for path in tmp_path.glob("*/fold.json")) == ["fold-1"]
     found = cross_validate(saving, DATA, splitters.KFold(3), save_dir=tmp_path, resume=True, **ARGUMENTS)
@@ -213,7 +205,7 @@ class Stream(IterableDataset):
     [
         ({"make_trainer": once}, ValueError, "returned the Trainer of an earlier fold"),
         ({"dataset": Stream()}, TypeError, r"'Stream' has no len\(\)"),
-        ({"splitter": splitters.StratifiedKFold(2)}, TypeError, "at least 1 dimension"),
+        ({"splitter": splitters.StratifiedKFold(2)}, TypeError, "at least 1 dimension|Singleton array"),
         ({"splitter": splitters.GroupKFold(2), "y": LABELS}, ValueError, "'groups'"),
         ({"splitter": splitters.KFold(13)}, ValueError, "n_splits=13"),
         ({"splitter": [([0, 1], [1, 2])]}, ValueError, "fold 1 has sample 1 to train on and to test"),

@@ -212,7 +212,7 @@ def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_updates(size, bat
 
 @settings(max_examples=40)
 @given(sizes, batches, processes, batches, processes, st.data())
-def test_an_epoch_can_go_on_from_every_position_with_other_sizes(size, batch, world_size, batch2, world2, data):
+def test_an_epoch_can_continue_from_every_position_with_other_sizes(size, batch, world_size, batch2, world2, data):
     whole = read(size, batch, world_size)
     done = data.draw(st.integers(0, len(whole)))
     before = [sample for step in whole[:done] for sample in samples(step)]
@@ -398,16 +398,6 @@ class Restores(Rarely):
         return self.data[index][0], torch.tensor([sum(drawn)])
 
 
-@pytest.mark.parametrize("chosen", [0, 12])  # all samples do, or few
-def test_draws_whose_traces_are_removed_are_draws(chosen):
-    read = random.getstate, np.random.get_state
-    expected = torch.cat(noisy_batches(0, seed=1, data=Restores(chosen)))
-    assert len({value.item() for value in expected[:, 5]}) == 18
-    for workers, world_size in [(2, 1), (0, 2)]:
-        assert torch.equal(torch.cat(noisy_batches(workers, 1, 0, world_size, Restores(chosen))), expected)
-    assert (random.getstate, np.random.get_state) == read
-
-
 class AsksTorch(Rarely):
     """Depends on torch's generator without leaving a trace."""
 
@@ -424,15 +414,16 @@ class AsksTorch(Rarely):
             return self.data[index][0], torch.rand(1)
 
 
-@pytest.mark.parametrize("ask", ["seed", "fork"])
-@pytest.mark.parametrize("chosen", [0, 12])
-def test_samples_that_ask_for_the_state_of_torch_get_their_own(ask, chosen):
-    read = torch.initial_seed, torch.get_rng_state
-    expected = torch.cat(noisy_batches(0, seed=1, data=AsksTorch(chosen, ask)))
-    assert len({value.item() for value in expected[:, 5]}) == (18 if chosen == 0 else 7)
+@pytest.mark.parametrize("make", [Restores, partial(AsksTorch, ask="seed"), partial(AsksTorch, ask="fork")])
+@pytest.mark.parametrize("chosen", [0, 12])  # all samples do, or few
+def test_draws_whose_traces_are_removed_are_draws(make, chosen):
+    read = random.getstate, np.random.get_state, torch.initial_seed, torch.get_rng_state
+    expected = torch.cat(noisy_batches(0, seed=1, data=make(chosen)))
+    drawn = 18 if chosen == 0 or make is Restores else 7
+    assert len({value.item() for value in expected[:, 5]}) == drawn
     for workers, world_size in [(2, 1), (0, 2)]:
-        assert torch.equal(torch.cat(noisy_batches(workers, 1, 0, world_size, AsksTorch(chosen, ask))), expected)
-    assert (torch.initial_seed, torch.get_rng_state) == read
+        assert torch.equal(torch.cat(noisy_batches(workers, 1, 0, world_size, make(chosen))), expected)
+    assert (random.getstate, np.random.get_state, torch.initial_seed, torch.get_rng_state) == read
 
 
 def test_an_error_due_to_a_number_is_due_to_that_of_the_seed():
@@ -452,8 +443,55 @@ def test_an_error_due_to_a_number_is_due_to_that_of_the_seed():
     assert raised[0] == raised[1]
 
 
+class CollatesRarely:
+    """Draws from the generators while collating the batch that has a chosen sample, and notes how often it is called.
+
+    :param draw: returns what is drawn
+    """
+
+    def __init__(self, chosen: float, draw: Any) -> None:
+        self.chosen, self.draw = chosen, draw
+        self.calls = 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        rows = torch.stack([x for x, _ in samples])
+        drawn = self.draw() if self.chosen in rows[:, 0] else (0.0, 0.0, 0.0)
+        return torch.cat([rows, torch.tensor([drawn] * len(rows))], 1)
+
+
+def one_of_each() -> tuple[float, ...]:
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def asked_for() -> tuple[float, ...]:
+    with torch.random.fork_rng():
+        drawn = torch.rand(()).item()
+    return drawn, float(torch.initial_seed() % 9973), random.Random(str(random.getstate())).random()
+
+
+@pytest.mark.parametrize("draw", [one_of_each, asked_for])
+def test_collating_draws_from_the_last_sample_even_if_only_one_batch_draws(draw):
+    def collated(start: int, workers: int = 0) -> list[torch.Tensor]:
+        collate = CollatesRarely(rows[13].item(), draw)
+        source = DataLoader(Rows(data), 4, num_workers=workers, collate_fn=collate)
+        loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True)
+        found = [loaded.data for loaded in loader.steps(1, start)]
+        assert workers or collate.calls == len(found) + (start == 0)  # noticed in a later batch, which is read again
+        return found
+
+    data = regression_data(16)
+    rows = data.tensors[0][:, 0]
+    before = torch.get_rng_state()
+    expected = collated(12)[0]  # the first batch, whose samples have their own seeds
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(expected[0, -3:].unique()) == 3
+    for start, workers in [(0, 0), (8, 2)]:
+        assert torch.equal(collated(start, workers)[-1], expected)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_collating_goes_on_from_the_last_sample_whether_or_not_that_has_drawn(workers):
+def test_collating_continues_from_the_last_sample_whether_or_not_that_has_drawn(workers):
     found = []
     for start in (0, 4, 12):
         source = DataLoader(
@@ -672,8 +710,7 @@ def test_the_arguments_of_dataloaders_can_be_overridden():
         def get_default_train_dl_kwargs(self, batch_size):
             return super().get_default_train_dl_kwargs(batch_size) | {"num_workers": 0, "drop_last": True}
 
-    model = small_model()
-    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=small_model(), trainer_class=Own)
     sampler = WeightedRandomSampler(torch.ones(10), 7)
     trainer.train(Rows(regression_data(10)), 1, per_device_batch_size=3, train_dataloader_kwargs={"sampler": sampler})
     assert trainer.progress.samples == 6
@@ -688,8 +725,8 @@ def test_a_dataloader_of_the_users(seed, accumulation):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return DataLoader(self.train_dataset, batch_sampler=LengthBuckets())
 
-    model, recorder = small_model(), Recorder()
-    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder], seed=seed)
+    recorder = Recorder()
+    trainer = make_trainer([recorder], small_model(), Own, seed=seed)
     trainer.train(regression_data(11), 1, gradient_accumulation_steps=accumulation)
     assert recorder.counts == [3, 1, 2, 4, 1]
     assert trainer.progress.update == -(-5 // accumulation)
@@ -790,7 +827,7 @@ def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
     assert read_indices(1, 1130, batch_size=20)[: 2400 - 1130] == whole[1130:]
 
 
-def test_batches_of_a_batch_sampler_go_on_in_the_middle_of_one():
+def test_batches_of_a_batch_sampler_continue_in_the_middle_of_one():
     def source(rank, batch_size=5):
         return DataLoader(numbers(23), batch_sampler=BatchSampler(RandomSampler(range(23)), batch_size, False))
 
@@ -1009,8 +1046,7 @@ def test_datasets_by_name_in_order():
         def calculate_train_batch_loss(self, batch):
             return {"loss": self.model(batch["a"][0]).mean(), "batch_size": len(batch["a"][0])}
 
-    model = small_model()
-    trainer = Sum(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Keep])
+    trainer = make_trainer([Keep], small_model(), Sum, loss_func=None)
     trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"shuffle": False})
     assert sampler_order == [(0, 100), (1, 101), (0, 102)]
 
@@ -1089,42 +1125,38 @@ def test_limited_batches(how, monkeypatch):
     assert trainer.progress.samples == 24
 
 
-def test_limited_evaluations():
-    class Count(TrainerCallback):
-        steps = 0
+class CountsEvaluationSteps(TrainerCallback):
+    """Counts the steps of each evaluation within an epoch (``True``) and after one."""
 
-        def on_eval_step_end(self, trainer, **kwargs):
-            self.steps += 1
+    def __init__(self) -> None:
+        self.steps: dict[bool, list[int]] = {True: [], False: []}
 
-    for only_intermediate, expected in ((True, 8), (False, 2)):
-        count = Count()
-        trainer = quiet_trainer(small_model(), callbacks=[count, LimitEvalStepsCallback(2, only_intermediate)])
-        trainer.train(regression_data(4), 1, regression_data(30), per_device_batch_size=4)
-        assert count.steps == expected
-        assert len(trainer.eval_dataloader) == 8
-    trainer._run_eval_epoch(trainer.eval_dataloader, is_intermediate=True)
-    assert count.steps == expected + 2
+    def on_eval_epoch_start(self, trainer, is_intermediate, **kwargs):
+        self.steps[is_intermediate].append(0)
+        self.current = self.steps[is_intermediate]
+
+    def on_eval_step_end(self, trainer, **kwargs):
+        self.current[-1] += 1
+
+
+@pytest.mark.parametrize(("only_intermediate", "after_epoch"), [(True, 8), (False, 2)])
+def test_a_limit_of_evaluations_may_hold_for_those_after_an_epoch(only_intermediate, after_epoch):
+    count, limit = CountsEvaluationSteps(), LimitEvalStepsCallback(2, only_intermediate)
+    trainer = quiet_trainer(small_model(), callbacks=[count, limit, StepBasedEvaluationCallback(1)])
+    trainer.train(regression_data(4), 1, regression_data(30), per_device_batch_size=4)
+    assert count.steps == {True: [2], False: [after_epoch]}
+    assert len(trainer.eval_dataloader) == 8
 
 
 @pytest.mark.parametrize("limits", [[5, 3], [3, 5], [3, 5, 4]])
 @pytest.mark.parametrize(("of_all", "expected"), [(None, (3, 8)), (2, (2, 2)), (6, (3, 6))])
 def test_of_several_limits_of_evaluations_the_smallest_counts_and_leaves_no_trace(limits, of_all, expected):
-    steps: dict[bool, list[int]] = {True: [], False: []}
-
-    class Count(TrainerCallback):
-        def on_eval_epoch_start(self, trainer, is_intermediate, **kwargs):
-            steps[is_intermediate].append(0)
-            self.steps = steps[is_intermediate]
-
-        def on_eval_step_end(self, trainer, **kwargs):
-            self.steps[-1] += 1
-
-    callbacks = [Count(), StepBasedEvaluationCallback(1), *map(LimitEvalStepsCallback, limits)]
+    count = CountsEvaluationSteps()
+    callbacks = [count, StepBasedEvaluationCallback(1), *map(LimitEvalStepsCallback, limits)]
     callbacks += [] if of_all is None else [LimitBatchesCallback(of_all)]
-    quiet_trainer(small_model(), callbacks=callbacks).train(
-        regression_data(8), 2, regression_data(30), per_device_batch_size=4
-    )
-    assert steps == {True: [expected[0]] * 4, False: [expected[1]] * 2}
+    trainer = quiet_trainer(small_model(), callbacks=callbacks)
+    trainer.train(regression_data(8), 2, regression_data(30), per_device_batch_size=4)
+    assert count.steps == {True: [expected[0]] * 4, False: [expected[1]] * 2}
 
 
 def test_a_limit_of_evaluations_may_be_extended_as_in_the_ancestor():
@@ -1253,17 +1285,6 @@ class Counting(Trainer):
         return {"loss": self.model(batch[0][:, None]).mean(), "batch_size": self.count(batch[0])}
 
 
-class Saves(TrainerCallback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def configure_run(self, trainer, request, **kwargs):
-        request.saves_training_states = True
-
-    def on_train_step_checkpoint(self, trainer, **kwargs):
-        trainer.save_training_state(f"{self.folder}/{trainer.progress.update}")
-
-
 class Numbers(IterableDataset):
     def __init__(self, size: int, batch_size: int | None = None) -> None:
         values = torch.arange(size, dtype=torch.float32)
@@ -1294,8 +1315,8 @@ def seen_batches(source: Any, batch_size: int, count: Any = len, callbacks: Any 
 )
 @pytest.mark.parametrize("count", [len, lambda x: 2, lambda x: 7])
 @pytest.mark.filterwarnings("ignore:The resumed run had counted")
-def test_an_epoch_goes_on_after_as_many_steps_whatever_they_count_as_samples(tmp_path, source, kwargs, count):
-    whole = seen_batches(source, 5, count, [Saves(tmp_path)], **kwargs)
+def test_an_epoch_continues_after_as_many_steps_however_they_count_samples(tmp_path, source, kwargs, count):
+    whole = seen_batches(source, 5, count, [SavesEachUpdate(tmp_path)], **kwargs)
     assert len(whole) == 6
     for update in range(1, 6):
         assert seen_batches(source, 5, count, resume_from=tmp_path / f"{update}", **kwargs) == whole[update:]
@@ -1311,9 +1332,9 @@ class Bare:
         return [self.x][index]
 
 
-def test_an_epoch_of_batches_of_unknown_size_goes_on_after_as_many_steps(tmp_path):
+def test_an_epoch_of_batches_of_unknown_size_continues_after_as_many_steps(tmp_path):
     source = [Bare(x) for x in torch.arange(30.0).split(5)]
-    whole = seen_batches(source, 5, callbacks=[Saves(tmp_path)])
+    whole = seen_batches(source, 5, callbacks=[SavesEachUpdate(tmp_path)])
     assert len(whole) == 6
     assert seen_batches(source, 5, resume_from=tmp_path / "4") == whole[4:]
 
@@ -1325,25 +1346,25 @@ def test_packed_samples_of_a_stream_are_counted_by_the_dataloaders_batch_size(tm
     def run(**kwargs):
         return seen_batches(Numbers(30), 5, lambda x: len(x) // 3, collate_fn=pack, **kwargs)
 
-    whole = run(callbacks=[Saves(tmp_path)])
+    whole = run(callbacks=[SavesEachUpdate(tmp_path)])
     assert run(resume_from=tmp_path / "4") == whole[4:]
 
 
 def test_steps_that_may_not_be_those_of_before_are_warned_of(tmp_path):
-    seen_batches(Numbers(30, 5).items, 5, callbacks=[Saves(tmp_path)])
+    seen_batches(Numbers(30, 5).items, 5, callbacks=[SavesEachUpdate(tmp_path)])
     with pytest.warns(UserWarning, match=r"had counted 15 samples in 3 steps of this epoch, but .* now holds 30"):
         seen_batches(Numbers(40, 10).items, 5, resume_from=tmp_path / "3")
 
 
 @pytest.mark.parametrize("batch_size", [3, 4, 9])
-def test_a_stream_goes_on_with_another_batch_size_after_every_sample(tmp_path, batch_size):
-    seen_batches(Numbers(30), 8, callbacks=[Saves(tmp_path)])
+def test_a_stream_continues_with_another_batch_size_after_every_sample(tmp_path, batch_size):
+    seen_batches(Numbers(30), 8, callbacks=[SavesEachUpdate(tmp_path)])
     rest = seen_batches(Numbers(30), batch_size, resume_from=tmp_path / "2")
     assert [i for batch in rest for i in batch] == [*range(16, 30)]
 
 
-def test_a_stream_that_cannot_go_on_is_an_error_that_says_why(tmp_path):
-    seen_batches(Numbers(30), 8, callbacks=[Saves(tmp_path)])
+def test_a_stream_that_cannot_continue_is_an_error_that_says_why(tmp_path):
+    seen_batches(Numbers(30), 8, callbacks=[SavesEachUpdate(tmp_path)])
     with pytest.raises(ValueError, match=r"data ended after 1 batches of this epoch, but .* already seen 2\."):
         seen_batches(Numbers(8), 8, resume_from=tmp_path / "2")
     with pytest.raises(ValueError, match=r"data ended after 15 samples of this epoch, but .* already seen 16"):
@@ -1392,7 +1413,7 @@ def resumed_streams() -> Any:
 
 
 @pytest.mark.processes
-def test_streams_and_own_batches_go_on_on_several_processes(ranks):
+def test_streams_and_custom_batches_continue_on_several_processes(ranks):
     results = ranks(resumed_streams)
     done = 2 * 4 * ranks.world_size
     expected = sorted(regression_data(50).tensors[0][done:, 0].tolist())

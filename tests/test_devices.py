@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 import tempfile
 from typing import Any
@@ -68,6 +69,7 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
         "items_counted_on_the_device",
         "split_batches",
         "evaluation",
+        "split_evaluation_batches",
         "data_on_the_device",
     ],
 )
@@ -111,13 +113,48 @@ def test_the_peak_of_each_epoch_is_that_of_the_device():
     assert history["memory_reserved_mib"] == [2 * first, 2 * second]
 
 
+def test_flops_are_compared_with_the_peak_of_the_device_without_waiting_for_it():
+    found = on_device("flops")
+    (flops,), (utilisation,) = (found["history"][f"{name}_epoch"] for name in ("flops_per_second", "mfu"))
+    assert found["waits"] == {}
+    assert flops / utilisation == pytest.approx(30.3e12)  # float32 of what the device is called
+    assert flops == pytest.approx(2 * (40 + 40 + 8) * found["history"]["samples_per_second_epoch"][0])
+
+
+def test_the_peak_of_a_device_follows_from_its_name_and_the_precision():
+    found = on_device("peaks")
+    peaks = {name: (found[name, "torch.bfloat16"], found[name, "torch.float32"]) for name, _ in found}
+    assert peaks == {
+        "NVIDIA H100 80GB HBM3": (989.4, 66.9),
+        "NVIDIA H100 PCIe": (756, 51.2),
+        "NVIDIA A100-SXM4-80GB": (312, 19.5),
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb": (0, 0),  # a slice of one
+        "NVIDIA RTX A4000": (0, 0),
+        "NVIDIA GB200": (2500, 80),
+        "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+        "NVIDIA GeForce RTX 4090 Laptop GPU": (0, 0),
+    }
+
+
+def test_an_out_of_memory_error_says_what_held_the_memory_and_writes_a_snapshot():
+    (note,), snapshots = on_device("out_of_memory")
+    text = note.replace("\n    ", " ")
+    # Five weights, of whose gradients none is left, and two moments of each; the counts of updates are in host memory.
+    held = "weights 20 B, gradients 0 B, optimizer state 40 B"
+    rest, peak = r"the rest \(activations, temporary results\) [\d.]+ [KM]iB", r"peak \d+ MiB of 1 GiB"
+    assert re.search(f"memory: {held}, {rest}; {peak}\n", text)
+    assert "memory snapshot: out_of_memory_rank0.pickle in the working directory; open it at https" in text
+    assert "What to do: pass auto_microbatch=True to train() or evaluate()" in text
+    assert snapshots == ["snapshot"]
+
+
 def test_evaluation_ema_best_model_and_predictions_are_those_of_a_cpu():
     assert_same(on_device("evaluated_and_predicted"), on_cpu("evaluated_and_predicted"))
     predictions = on_device("evaluated_and_predicted")["predictions"]
     assert torch.equal(predictions, on_cpu("evaluated_and_predicted")["predictions"])
 
 
-def test_a_run_goes_on_from_any_state_to_the_same_bits():
+def test_a_run_continues_from_any_state_to_the_same_bits():
     whole, resumed = on_device("resumed")["whole"], on_device("resumed")["resumed"]
     assert_same(whole, on_cpu("resumed")["whole"])
     assert len(resumed) == 4

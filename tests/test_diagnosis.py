@@ -17,7 +17,17 @@ from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from tests.launching import two_are_enough
 from tests.ranks import rank, world_size
-from tests.tasks import Rows, Stream, equal, own_clock, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    Rows,
+    Stream,
+    equal,
+    make_trainer,
+    own_clock,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
 
 
 class SlowOnTheLast(nn.Module):
@@ -61,8 +71,7 @@ class Logs(Trainer):
 
 
 def test_steps_may_log_values_and_ask_for_indices():
-    model = small_model()
-    trainer = Logs(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=small_model(), trainer_class=Logs)
     assert trainer.diagnose(regression_data(16), per_device_batch_size=4, num_steps=2).samples == 4
     assert trainer.find_batch_size(regression_data(4)) == 4
 
@@ -143,7 +152,7 @@ def test_the_time_of_callbacks_is_part_of_a_step_and_the_slowest_class_is_named(
     assert (sleeps.steps, sleeps.count, len(trainer.run_history)) == ([], 0, 0)
 
 
-def test_callbacks_that_need_a_run_are_said_not_to_be_measured(spend):
+def test_callbacks_that_need_a_run_are_reported_as_not_measured(spend):
     class NeedsRun(TrainerCallback):
         def on_training_run_start(self, trainer, **kwargs):
             self.writer = []
@@ -162,7 +171,7 @@ def test_callbacks_that_need_a_run_are_said_not_to_be_measured(spend):
     assert found.advice[-1].startswith(f"Callbacks that could not be measured: NeedsRun ({error}). A run with Timing")
 
 
-def test_what_no_part_explains_is_shown_and_said(spend):
+def test_what_no_part_explains_is_shown_and_reported(spend):
     class Contended(Slow):
         """Slower if the data are read in between."""
 
@@ -195,7 +204,7 @@ def diagnosis() -> Any:
 
 @pytest.mark.processes
 @two_are_enough
-def test_it_works_on_several_processes(ranks):
+def test_diagnosis_works_on_several_processes(ranks):
     for found in ranks(diagnosis):
         assert found["unchanged"]
         assert found["steps"] == 4

@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from matplotlib import pyplot
 import pytorch_accel_lite
 from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.base import events
-from tests.launching import CAN_SHARD, ROOT
+from tests.launching import CAN_SHARD, HAS_MUON, ROOT
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md")),
@@ -45,7 +44,8 @@ def write_files(page: Path, folder: Path) -> None:
 
 WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "schemes"]
 
-CODE = [pytest.param(page, marks=CAN_SHARD if page.name == "sharding.md" else (), id=page.name) for page in WITH_CODE]
+NEEDS = {"sharding.md": CAN_SHARD, "optimizers.md": HAS_MUON}
+CODE = [pytest.param(page, marks=NEEDS.get(page.name, ()), id=page.name) for page in WITH_CODE]
 
 
 @pytest.mark.programs
@@ -55,7 +55,6 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "wave", raising=False)  # of Python, which a page has a module of the name of
     write_files(page, tmp_path)
     run_the_code(page)
 

@@ -219,7 +219,7 @@ def test_a_run_of_so_many_updates_counts_on(tmp_path):
     assert resumed.rates == first.rates[17:]
 
 
-def test_it_is_said_how_the_schedule_continues(tmp_path, capsys):
+def test_a_resumed_run_prints_how_its_schedule_continues(tmp_path, capsys):
     first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "first", save_every=17)
     trained_with(TORCH["cosine"], 2, 1, tmp_path / "again", resume=first.states / "update-000000017")
     said = "The run is resumed with 30 updates in an epoch instead of 15, so its schedule is created again and advanced"

@@ -1,4 +1,4 @@
-"""Averaged weights: the formula, evaluation, saving, and going on exactly."""
+"""Averaged weights: the formula, evaluation, saving, and exact resuming."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_is_saved_while_the_average_is_evaluated_is_the_model_itself(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update_every", ["update", "epoch"])
-def test_a_run_with_an_average_goes_on_to_the_same_bits(tmp_path, update_every):
+def test_a_run_with_an_average_resumes_to_the_same_bits(tmp_path, update_every):
     def make(folder: Path) -> tuple[Any, ModelEmaCallback]:
         ema = ModelEmaCallback(0.9, save_path=folder / "ema.pt", update_every=update_every, warmup=True)
         return (ema,), ema
@@ -182,7 +182,7 @@ def test_the_average_of_a_model_that_is_prepared_otherwise_is_the_same(option, t
 
 @pytest.mark.parametrize("order", ["average first", "average last"])
 @pytest.mark.parametrize("change", ["compile", "channels last", "synchronised batch norm"])
-def test_an_average_of_ones_own_may_be_made_before_or_after_the_model_is_prepared(order, change):
+def test_a_custom_average_may_be_made_before_or_after_the_model_is_prepared(order, change):
     model = image_model()
     prepare = {
         "compile": lambda: model.compile(backend="eager") or model,
@@ -316,7 +316,7 @@ def test_a_copy_of_an_average_has_no_part_of_the_model():
     assert len(pickle.dumps(ema)) == len(pickle.dumps(copy.deepcopy(ModelEma(model, 0.5)))) > 0
 
 
-def test_an_own_rule_is_used():
+def test_a_custom_rule_replaces_the_usual_one():
     class Largest(ModelEma):
         def update_fn(self, ema_model_weights, updated_model_weights):
             return torch.maximum(ema_model_weights, updated_model_weights)
@@ -329,7 +329,7 @@ def test_an_own_rule_is_used():
         assert torch.equal(ema.ema.module.state_dict()[name], torch.maximum(start[name], value))
 
 
-def test_a_rule_of_ones_own_may_begin_with_the_usual_one():
+def test_a_custom_rule_may_begin_with_the_usual_one():
     class Noted(ModelEma):
         def update_fn(self, ema_model_weights, updated_model_weights):
             return super().update_fn(ema_model_weights, updated_model_weights)
@@ -425,7 +425,7 @@ def test_a_metric_that_is_not_recorded_is_named(tmp_path):
         quiet_trainer(small_model(), callbacks=[ema]).train(regression_data(8), 1, regression_data(4))
 
 
-def test_it_is_part_of_a_training_state_after_the_run(tmp_path):
+def test_the_average_is_part_of_a_training_state_after_the_run(tmp_path):
     ema = ModelEmaCallback(decay=0.5, save_path=None)
     saving = SaveTrainingStateCallback(tmp_path / "states")
     quiet_trainer(small_model(), callbacks=[ema, saving]).train(regression_data(22), 1, regression_data(9))

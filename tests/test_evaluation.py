@@ -6,6 +6,7 @@ import shutil
 import warnings
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,7 +215,7 @@ def test_several_datasets_are_evaluated_by_name():
     assert {"a_intermediate_eval_loss", "b_intermediate_eval_loss", "a_eval_loss_epoch"} <= set(names)
 
 
-def test_it_is_printed_when_it_happens(capsys):
+def test_an_evaluation_within_an_epoch_is_printed_when_it_happens(capsys):
     trainer = quiet_trainer(small_model(), callbacks=[LogMetricsCallback, StepBasedEvaluationCallback(2)])
     trainer.train(regression_data(32), 1, regression_data(9))
     lines = capsys.readouterr().out.splitlines()
@@ -226,7 +227,7 @@ def test_it_is_printed_when_it_happens(capsys):
     ]
 
 
-def test_a_run_that_evaluates_in_its_epochs_goes_on_to_the_same_bits(tmp_path):
+def test_a_run_that_evaluates_in_its_epochs_resumes_to_the_same_bits(tmp_path):
     extra = (StepBasedEvaluationCallback(2), CopyStates(tmp_path))
     whole = run(tmp_path, resume_from=None, extra=extra, save_every_n_epochs=1)
     for copy in sorted((tmp_path / "copies").glob("*/update-*"))[::4]:
@@ -254,24 +255,24 @@ def test_evaluation_after_every_nth_epoch_and_the_last(tmp_path):
 
 
 def only_within_epochs(callbacks: list[Any], epochs: int = 3, rises: bool = False, **kwargs: Any) -> Trainer:
-    """Six updates in an epoch, and an evaluation after every fourth.
+    """Six updates in an epoch, and an evaluation after every fourth and after the last.
 
     :param rises: whether the loss rises, so that the first evaluation is the best
     """
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, maximize=rises)
-    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[StepBasedEvaluationCallback(4), *callbacks], seed=1)
+    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=callbacks, seed=1)
     data = {"train_dataset": regression_data(24), "eval_dataset": regression_data(9), "per_device_batch_size": 4}
-    trainer.train(num_epochs=epochs, eval_every_n_epochs=None, **(data | kwargs))
+    trainer.train(num_epochs=epochs, evaluate_every="4 updates", **(data | kwargs))
     return trainer
 
 
 def losses_after_updates(epochs: int) -> dict[int, float]:
-    """The evaluation loss after every fourth update of that run, computed apart."""
+    """The evaluation losses of that run, by update, computed apart."""
     found = {}
 
     def evaluate(trainer: Any, **kwargs: Any) -> None:
-        if trainer.progress.update % 4 == 0:
+        if trainer.progress.update % 4 == 0 or trainer.progress.update == 6 * epochs:
             apart = quiet_trainer(deepcopy(trainer.get_model()), callbacks=[])
             found[trainer.progress.update] = apart.evaluate(regression_data(9), 4)["evaluation_loss"]
 
@@ -280,7 +281,7 @@ def losses_after_updates(epochs: int) -> dict[int, float]:
     return found
 
 
-def test_without_evaluations_after_epochs_those_within_are_the_evaluations_of_the_run(tmp_path):
+def test_evaluations_within_epochs_are_those_of_the_run(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt")
     squares = MetricsCallback({"squares": MeanSquaredError()})
     trainer = only_within_epochs([squares, best])
@@ -327,21 +328,30 @@ def test_a_schedule_may_follow_evaluations_within_epochs():
         scheduler_interval="epoch",
         scheduler_metric="eval_loss_epoch",
     )
-    assert trainer.scheduler.last_epoch == 3
+    assert trainer.scheduler.last_epoch == 5, "one step for each evaluation"
     assert trainer.optimizer.param_groups[0]["lr"] < 0.01
 
 
-def test_without_evaluations_after_epochs_something_must_evaluate_within_them():
-    trainer = quiet_trainer(small_model())
-    with pytest.raises(ValueError, match=r"eval_every_n_epochs=None leaves .* Add a StepBasedEvaluationCallback"):
-        trainer.train(regression_data(8), 1, regression_data(8), eval_every_n_epochs=None)
+def test_an_averaged_model_is_evaluated_whenever_the_model_is(tmp_path):
+    def train(resume_from: Path | None = None) -> dict[str, Any]:
+        states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        ema = ModelEmaCallback(0.5, save_path=tmp_path / "ema.pt")
+        history = only_within_epochs([states, ema], 2, resume_from=resume_from).run_history
+        return {name: history[name] for name in history if "eval" in name}
+
+    whole = train()
+    assert len(whole["ema_model_eval_loss_epoch"]) == len(whole["eval_loss_epoch"]) == 3
+    assert whole["ema_model_eval_loss_epoch"] != whole["eval_loss_epoch"]
+    shutil.copytree(tmp_path / "states", tmp_path / "copies")
+    for state in sorted((tmp_path / "copies").glob("update-*")):
+        assert train(state) == whole, state.name
+
+
+def test_nothing_watches_evaluations_that_are_not_made():
     with pytest.raises(
         ValueError, match=r"watch_metric='intermediate_eval_loss'.*Did you mean|It records: .*eval_loss_ep"
     ):
         only_within_epochs([SaveBestModelCallback(watch_metric="intermediate_eval_loss")])
-    with pytest.raises(ValueError, match="Pass evaluate_during_training=False, or a number of epochs"):
-        only_within_epochs([ModelEmaCallback()])
-    only_within_epochs([ModelEmaCallback(evaluate_during_training=False)])
 
 
 def test_bad_input():

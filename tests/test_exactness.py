@@ -303,37 +303,33 @@ def test_seed_mixing_has_no_collisions_among_neighbours():
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_users_model_comes_back_as_it_was_given(precision):
-    AcceleratorState._reset_state(reset_partial_state=True)  # mixed precision is fixed once in a process
-    try:
-        model = small_model(dtype=torch.float32)
-        attributes = set(vars(model))
-        seen = []
+def test_the_users_model_comes_back_as_it_was_given(precision, no_accelerator):
+    model = small_model(dtype=torch.float32)
+    attributes = set(vars(model))
+    seen = []
 
-        class Watch(nn.MSELoss):
-            def forward(self, outputs, targets):
-                seen.append(torch.is_autocast_enabled("cpu"))
-                return super().forward(outputs, targets)
+    class Watch(nn.MSELoss):
+        def forward(self, outputs, targets):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(outputs, targets)
 
-        class Linear(nn.Linear):
-            def forward(self, x):
-                out = super().forward(x)
-                seen.append(out.dtype)
-                return out
+    class Linear(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append(out.dtype)
+            return out
 
-        model.append(Linear(1, 1))
-        trainer = quiet_trainer(model, Watch(), accelerator=Accelerator(cpu=True, mixed_precision=precision))
-        data = regression_data(16, dtype=torch.float32)
-        for _ in range(2):
-            trainer.train(data, 1, data, per_device_batch_size=4)
-        trainer.evaluate(data)
-        assert trainer.predict(data).dtype == torch.float32
-        assert trainer.model is model
-        assert set(vars(model)) == attributes
-        assert (torch.bfloat16 in seen) == (precision == "bf16")
-        assert trainer.run_config.mixed_precision == precision
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    model.append(Linear(1, 1))
+    trainer = quiet_trainer(model, Watch(), accelerator=Accelerator(cpu=True, mixed_precision=precision))
+    data = regression_data(16, dtype=torch.float32)
+    for _ in range(2):
+        trainer.train(data, 1, data, per_device_batch_size=4)
+    trainer.evaluate(data)
+    assert trainer.predict(data).dtype == torch.float32
+    assert trainer.model is model
+    assert set(vars(model)) == attributes
+    assert (torch.bfloat16 in seen) == (precision == "bf16")
+    assert trainer.run_config.mixed_precision == precision
 
 
 def test_a_compiled_model_trains_as_the_plain_one():

@@ -32,7 +32,7 @@ def test_the_first_example_is_also_described_in_a_file(tmp_path):
     assert len(json.loads((tmp_path / "tests" / "best" / "default" / "test" / "worst.json").read_text())) == 20
 
 
-def test_unfreezing_goes_on_where_the_head_alone_ends():
+def test_unfreezing_continues_where_the_head_alone_ends():
     output = run_script("examples/finetuning.py")
     accuracy = dict(re.findall(r"^([\w ]+): ([\d.]+)% of \d+ digits", output, re.MULTILINE))
     assert float(accuracy["Pretraining"]) >= 97
@@ -47,7 +47,7 @@ def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
     assert float(re.search(r"with averaged weights: ([\d.]+)", output)[1]) >= 0.95
 
 
-def test_an_event_of_the_users_own_reaches_the_callback():
+def test_an_event_of_a_user_reaches_the_callback():
     output = run_script("examples/custom_event.py")
     counts = re.search(r"Hard batches per epoch: \[([\d, ]+)\]", output)[1].split(", ")
     assert len(counts) == 5

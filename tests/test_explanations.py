@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import traceback
 from collections import OrderedDict
 from functools import partial
@@ -22,7 +21,6 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.base.text import SHOWS_NOTES
 from pytorch_accel_lite.callbacks import MetricsCallback, SkipFailedBatchesCallback, StepBasedEvaluationCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.ranks import IN_ORDER, rank
@@ -90,8 +88,61 @@ def test_the_note_of_an_error_names_step_batch_model_and_layer():
     ]
     text = "".join(traceback.format_exception(error))
     assert "linear" in text
-    if sys.version_info >= (3, 11):  # which show notes
-        assert text.index("cannot be multiplied") < text.index("In training, epoch 1, step 0:")
+    assert text.index("cannot be multiplied") < text.index("In training, epoch 1, step 0:")
+
+
+def fails_in(method: str, error: Exception) -> type[Trainer]:
+    def fail(self: Trainer, *args: Any) -> Any:
+        if self.progress.update == 2 or method != "calculate_train_batch_loss":
+            raise error
+        return getattr(Trainer, method)(self, *args)
+
+    return type("Fails", (Trainer,), {method: fail})
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), MemoryError()])
+@pytest.mark.parametrize(
+    ("method", "kwargs", "what"),
+    [
+        ("calculate_train_batch_loss", {}, "lower per_device_batch_size, and raise gradient_accumulation_steps"),
+        ("calculate_train_batch_loss", {"auto_microbatch": True}, "not even a single sample fits"),
+        ("calculate_eval_batch_loss", {}, "pass auto_microbatch=True to train() or evaluate(), which splits"),
+        ("calculate_eval_batch_loss", {"auto_microbatch": True}, "not even a single sample fits"),
+    ],
+)
+def test_an_error_of_memory_says_what_holds_it_and_what_to_do(method, kwargs, what, error):
+    error.__dict__.clear()
+    model = make_model()
+    model.register_buffer("mean", torch.zeros(100))
+    trainer = make_trainer(
+        model=model, trainer_class=fails_in(method, error), optimizer=torch.optim.Adam(model.parameters())
+    )
+    note = note_of(failure(trainer, make_data(), eval_dataset=True, **kwargs))
+    # 49 weights and 100 numbers in a buffer, of four bytes; two moments of each weight, and four counts of updates.
+    assert "\n  memory: weights 596 B, gradients 0 B, optimizer state 408 B, beside activations\n" in note
+    assert f"\n  What to do: {what}" in note
+
+
+def test_the_memory_of_gradients_and_of_attributes_is_counted():
+    class Fails(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.critic = nn.Linear(4, 1)
+            self.critic_optimizer = torch.optim.Adam(self.critic.parameters())
+
+        def clip_gradients(self):
+            raise MemoryError
+
+    model = nn.Linear(4, 1)
+    error = failure(make_trainer(model=model, trainer_class=Fails), make_data())
+    assert "\n  memory: weights 40 B, gradients 20 B, optimizer state 0 B, beside activations\n" in note_of(error)
+
+
+def test_memory_that_runs_out_in_a_prediction_has_advice_of_its_own():
+    trainer = make_trainer(trainer_class=fails_in("calculate_predict_batch_output", MemoryError()))
+    with pytest.raises(MemoryError) as caught:
+        trainer.predict(make_data())
+    assert note_of(caught.value).endswith("What to do: lower per_device_batch_size of predict().")
 
 
 class Point(NamedTuple):
@@ -174,7 +225,7 @@ def test_what_ends_a_run_and_what_is_skipped_has_no_note():
     assert not hasattr(failure(infinite, make_data()), "__notes__")
 
 
-def test_where_less_is_known_less_is_said():
+def test_where_less_is_known_less_is_reported():
     class Fails(Trainer):
         def calculate_train_batch_loss(self, batch):
             self.model = None
@@ -250,7 +301,7 @@ def test_an_error_in_reading_names_the_samples(data, collate_fn, sample, lines, 
     with pytest.raises((OSError, KeyError, RuntimeError)) as caught:
         start()
     *before, note = notes_of(caught.value)
-    if sample and (workers == 0 or SHOWS_NOTES):
+    if sample:
         assert sample in [*before, *str(caught.value).splitlines()]
     place = {"evaluation": "evaluation on 'small', epoch 1", "evaluate": "evaluation", "prediction": "prediction"}
     head, _, rest = note.partition(":\n  ")
@@ -460,7 +511,7 @@ def test_the_note_of_an_error_in_the_loss_shows_its_inputs(loss_func):
     )
 
 
-def test_an_error_of_ones_own_step_is_explained_too():
+def test_an_error_in_a_custom_step_is_explained_too():
     class Own(Trainer):
         def calculate_train_batch_loss(self, batch):
             x, y = batch

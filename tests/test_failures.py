@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import UserList, deque
+from collections import OrderedDict, UserList, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
+    MetricsCallback,
     MetricsFileCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
@@ -23,13 +25,12 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.tracking import Progress
 from tests.launching import two_are_enough
-from tests.ranks import IN_ORDER, global_batch, rank, world_size
+from tests.ranks import IN_ORDER, OrderedStream, global_batch, rank, world_size
 from tests.tasks import (
     Broken,
     Expanded,
     Rows,
     Stream,
-    _warnings_of,
     equal,
     largest_difference,
     listener,
@@ -39,6 +40,7 @@ from tests.tasks import (
     regression_data,
     small_model,
     train,
+    warnings_of,
     weights,
 )
 from tests.test_training import TokenTrainer
@@ -252,21 +254,16 @@ def test_without_the_callback_the_error_ends_the_run():
         train(make_trainer(), train_dataset=Broken(8, 4), train_dataloader_kwargs={"num_workers": 0})
 
 
-def test_an_update_is_made_of_what_is_left_of_its_window():
-    poison = regression_data(20)[9][0][0].item()  # in the third of five batches
-    found = fit(without_dropout(poison=poison), [SkipFailedBatchesCallback()], gradient_accumulation_steps=3)
-    batches = {"batch_sampler": Batches([[*range(8)], [*range(12, 20)]])}
-    expected = fit(without_dropout(), loader=batches)
-    assert found.progress.update == expected.progress.update == 4
-    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
-
-
-def test_a_window_of_which_nothing_is_left_makes_no_update():
+@pytest.mark.parametrize(("fails", "accumulation", "left"), [
+    (slice(9, 10), 3, [[*range(8)], [*range(12, 20)]]),  # in the third of five batches
+    (slice(8, 16), 2, [[*range(8)], [*range(16, 20)]]),  # all of a window, which makes no update
+])  # fmt: skip
+def test_an_update_is_made_of_what_is_left_of_its_window(fails, accumulation, left):
     data = regression_data(20)
-    data.tensors[0][8:16, 0] = 7.0
-    found = fit(without_dropout(poison=7.0), [SkipFailedBatchesCallback()], data, gradient_accumulation_steps=2)
-    batches = {"batch_sampler": Batches([[*range(8)], [*range(16, 20)]])}
-    expected = fit(without_dropout(), loader=batches, data=data)
+    data.tensors[0][fails, 0] = 7.0
+    skip = SkipFailedBatchesCallback()
+    found = fit(without_dropout(poison=7.0), [skip], data, gradient_accumulation_steps=accumulation)
+    expected = fit(without_dropout(), loader={"batch_sampler": Batches(left)}, data=data)
     assert found.progress.update == expected.progress.update == 4
     assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
 
@@ -301,7 +298,7 @@ def test_what_failed_is_known_to_a_run_that_was_resumed(tmp_path):
     assert equal(weights(resumed.model), weights(whole.model))
 
 
-def test_callbacks_are_told_of_a_skipped_batch_in_place_of_its_end():
+def test_callbacks_are_notified_of_a_skipped_batch_in_place_of_its_end():
     seen = []
 
     class Watch(TrainerCallback):
@@ -330,7 +327,7 @@ def test_an_update_whose_last_batch_was_skipped_is_logged_and_evaluated_after(tm
     assert len(trainer.run_history.get_metric_values("intermediate_eval_loss")) == 4
 
 
-def test_a_stream_goes_on_when_the_model_refuses_a_batch():
+def test_a_stream_continues_when_the_model_refuses_a_batch():
     class Refuses(nn.Linear):
         def forward(self, x):
             if (x == Stream().data[2][0]).all(1).any():
@@ -384,7 +381,10 @@ class Tokens(Trainer):
         mask = x[:, 1:2] > -1
         count = mask.sum()
         return {
-            "loss": {"error": ((outputs - y) ** 2 * mask).sum() / count, "size": (outputs.abs() * mask).sum() / count},
+            "loss": {
+                "error": ((outputs - y) ** 2 * mask).sum() / count,
+                "size": (outputs.abs() * mask).sum() / count.clamp(min=1),
+            },
             "model_outputs": outputs,
             "num_items_in_batch": count,
             "names": ["a"] * len(x),
@@ -471,9 +471,10 @@ def test_a_resumed_run_still_splits_and_ends_in_the_same_bits(tmp_path, capsys):
     assert equal(weights(resumed.model), weights(whole.model))
 
 
-def test_a_single_sample_that_does_not_fit_is_an_error():
+@pytest.mark.parametrize(("limit", "auto_microbatch"), [(0, True), (3, False)])  # not one sample; not split
+def test_a_batch_that_does_not_fit_and_cannot_be_split_is_an_error(limit, auto_microbatch):
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        fit(Fussy(limit=0), auto_microbatch=True)
+        fit(Fussy(limit=limit), auto_microbatch=auto_microbatch)
 
 
 def test_a_single_sample_that_does_not_fit_costs_its_batch_where_batches_may_fail():
@@ -499,11 +500,6 @@ def test_a_step_that_stops_the_run_has_not_failed(arguments):
     trainer = make_trainer([*arguments.get("callbacks", []), watch], trainer_class=Stops)
     train(trainer, auto_microbatch=arguments.get("auto_microbatch", False))
     assert (trainer.stop_reason, trainer.progress.update, skipped) == ("enough", 1, [])
-
-
-def test_without_the_argument_memory_that_is_not_there_ends_the_run():
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        fit(Fussy(limit=3))
 
 
 def test_batches_of_dicts_and_lists_are_split():
@@ -588,6 +584,175 @@ def test_what_holds_samples_but_cannot_be_split_is_named(kind):
         trainer.train(make_data(4), 1, per_device_batch_size=4, collate_fn=collate, auto_microbatch=True)
 
 
+# ------------------------------------------------------------------------------------------------- in evaluation
+
+
+class FullInEvaluation(nn.Module):
+    """Has memory for three samples in evaluation, and keeps the sizes of the batches that fit."""
+
+    def __init__(self, limit: int | None = 3) -> None:
+        super().__init__()
+        self.inner, self.limit = small_model(), limit
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(len(x), 1, dtype=x.dtype)
+        if not self.training and self.limit is not None and len(x) > self.limit:
+            raise torch.OutOfMemoryError("out of memory")
+        self.sizes.append(len(x))
+        return self.inner(x) + 0 * noise
+
+
+class EvaluatesTokens(Trainer):
+    """Losses over items, nested outputs with a loss of their own, lists of samples, and values that are logged."""
+
+    def calculate_eval_batch_loss(self, batch):
+        x, y = batch
+        self.log("before", x[:, 0].mean())
+        self.log("weighted", x[:, 0].mean(), weight=len(x))
+        outputs = self.model(x)
+        mask = x[:, 1:2] > 0
+        count = mask.sum()
+        loss = ((outputs - y) ** 2 * mask).sum() / count.clamp(min=1)
+        self.log("after", outputs.mean())
+        return {
+            "loss": {"error": loss, "size": (outputs.abs() * mask).sum() / count.clamp(min=1)},
+            "model_outputs": OrderedDict(loss=outputs.mean(), logits=(outputs, outputs.abs()), cache=None),
+            "num_items_in_batch": count,
+            "found": [{"box": row} for row in outputs],
+        }
+
+
+def evaluated(limit: int | None, method: str = "evaluate", data: Any = None) -> Any:
+    """Return the metrics of an evaluation, the outputs of its batches, the model and the generators' state."""
+    seen: list[Any] = []
+
+    def keep(trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        trainer.log("from_callback", batch[0].mean())
+        trainer.accelerator.gather_for_metrics(batch[0])  # with it, processes have filler batches
+        seen.append((len(batch[0]), batch_output))
+
+    def logits(batch: Any, batch_output: Any) -> Any:
+        return batch_output["model_outputs"]["logits"][0].flatten(), batch[1].flatten()
+
+    mean = MetricsCallback(MeanSquaredError(), logits)
+    model = FullInEvaluation(limit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = EvaluatesTokens(model, nn.MSELoss(), optimizer, callbacks=[listener(on_eval_step_end=keep), mean])
+    data = data or regression_data(27)
+    arguments = {"per_device_batch_size": global_batch(12), "auto_microbatch": True}
+    torch.manual_seed(5)
+    if method == "evaluate":
+        trainer.evaluate(data, **arguments)
+    else:
+        trainer.train(data, 2, data, train_dataloader_kwargs=IN_ORDER, **arguments)
+    return trainer.run_history.to_dict(), seen, model, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("method", ["evaluate", "train"])
+def test_an_evaluation_batch_that_does_not_fit_is_split_and_has_the_metrics_of_the_whole(method, capsys):
+    history, seen, model, generators = evaluated(3, method)
+    expected, whole, _, expected_generators = evaluated(None, method)
+    assert history.keys() == expected.keys()
+    assert len(history) > 6
+    for name, values in expected.items():
+        assert history[name] == pytest.approx(values)
+    for (size, output), (full_size, full) in zip(seen, whole, strict=True):
+        assert size == full_size == output["batch_size"]
+        assert type(output["model_outputs"]) is OrderedDict
+        assert len(output["found"]) == size
+        close(output, full)
+    if method == "evaluate":
+        assert model.sizes == [3] * 8 + [1, 1, 1]
+        assert torch.equal(generators, expected_generators)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Out of memory" in line]
+    assert lines == [
+        f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into {parts} "
+        "parts. Losses and metrics are still those of the whole batch."
+        for samples, parts in ((12, 2), (6, 4))
+    ]
+
+
+def close(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            close(found[name], value)
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected)
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+    else:
+        assert found == expected
+
+
+def test_a_part_without_items_has_no_weight():
+    class MeanOfItems(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            outputs = self.model(batch[0])
+            items = batch[1] > 0
+            return {"loss": outputs[items].mean(), "num_items_in_batch": items.sum()}
+
+    x, _ = regression_data(6).tensors
+    data = TensorDataset(x, torch.tensor([1.0, 0, 1, 0, 0, 0])[:, None])
+    losses = [
+        MeanOfItems(FullInEvaluation(limit), None, None).evaluate(data, auto_microbatch=True)["evaluation_loss"]
+        for limit in (3, None)
+    ]
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_an_evaluation_without_a_loss_is_split(capsys):
+    class OnlyOutputs(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"loss": None, "model_outputs": self.model(batch[0])}
+
+    mean = MetricsCallback(MeanSquaredError())
+    trainer = quiet_trainer(FullInEvaluation(), callbacks=[mean])
+    trainer.__class__ = OnlyOutputs
+    trainer.evaluate(regression_data(), per_device_batch_size=8, auto_microbatch=True)
+    found = trainer.run_history.to_dict()
+    trainer.evaluate(regression_data(), per_device_batch_size=3)
+    assert trainer.run_history.to_dict() == {name: pytest.approx(values * 2) for name, values in found.items()}
+    assert "split into 4 parts" in capsys.readouterr().out
+
+
+def test_without_the_argument_an_evaluation_batch_that_does_not_fit_is_an_error():
+    trainer = quiet_trainer(FullInEvaluation())
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.evaluate(regression_data(), per_device_batch_size=4)
+    trainer.evaluate(regression_data(), per_device_batch_size=3)
+    with pytest.raises(torch.OutOfMemoryError):
+        quiet_trainer(FullInEvaluation(0)).evaluate(regression_data(), auto_microbatch=True)
+    with pytest.raises(ValueError, match="does not work with logical_processes"):
+        make_trainer(logical_processes=2, seed=0).evaluate(make_data(), auto_microbatch=True)
+
+
+def test_an_evaluation_in_a_run_is_split_too():
+    model = FullInEvaluation()
+    ask = listener(on_train_epoch_end=lambda t: t.evaluate(regression_data(), per_device_batch_size=8))
+    trainer = quiet_trainer(model, callbacks=[ask, StepBasedEvaluationCallback(1)])
+    trainer.train(regression_data(), 1, regression_data(), auto_microbatch=True)
+    assert trainer.num_microbatches == 1
+    assert len(trainer.run_history.get_metric_values("evaluation_loss")) == 1
+
+
+def evaluated_on_processes() -> Any:
+    history, seen, *_ = evaluated(3 if rank() else None, data=OrderedStream(regression_data(13)))
+    expected, whole, *_ = evaluated(None, data=OrderedStream(regression_data(13)))
+    assert [output["batch_size"] for _, output in seen] == [6, 1 - rank()]
+    assert [size for size, _ in seen] == [size for size, _ in whole]
+    return history, expected
+
+
+def test_one_process_splits_its_evaluation_batches_by_itself(two_ranks):
+    for history, expected in two_ranks(evaluated_on_processes):
+        for name, values in expected.items():
+            assert history[name] == pytest.approx(values)
+
+
 def test_max_failures_must_be_positive():
     with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
         SkipFailedBatchesCallback(0)
@@ -607,7 +772,7 @@ class Sqrt(Trainer):
 
 
 @pytest.mark.parametrize("callbacks", [[], [TerminateOnNaNCallback]])
-def test_weights_that_the_last_update_has_made_nan_are_told_of_at_the_end(callbacks):
+def test_weights_that_the_last_update_has_made_nan_are_pointed_out_at_the_end(callbacks):
     trainer = make_trainer(callbacks, trainer_class=Sqrt)
     with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
         train(trainer)
@@ -622,10 +787,10 @@ def warnings_of_weights() -> list[str]:
         if trainer.ranks.rank == trainer.ranks.world_size - 1:
             trainer.get_model()[0].weight.data.fill_(float("nan"))
 
-    return _warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
+    return warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
 
 
-def test_weights_that_are_nan_on_another_rank_are_told_of_by_the_first(two_ranks):
+def test_weights_that_are_nan_on_another_rank_are_pointed_out_by_the_first(two_ranks):
     first, second = two_ranks(warnings_of_weights)
     assert len(first) == 1
     assert "with weights that are infinite or NaN" in first[0]

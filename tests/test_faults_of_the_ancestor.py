@@ -15,7 +15,7 @@ from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, Tra
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
 from tests.launching import run_code
 from tests.ranks import Recorder
-from tests.tasks import CountsReads, equal, quiet_trainer, regression_data, small_model
+from tests.tasks import CountsReads, equal, make_trainer, quiet_trainer, regression_data, small_model
 from tests.test_evaluation import evaluate_inside
 from tests.test_stopping import nan_on_one_rank
 from tests.test_training import schedule
@@ -63,8 +63,7 @@ def test_clipping_runs_on_every_micro_batch():
             self.clips += 1
             super().clip_gradients()
 
-    model = small_model()
-    trainer = Counts(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=small_model(), trainer_class=Counts)
     data = regression_data(32)
     trainer.train(data, 1, per_device_batch_size=4, gradient_accumulation_steps=4, gradient_clip_value=1.0)
     assert trainer.clips == 2

@@ -187,7 +187,7 @@ def test_frozen_modules_stay_in_evaluation_mode_while_training(copying):
     assert changed >= {"scale", "body.0.weight", "body.1.0.weight", "body.1.0.running_mean"}
 
 
-def test_batch_norms_of_frozen_groups_are_trained_unless_told_otherwise():
+def test_batch_norms_of_frozen_groups_are_trained_by_default():
     model = Nested()
     ModelFreezer(model).freeze(set_modules_as_eval=True)
     before = weights(model)
@@ -293,7 +293,7 @@ def unfreezing_run(folder, resume_from=None, extra=()) -> Trainer:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_from_every_state_a_run_goes_on_to_the_same_bits(tmp_path):
+def test_from_every_state_a_run_resumes_to_the_same_bits(tmp_path):
     whole = unfreezing_run(tmp_path / "whole")
     states = sorted((tmp_path / "whole").glob("update-*"))
     assert len(states) == 12

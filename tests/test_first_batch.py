@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from tests.tasks import _warnings_of, listener, make_data, make_trainer, train
+from tests.tasks import listener, make_data, make_trainer, train, warnings_of
 
 SUM = "but the trainer takes a loss for a mean"
 
@@ -34,9 +34,10 @@ def classes(size: int = 6) -> TensorDataset:
 @pytest.mark.parametrize(
     "loss_func", [nn.MSELoss(reduction="sum"), partial(functional.l1_loss, reduction="sum")], ids=["module", "partial"]
 )
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_loss_with_that_reduction_is_known_to_be_a_sum_before_the_first_update(loss_func):
     trainer = make_trainer(loss_func=loss_func)
-    with pytest.raises(UserWarning, match=f"loss_func has reduction='sum', {SUM}"):  # an error in tests
+    with pytest.raises(UserWarning, match=f"loss_func has reduction='sum', {SUM}"):
         train(trainer)
     assert not trainer.progress.update
     assert len(warned(trainer)) == 1
@@ -59,7 +60,7 @@ MEANS = {
 
 
 @pytest.mark.parametrize("loss_func", SUMS.values(), ids=SUMS)
-def test_a_loss_that_is_written_as_a_sum_is_told_of_in_the_first_batch_of_a_run(loss_func):
+def test_a_loss_that_is_written_as_a_sum_is_pointed_out_in_the_first_batch_of_a_run(loss_func):
     for kwargs in ({}, {"gradient_accumulation_steps": 2}, {"auto_microbatch": True}):
         (text,) = warned(make_trainer(loss_func=loss_func), **kwargs)
         assert text.startswith(f"The loss adds up the samples of a batch, {SUM}")
@@ -90,7 +91,7 @@ def test_what_a_step_returns_counts_rather_than_what_the_loss_function_is(divide
 
 def warnings_of_a_sum() -> list[str]:
     """What a process says of a loss that is a sum."""
-    return _warnings_of(make_trainer(loss_func=nn.MSELoss(reduction="sum")), make_data(8))
+    return warnings_of(make_trainer(loss_func=nn.MSELoss(reduction="sum")), make_data(8))
 
 
 def test_a_sum_over_classes_is_one_and_rank_0_says_so(two_ranks):
@@ -121,7 +122,7 @@ def trainer_of_three(model: nn.Module, *callbacks: Any, trainer_class: type[Trai
     [(nn.Linear(4, 1), Y + 1, Y), (nn.Linear(4, 3), Y, Y.expand(6, 3))],
     ids=["like a target", "of the shape of the outputs alone"],
 )
-def test_a_target_in_third_place_that_nothing_uses_is_told_of_once(model, aux, target):
+def test_a_target_in_third_place_that_nothing_uses_is_pointed_out_once(model, aux, target):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(trainer_of_three(model), epochs=2, train_dataset=TensorDataset(X, aux, target))
@@ -176,7 +177,8 @@ class OwnLosses(OwnTrainingLoss):
         return self.calculate_train_batch_loss(batch)
 
 
-def test_a_loss_for_training_only_is_told_of_an_epoch_before_the_evaluation_fails():
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_loss_for_training_only_is_pointed_out_an_epoch_before_the_evaluation_fails():
     trainer = make_trainer(trainer_class=OwnTrainingLoss, loss_func=None)
     with pytest.raises(UserWarning, match=r"The evaluation has no loss: .* Override it, too"):
         train(trainer, eval_dataset=classes())

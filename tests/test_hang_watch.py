@@ -143,7 +143,7 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
 
 
 @pytest.mark.processes
-def test_own_groups_take_the_timeout_that_the_job_was_given(tmp_path):
+def test_custom_process_groups_take_the_timeout_of_the_job(tmp_path):
     def fork(rank):
         found = timeouts_of_own_groups(tmp_path / "states", timedelta(seconds=77))
         # For control and in the background; of those that share batches, and two of those that do not.

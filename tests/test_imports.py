@@ -191,7 +191,18 @@ def test_importing_costs_no_package_beyond_accelerate_torch_and_tqdm(fresh):
 
 @pytest.mark.parametrize(
     "package",
-    ["matplotlib", "pandas", "timm", "sklearn", "torchvision", "torchmetrics", "IPython", "jsonargparse", "optuna"],
+    [
+        "matplotlib",
+        "pandas",
+        "timm",
+        "sklearn",
+        "torchvision",
+        "torchmetrics",
+        "IPython",
+        "jsonargparse",
+        "optuna",
+        "scipy",
+    ],
 )
 @pytest.mark.parametrize("when", ["modules", "all modules"])
 def test_extras_are_imported_only_when_they_are_used(fresh, package, when):
@@ -199,7 +210,7 @@ def test_extras_are_imported_only_when_they_are_used(fresh, package, when):
     assert not [name for name in set(fresh[when]) - before if name.partition(".")[0] == package]
 
 
-def test_it_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert importlib.resources.files("pytorch_accel_lite").joinpath("py.typed").is_file()
     assert "py.typed" in (ROOT / "pyproject.toml").read_text()
 

@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_the_whole_batch_however_unequal_the_labels_of_i
     assert largest_difference(found["gradient"], whole()) < TOLERANCE
 
 
-def test_it_is_on_several_processes_too_where_all_record_the_mean_over_all_labels(ranks):
+def test_processes_record_the_mean_over_the_labels_of_all(ranks):
     rows = token_rows()
     mean = causal_model()(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss.item()
     for result in [*ranks(causal), causal()]:
@@ -80,7 +80,7 @@ def test_it_is_on_several_processes_too_where_all_record_the_mean_over_all_label
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_split_because_it_did_not_fit_is_weighed_so_too():
+def test_a_batch_that_is_split_to_fit_keeps_its_weight():
     model = causal_model()
     forward = model.forward
 

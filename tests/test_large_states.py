@@ -17,9 +17,7 @@ from torch import nn
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
-from pytorch_accel_lite.checkpoint.files import checksum
-from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
-from tests.tasks import equal, quiet_trainer, regression_data
+from tests.tasks import changed_manifest, equal, quiet_trainer, regression_data
 
 BIG, SEVERAL_PIECES = 150, 2100
 
@@ -137,15 +135,15 @@ def assert_alike(found: Any, expected: Any) -> None:
 
 
 def as_in_format_1(state: Path) -> None:
-    """Give a state without large tensors the manifest that versions 0.1 and 0.2 wrote."""
-    manifest = json.loads((state / "manifest.json").read_bytes())
-    assert "trainer.safetensors" not in manifest["files"]
-    files = {
-        name: {"size": entry["size"], "sha256": checksum(state / name)} for name, entry in manifest["files"].items()
-    }
-    manifest |= {"format_version": 1, "files": files}
-    manifest["checksum"] = _manifest_checksum(manifest)
-    (state / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    """Give a state without large tensors the manifest, and the generator of python, that versions 0.1 and 0.2 wrote."""
+    files = json.loads((state / "manifest.json").read_bytes())["files"]
+    assert "trainer.safetensors" not in files
+    own = torch.load(state / "rank00000.pt")
+    version, numbers, cached = own["generators"]["python"]
+    own["generators"]["python"] = version, tuple(numbers.tolist()), cached
+    torch.save(own, state / "rank00000.pt")
+    with changed_manifest(state, *files) as manifest:
+        manifest["format_version"] = 1
 
 
 def test_states_of_earlier_versions_are_verified_and_resumed(tmp_path, capsys):
@@ -165,7 +163,7 @@ def test_states_of_earlier_versions_are_verified_and_resumed(tmp_path, capsys):
         train(small_trainer(), resume_from=state)
 
 
-def test_weights_are_checked_whatever_their_size():
+def test_weights_of_any_size_are_checked():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
     trainer = quiet_trainer(model)

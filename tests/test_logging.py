@@ -62,6 +62,8 @@ def whole(folder: Path) -> dict[str, Any]:
         "tensorboard": scalars(folder / "tensorboard" / "run"),
         "mlflow": mlflow_metrics(folder),
         "page": json.loads((folder / "log" / "run.json").read_text())["metrics"],
+        "texts": json.loads((folder / "log" / "run.json").read_text())["outputs"],
+        "texts in mlflow": {path.name: path.read_text() for path in folder.glob("mlruns/*/*/artifacts/*.txt")},
     }
 
 
@@ -102,6 +104,9 @@ def test_every_logger_has_every_row_once(uninterrupted):
     assert [step for step, _ in mlflow["loss"]] == list(range(1, 13))
     assert [value for _, value in mlflow["loss"]] == [row["loss"] for row in logged["updates"]]
     assert [value for _, value in mlflow["train_loss_epoch"]] == [row["train_loss_epoch"] for row in logged["epochs"]]
+    weights = {shown["update"]: shown["texts"]["a weight"] for shown in logged["texts"]}
+    assert list(weights) == [3, 6, 9, 12]
+    assert logged["texts in mlflow"] == {f"a_weight-{update:09d}.txt": text for update, text in weights.items()}
     (params,) = uninterrupted.glob("mlruns/*/*/params/num_epochs")
     assert params.read_text() == "3"
 
@@ -426,7 +431,7 @@ class OfOneThread(GeneralTracker):
         self.logged.append((None, {}))
 
 
-def test_a_tracker_of_ones_own_is_used_in_one_thread_and_not_after_its_end():
+def test_a_custom_tracker_is_used_in_one_thread_and_not_after_its_end():
     own = OfOneThread()
 
     def evaluate(trainer: Any, **kwargs: Any) -> None:

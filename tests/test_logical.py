@@ -367,7 +367,7 @@ def test_eight_of_them_give_the_same_bits_on_four_and_on_eight_processes(job, pr
             assert differences(alone(case), result) == [], case.__name__
 
 
-def test_they_train_as_one_process_does_with_the_whole_batch():
+def test_logical_processes_train_as_one_process_does_with_the_whole_batch():
     found = []
     for count, batch in ((4, 3), (None, 12)):
         model = small_model()
@@ -524,7 +524,7 @@ def test_any_run_resumes_from_any_update_on_any_number_of_processes(job, tmp_pat
         assert [differences(whole, other) for other in others] == [[]] * len(others), options
 
 
-def test_another_number_of_logical_processes_is_said_and_loses_no_sample(uninterrupted, capsys):
+def test_resuming_with_other_logical_processes_prints_it_and_loses_no_sample(uninterrupted, capsys):
     whole, states = uninterrupted
     for count in (4, None):
         capsys.readouterr()
@@ -544,7 +544,7 @@ def test_a_state_says_what_computed_it(uninterrupted, capsys):
     assert re.search(r"machine: device cpu, torch .*threads 1", shown)
 
 
-def test_a_machine_that_computes_other_bits_is_said(uninterrupted, capsys):
+def test_a_machine_that_computes_other_bits_is_reported(uninterrupted, capsys):
     _, states = uninterrupted
     torch.set_float32_matmul_precision("high")
     try:

@@ -24,7 +24,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.tuning.live_bytes import LiveBytes
 from tests.launching import CAN_SHARD
-from tests.tasks import Stream, equal, listener, quiet_trainer, regression_data, small_model
+from tests.tasks import Stream, equal, listener, make_trainer, quiet_trainer, regression_data, small_model
 
 BATCH = 64
 
@@ -120,6 +120,14 @@ def test_the_peak_is_that_of_a_real_run(steps):
     assert sum(found.parts.values()) == found.peak
 
 
+def test_a_growing_batch_takes_what_its_largest_windows_take():
+    one, two, growing = (
+        trainer_of_blocks().estimate_memory(rows(), BATCH, gradient_accumulation_steps=steps, **quick).peak
+        for steps in (1, 2, {0: 1, 5: 3})
+    )
+    assert growing == two != one
+
+
 def test_the_peak_is_what_the_allocator_sees():
     trainer, data = trainer_of_blocks(), rows()
     found = trainer.estimate_memory(data, BATCH, **quick)
@@ -210,8 +218,7 @@ class OfOwnBatches(Trainer):
 
 
 def test_batches_may_be_dataclasses_and_other_objects():
-    model = small_model()
-    trainer = OfOwnBatches(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=small_model(), trainer_class=OfOwnBatches)
 
     def stacked(samples):
         return [torch.stack(column) for column in zip(*samples, strict=True)]
@@ -290,7 +297,7 @@ class OwnStep(Trainer):
         return {}
 
 
-def test_steps_of_the_users_own():
+def test_steps_of_a_user():
     model, critic = small_model(), small_model()
     optimizers = [torch.optim.AdamW(part.parameters()) for part in (model, critic)]
     trainer = OwnStep(model, None, optimizers, callbacks=[])
@@ -332,7 +339,7 @@ def test_bad_input(arguments, error, said):
         trainer_of_blocks().estimate_memory(rows(), **arguments)
 
 
-def test_what_cannot_be_pretended():
+def test_settings_whose_memory_cannot_be_estimated_are_refused():
     with pytest.raises(ValueError, match=r"estimate_memory\(\) does not work with logical_processes=2"):
         trainer_of_blocks(logical_processes=2, seed=0).estimate_memory(rows())
     with pytest.raises(ValueError, match=r"sharded=False, but Sharding\.parallelize_model"):

@@ -104,7 +104,7 @@ def test_metrics_are_those_of_the_whole_set_and_recorded_once_an_evaluation():
     assert len(trainer.run_history.get_metric_values("accuracy")) == 4
 
 
-def test_training_metrics_have_a_prefix_and_begin_anew_in_every_epoch():
+def test_training_metrics_have_a_prefix_and_restart_in_every_epoch():
     seen = []
 
     class Counts(MeanSquaredError):
@@ -165,7 +165,7 @@ class Quantiles(MeanAbsoluteError):
         return {"low": error / 2, "middle": error, "high": 2 * error}
 
 
-def test_only_the_values_asked_for_are_recorded_and_their_direction_is_that_of_the_metric():
+def test_only_requested_values_are_recorded_with_the_direction_of_their_metric():
     stop = EarlyStoppingCallback(watch_metric="middle", early_stopping_patience=50)
     metrics = MetricsCallback({"quantiles": Quantiles()}, only=["low", "middle"])
     trainer = quiet_trainer(small_model(), callbacks=[metrics, stop])
@@ -212,7 +212,7 @@ def test_dict_batches_and_models_of_transformers():
     assert 0 <= trainer.run_history.get_latest_metric("accuracy") <= 1
 
 
-def test_what_cannot_be_told_is_asked_for():
+def test_metrics_of_unusual_outputs_require_a_transform():
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
@@ -263,7 +263,7 @@ def test_metrics_that_belong_to_a_trainer_work_as_in_the_ancestor():
 
 
 @pytest.mark.slow
-def test_training_metrics_go_on_exactly(tmp_path):
+def test_training_metrics_resume_exactly(tmp_path):
     def metrics():
         return (MetricsCallback({"mae": MeanAbsoluteError()}, lambda b, o: (o["model_outputs"], b[1]), train=True),)
 
@@ -274,7 +274,7 @@ def test_training_metrics_go_on_exactly(tmp_path):
         assert again["history"] == whole["history"]
 
 
-def test_training_metrics_with_other_names_go_on_as_far_as_they_are_the_same(tmp_path):
+def test_training_metrics_with_other_names_continue_as_far_as_they_are_the_same(tmp_path):
     def run(names: list[str], **kwargs: Any) -> Any:
         metrics = MetricsCallback({name: MeanSquaredError() for name in names}, train=True)
         saver = SaveTrainingStateCallback(tmp_path / "-".join(names), save_every_n_steps=1)
@@ -287,7 +287,7 @@ def test_training_metrics_with_other_names_go_on_as_far_as_they_are_the_same(tmp
     assert history["train_same"] == whole.run_history.to_dict()["train_same"] != history["train_new"]
 
 
-def test_metrics_that_keep_all_predictions_go_on_exactly_too(tmp_path):
+def test_metrics_that_keep_all_predictions_resume_exactly_too(tmp_path):
     def run(**kwargs: Any) -> list[float]:
         metrics = MetricsCallback({"auroc": MulticlassAUROC(3)}, train=True)
         saver = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
@@ -301,7 +301,7 @@ def test_metrics_that_keep_all_predictions_go_on_exactly_too(tmp_path):
 @pytest.mark.parametrize(
     "create", [lambda: MinMaxMetric(MeanSquaredError()), lambda: MultioutputWrapper(MeanSquaredError(), 1)]
 )
-def test_metrics_that_wrap_others_go_on_exactly_too(tmp_path, create):
+def test_metrics_that_wrap_others_resume_exactly_too(tmp_path, create):
     def run(**kwargs: Any) -> dict[str, Any]:
         callbacks = [
             MetricsCallback({"m": create()}, train=True),
@@ -338,7 +338,7 @@ def training_metrics(folder: Path) -> Any:
 
 
 @pytest.mark.processes
-def test_training_metrics_count_each_sample_once_and_begin_anew_with_fewer_processes(tmp_path, two_ranks):
+def test_training_metrics_count_each_sample_once_and_restart_with_fewer_processes(tmp_path, two_ranks):
     for result in two_ranks.run(training_metrics, tmp_path):
         assert result["train_count"] == [7.0]
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from pytorch_accel_lite import Trainer
@@ -16,15 +14,7 @@ from tests.tasks import equal, hand_written_loop, listener, make_data, make_mode
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    """A process without an accelerator; its mixed precision is fixed by the first one otherwise."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def bf16(fresh) -> Accelerator:
+def bf16(no_accelerator) -> Accelerator:
     """An accelerator in bf16 on the CPU."""
     return Accelerator(cpu=True, mixed_precision="bf16")
 
@@ -160,7 +150,7 @@ def test_without_it_nothing_is_cast():
 # ----------------------------------------------------------------------------------- as an argument of the trainer
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("no_accelerator")
 def test_the_argument_gives_the_bits_of_an_accelerator_with_it():
     ours = train(make_trainer(mixed_precision="bf16"), eval_dataset=True)
     assert ours.run_config.mixed_precision == "bf16"
@@ -170,7 +160,7 @@ def test_the_argument_gives_the_bits_of_an_accelerator_with_it():
     assert make_trainer(mixed_precision="bf16", accelerator=theirs.accelerator).accelerator is theirs.accelerator
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize(("argument", "expected"), [(None, "bf16"), ("no", "no")])
 def test_without_the_argument_it_is_that_of_the_launcher(monkeypatch, argument, expected):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -182,7 +172,7 @@ class CreatesOwn(Trainer):
         return Accelerator(cpu=True, mixed_precision="no")
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -198,7 +188,7 @@ def test_what_cannot_be_is_an_error_after_which_another_can(arguments, message):
         assert make_trainer(mixed_precision="bf16").accelerator.mixed_precision == "bf16"
 
 
-def test_it_cannot_contradict_an_accelerator_passed_or_an_earlier_one(bf16):
+def test_mixed_precision_cannot_contradict_an_accelerator_passed_or_an_earlier_one(bf16):
     with pytest.raises(ValueError, match=r"that of the accelerator is 'bf16'. Pass only one of them to the trainer"):
         make_trainer(mixed_precision="no", accelerator=bf16)
     with pytest.raises(ValueError, match="restart your runtime completely and pass `mixed_precision='no'`"):

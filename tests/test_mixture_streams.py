@@ -37,7 +37,7 @@ def test_a_mixture_that_has_ended_has_nothing_left_to_resume():
     assert given(again) == []
 
 
-def test_a_stream_may_report_a_state_that_it_goes_on_to_change():
+def test_a_stream_may_report_a_state_that_it_changes_later():
     class Live(Shelf):
         next = property(lambda self: self.state["next"], lambda self, value: self.state.update(next=value))
 
@@ -56,7 +56,7 @@ def test_a_stream_may_report_a_state_that_it_goes_on_to_change():
     assert given(again) == whole[6:]
 
 
-def test_each_pass_over_a_stream_is_told_its_epoch():
+def test_each_pass_over_a_stream_calls_set_epoch():
     class Told(Shelf):
         epoch = 0
 
@@ -72,7 +72,7 @@ def test_each_pass_over_a_stream_is_told_its_epoch():
     assert given(mixed, 3) == [4, 4, 5]
 
 
-def test_a_mixture_of_streams_goes_on_with_the_same_bits(tmp_path):
+def test_a_mixture_of_streams_resumes_to_the_same_bits(tmp_path):
     """A stream with a state is not read again, one without is as far as its pass has come."""
     whole = train_on("mixture", tmp_path)
     for update in (1, 7, 13):
@@ -99,37 +99,28 @@ def test_a_stream_under_two_names_is_an_error():
 
 
 @pytest.mark.processes
-def test_a_mixture_of_streams_goes_on_with_any_number_of_processes(two_ranks, tmp_path):
+def test_a_mixture_of_streams_continues_with_any_number_of_processes(two_ranks, tmp_path):
     whole = train_on("mixture", tmp_path, batch_size=6)
     resumed = two_ranks.run(train_on, "mixture", resume_from=tmp_path / "5", batch_size=3)
     for step, expected in enumerate(whole["seen"][5:]):
         assert torch.equal(torch.cat([result["seen"][step] for result in resumed])[:, 0], expected[:, 0])
 
 
-@pytest.mark.parametrize(
-    ("streams", "kwargs", "error", "message"),
-    [
-        ({}, {}, ValueError, "must have at least one"),
-        ([Shelf(())], {}, TypeError, "must be in a dict by name, not a list"),
-        ({"a": TensorDataset(torch.zeros(1))}, {}, TypeError, "'a' .* is not an IterableDataset.* with Mixture"),
-        ({"a": Shelf(())}, {"weights": {"b": 1}}, ValueError, "weights has 'b', which is none of the datasets 'a'"),
-    ],
-)
-def test_bad_mixtures_of_streams_are_refused(streams, kwargs, error, message):
-    with pytest.raises(error, match=message):
-        MixtureStream(streams, **kwargs)
+ROWS = TensorDataset(torch.zeros(1))
+BAD_STREAMS = [
+    (MixtureStream, {}, {}, ValueError, "must have at least one"),
+    (MixtureStream, [Shelf(())], {}, TypeError, "must be in a dict by name, not a list"),
+    (MixtureStream, {"a": ROWS}, {}, TypeError, "'a' .* is not an IterableDataset.* with Mixture"),
+    (MixtureStream, {"a": Shelf(())}, {"weights": {"b": 1}}, ValueError, "has 'b', which is none of the datasets 'a'"),
+    (ShuffledStream, ROWS, {}, TypeError, "must be an IterableDataset, not TensorDataset"),
+    (ShuffledStream, Shelf(()), {"block_size": 0}, ValueError, "block_size=0 must be at least 1"),
+]
 
 
-@pytest.mark.parametrize(
-    ("stream", "kwargs", "error", "message"),
-    [
-        (TensorDataset(torch.zeros(1)), {}, TypeError, "must be an IterableDataset, not TensorDataset"),
-        (Shelf(()), {"block_size": 0}, ValueError, "block_size=0 must be at least 1"),
-    ],
-)
-def test_bad_streams_to_shuffle_are_refused(stream, kwargs, error, message):
+@pytest.mark.parametrize(("make", "streams", "kwargs", "error", "message"), BAD_STREAMS)
+def test_bad_streams_to_mix_or_to_shuffle_are_refused(make, streams, kwargs, error, message):
     with pytest.raises(error, match=message):
-        ShuffledStream(stream, **kwargs)
+        make(streams, **kwargs)
 
 
 def test_streams_that_give_nothing_are_errors():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import Mixture, shard
 from tests.streams import SavesEachUpdate
-from tests.tasks import Stream, equal, largest_difference, weights
+from tests.tasks import Stream, equal, largest_difference, make_trainer, weights
 from tests.test_data import numbers, rank_of
 
 
@@ -112,7 +112,7 @@ def test_without_weights_an_epoch_has_each_sample_once():
 
 @settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
-def test_a_mixed_epoch_goes_on_from_any_position_with_other_sizes(batch, world, batch2, world2, data):
+def test_a_mixed_epoch_continues_from_any_position_with_other_sizes(batch, world, batch2, world2, data):
     whole = of_sizes(7, 30, weights={"d7": 2, "d30": 1})
     steps = epoch_of(whole, batch, world)
     done = indices(steps[: data.draw(st.integers(0, len(steps)))])
@@ -158,8 +158,7 @@ def test_a_mixture_without_a_seed_follows_from_torchs_generator():
 
 def test_evaluation_reads_every_sample_once_in_order():
     data = mixture(noise=0, **KIND)
-    model = torch.nn.Linear(2, 1)
-    trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=torch.nn.Linear(2, 1), trainer_class=Sums, loss_func=None)
     for kwargs in ({}, {"shuffle": False}):
         metrics = trainer.evaluate(data, per_device_batch_size=35, dataloader_kwargs={"num_workers": 0} | kwargs)
         assert metrics["evaluation_loss"] == sum(range(10)) + sum(range(100, 125))

@@ -15,6 +15,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.tasks import (
+    Blocks,
     Rows,
     equal,
     image_data,
@@ -112,7 +113,7 @@ def test_images_are_found_wherever_they_are_in_a_batch(batch):
     assert layouts == {True}
 
 
-def test_a_run_with_channels_last_goes_on_to_the_same_bits(tmp_path):
+def test_a_run_with_channels_last_resumes_to_the_same_bits(tmp_path):
     def saving():
         return SaveTrainingStateCallback(tmp_path, save_every_n_steps=3, save_at_end=False)
 
@@ -123,40 +124,19 @@ def test_a_run_with_channels_last_goes_on_to_the_same_bits(tmp_path):
     assert equal(weights(again), weights(whole))
 
 
-def test_a_model_that_accelerate_compiled_is_given_back():
+def test_a_model_that_accelerate_compiled_is_given_back(no_accelerator):
     kinds: set[str] = set()
     noting = listener(on_train_step_end=lambda trainer, **kwargs: kinds.add(type(trainer.model).__name__))
     model = small_model()
-    AcceleratorState._reset_state(reset_partial_state=True)  # its settings are those of the first accelerator
-    try:
-        trainer = quiet_trainer(model, accelerator=Accelerator(dynamo_backend="eager"), callbacks=[noting])
-        trainer.train(regression_data(8), 1)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    trainer = quiet_trainer(model, accelerator=Accelerator(dynamo_backend="eager"), callbacks=[noting])
+    trainer.train(regression_data(8), 1)
     assert kinds == {"OptimizedModule"}
     assert trainer.model is model
 
 
-class Blocks(nn.Module):
-    """A model that repeats a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3))
-        self.last = nn.Linear(6, 1)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(hidden)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.last(hidden)
-
-
 # torch looks at the gradients of what a graph is given; it ignores the warning itself unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_blocks_that_accelerate_compiled_have_their_names_in_states(tmp_path):
+def test_blocks_that_accelerate_compiled_have_their_names_in_states(tmp_path, no_accelerator):
     kinds: set[str] = set()
 
     def look(trainer: Trainer, **kwargs: Any) -> None:
@@ -174,11 +154,8 @@ def test_blocks_that_accelerate_compiled_have_their_names_in_states(tmp_path):
         assert trainer.model is model
         return model
 
-    try:
-        whole = weights(run(regional=True))
-        assert kinds == {"Blocks of OptimizedModule"}
-        assert equal(weights(run(regional=False)), whole)
-        state = tmp_path / "True" / "update-000000002"
-        assert equal(weights(run(regional=False, resume_from=state)), whole)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    whole = weights(run(regional=True))
+    assert kinds == {"Blocks of OptimizedModule"}
+    assert equal(weights(run(regional=False)), whole)
+    state = tmp_path / "True" / "update-000000002"
+    assert equal(weights(run(regional=False, resume_from=state)), whole)

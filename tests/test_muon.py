@@ -12,10 +12,11 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.optimizers import muon_with_adamw, split_parameters
+from tests.launching import HAS_MUON
 from tests.ranks import shared_folder, world_size
 from tests.tasks import alone, equal, hand_written_loop, largest_difference, regression_data, weights
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+pytestmark = HAS_MUON
 DATA = regression_data(24)
 
 

@@ -194,7 +194,7 @@ def test_spike_after_spike_is_no_spike_but_ends_the_run():
     assert guard.skipped == [4, 5, 6, 7]
 
 
-def test_the_guard_goes_on_in_a_resumed_run(tmp_path):
+def test_the_guard_continues_in_a_resumed_run(tmp_path):
     def run(**kwargs: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)
         guard = GradientSpikeCallback(3, warm_up_updates=3)

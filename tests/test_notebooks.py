@@ -54,7 +54,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
     return notebooks, folder
 
 
-def test_there_are_two():
+def test_both_notebooks_exist():
     assert len(NOTEBOOKS) == 2
 
 

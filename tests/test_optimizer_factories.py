@@ -17,26 +17,12 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    GradualUnfreezingCallback,
-    LearningRateMonitorCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, GradualUnfreezingCallback, LearningRateMonitorCallback
 from pytorch_accel_lite.finetuning import ModelFreezer
-from tests.launching import CAN_SHARD, some_of
-from tests.ranks import shared_folder, world_size
+from tests.launching import CAN_SHARD
+from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.sharded import gathered, large_model, sharding_accelerator
-from tests.tasks import (
-    equal,
-    largest_difference,
-    listener,
-    quiet_trainer,
-    regression_data,
-    small_model,
-    two_optimizers,
-    weights,
-)
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, two_optimizers, weights
 
 DATA = regression_data(26)
 
@@ -44,8 +30,7 @@ DATA = regression_data(26)
 def train_with(make: Any, folder: Path | None = None, **kwargs: Any) -> Trainer:
     """Train with clipping, accumulation and a schedule; ``make`` gives the optimizer for a model."""
     model = small_model()
-    states = SaveTrainingStateCallback(folder or "unused", save_every_n_steps=1, max_checkpoints=None)
-    trainer = Trainer(model, nn.MSELoss(), make(model), callbacks=[] if folder is None else [states], seed=0)
+    trainer = Trainer(model, nn.MSELoss(), make(model), callbacks=every_state(folder), seed=0)
     trainer.train(
         DATA,
         2,
@@ -100,24 +85,14 @@ def test_what_a_factory_makes_trains_to_the_bits_of_what_was_made_before():
     assert equal(weights(train_with(factory).model), weights(train_with(made).model))
 
 
-def trained_and_resumed() -> dict[str, Any]:
-    """Return weights after a run with a factory, after those that resumed some of its states, and with an optimizer."""
-    with shared_folder() as folder:
-        first = weights(train_with(factory, folder / "whole").get_model())
-        states = some_of(state for state in sorted((folder / "whole").iterdir()) if state.is_dir())
-        again = [train_with(factory, folder / "again", resume_from=state) for state in states]
-        resumed = [weights(trainer.get_model()) for trainer in again]
-    return {"whole": first, "resumed": resumed, "made": weights(train_with(made).get_model())}
+def weights_of_made() -> dict[str, torch.Tensor]:
+    return final_weights(train_with(made))
 
 
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
-    alone = trained_and_resumed()
-    for found in (alone, *two_ranks(trained_and_resumed)):
-        assert equal(found["whole"], found["made"])
-        assert largest_difference(found["whole"], alone["whole"]) < 1e-12
-        assert len(found["resumed"]) >= 3
-        assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
+    results = check_processes(two_ranks, partial(train_with, factory))
+    assert equal(results[0][0], two_ranks(weights_of_made)[0])
 
 
 def sharded_by_accelerate() -> Any:
@@ -170,7 +145,7 @@ def test_a_gradient_scaler_works_with_what_a_factory_makes(scaled_accelerator):
 # ------------------------------------------------------------------------------------------- when, and with what
 
 
-def test_it_is_called_once_when_training_first_prepares_the_model():
+def test_a_factory_is_called_once_when_training_first_prepares_the_model():
     model, count = small_model(), Counted()
     seen: list[int] = []
     callbacks = [listener(**{event: lambda trainer: seen.append(len(count.given)) for event in EVENTS})]
@@ -198,7 +173,7 @@ def test_it_is_called_once_when_training_first_prepares_the_model():
 EVENTS = ["on_dataloaders_created", "on_training_run_start"]
 
 
-def test_it_is_given_what_requires_gradients_when_the_run_prepares_the_model():
+def test_a_factory_is_passed_the_parameters_that_require_gradients_when_a_run_starts():
     for freezes_in_callback in (False, True):
         model, count = small_model(), Counted()
         freeze = partial(ModelFreezer(model).freeze, 0, 0)
@@ -209,7 +184,7 @@ def test_it_is_given_what_requires_gradients_when_the_run_prepares_the_model():
         assert list(map(id, count.given[0])) == list(map(id, model[2].parameters()))
 
 
-def test_it_may_ask_for_names_or_for_the_model():
+def test_a_factory_may_take_named_parameters_or_the_model():
     given: list[Any] = []
 
     def by_name(named_parameters):
@@ -254,7 +229,7 @@ def test_a_compiled_model_has_its_plain_names():
 # ------------------------------------------------------------------------------------------- what works with it
 
 
-def test_rates_are_recorded_and_watched_whatever_the_groups():
+def test_rates_are_recorded_and_watched_for_any_groups():
     def groups(parameters):
         return SGD([{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}], lr=0.1)
 
@@ -327,7 +302,7 @@ def test_a_state_of_other_groups_is_refused_when_the_optimizer_is_made(tmp_path)
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ({"a": AdamW}, r"optimizer\['a'\]=<class .*AdamW'> must be .* A function that is to make several must return"),
+        ({"a": AdamW}, r"optimizer\['a'\]=<class .*AdamW'> must be .* A function that creates several must return"),
         (nn.Linear(1, 1), r"optimizer=Linear\(.* must be an instance of torch.optim.Optimizer, several in a dict"),
     ],
 )

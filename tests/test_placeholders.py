@@ -404,14 +404,10 @@ def refuse(match: str, factory: Any, **arguments: Any) -> None:
     assert trainer.progress.update == 3
 
 
-def test_the_length_of_evaluation_without_an_eval_dataset_is_an_error():
+@pytest.mark.parametrize(("data", "reason"), [(None, "eval_dataset"), (Stream(), "length")])
+def test_an_unknown_length_of_evaluation_is_an_error_that_says_why(data, reason):
     factory = partial(StepLR, step_size=2 * P.EVAL_DATALOADER_LEN)
-    refuse(r"TrainerPlaceholderValues\.EVAL_DATALOADER_LEN.*eval_dataset", factory)
-
-
-def test_the_length_of_evaluation_data_without_length_is_an_error():
-    factory = partial(StepLR, step_size=P.EVAL_DATALOADER_LEN)
-    refuse(r"TrainerPlaceholderValues\.EVAL_DATALOADER_LEN.*length", factory, eval_dataset=Stream())
+    refuse(rf"TrainerPlaceholderValues\.EVAL_DATALOADER_LEN.*{reason}", factory, eval_dataset=data)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("NUM_EPOCHS", "EVAL_DATALOADER_LEN")])

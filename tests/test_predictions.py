@@ -96,7 +96,7 @@ def break_off(folder: Any, data: Any, model: nn.Module | None = None) -> None:
         predict(folder, data, [listener(on_predict_step_end=fail)], model)
 
 
-def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
+def test_a_prediction_that_was_broken_off_continues(tmp_path, capsys):
     data = regression_data(21)
     break_off(tmp_path, data)
     with pytest.raises(ValueError, match="missing in"):
@@ -123,7 +123,7 @@ def test_predictions_of_other_weights_are_replaced_as_a_message_says(begin, tmp_
     assert "unknown weights" not in capsys.readouterr().out
 
 
-def test_predictions_that_do_not_tell_their_weights_are_replaced_too(tmp_path, capsys):
+def test_predictions_without_a_record_of_their_weights_are_replaced(tmp_path, capsys):
     """As version 0.2 has written them."""
     data = regression_data(21)
     break_off(tmp_path, data)
@@ -188,7 +188,7 @@ class CountedStream(Stream):
         return len(self.data)
 
 
-def test_only_what_fits_is_gone_on_with(tmp_path):
+def test_predictions_continue_only_for_matching_data(tmp_path):
     predict(tmp_path, regression_data(9))
     with pytest.raises(ValueError, match="contains predictions for 9 samples, not 10"):
         predict(tmp_path, regression_data(10))

@@ -10,6 +10,7 @@ import runpy
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
-from tests.launching import SOAK, TORCHRUN, launch, run_elastic_script, run_script, two_are_enough
+from tests.launching import SOAK, TORCHRUN, launch, launch_together, run_elastic_script, run_script, two_are_enough
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder, world_size
 from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model, weights
@@ -160,6 +161,24 @@ def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
         assert re.search("Can't (pickle|get) local object", pickling)  # as Python 3.13 has it
         assert pickling.startswith("RuntimeError: Rank 0 failed: ") == (rank > 0)
         assert gathering == "TypeError: gather() takes tensors, or nested lists, tuples and dicts of them, not 'text'."
+
+
+def sparse_tensors_left() -> list[bool]:
+    """Whether sparse tensors that were exchanged are still in memory after they have been dropped."""
+    trainer = quiet_trainer(small_model())
+    references = []
+    for layout in (torch.sparse_coo, torch.sparse_csr):
+        gathered = trainer.all_gather_object(torch.eye(3).to_sparse(layout=layout))
+        references += [weakref.ref(tensor) for tensor in gathered]
+        assert all(torch.equal(tensor.to_dense(), torch.eye(3)) for tensor in gathered)
+        del gathered
+    return [reference() is not None for reference in references]
+
+
+@two_are_enough
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_that_were_exchanged_are_freed(ranks):
+    assert ranks(sparse_tensors_left) == [[False] * 4] * 2
 
 
 def trainers_in_turn() -> Any:
@@ -396,26 +415,25 @@ def test_datasets_callbacks_and_calls_that_differ_between_ranks_are_refused_on_a
             assert "Make the same calls on every process, with the same arguments and callbacks" in said
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        (["evaluates"], "evaluate() on rank 0 waits for the other ranks, but one of them has not called it"),
-        (["predicts"], "predict() on rank 1 waits for the other ranks, but one of them has not called it"),
-        (["evaluates in a callback"], "evaluate() on rank 0 waits for the other ranks"),
-        (["gathers"], "gather_for_metrics() waits for all processes in each step of an evaluation, but some have no"),
-        (["updates", "2"], "RuntimeError: The processes are at different updates: train_step must call update()"),
-        pytest.param(
-            ["updates", "3"],
-            "another process did not take part until the time limit of the process group.",
-            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are not shown with tracebacks"),
-        ),
-    ],
-)
-def test_a_call_on_one_rank_alone_is_named_at_the_latest_by_the_time_limit(case, said):
-    done = launch([*TORCHRUN, "2", "tests/scripts/unlike_ranks.py", *case], warm=True)
-    assert done.returncode != 0
-    text = re.sub(r"\[rank\d\]:", " ", done.stderr)  # what notes wrap
-    assert said in " ".join(text.split()), done.stderr
+ALONE = {
+    "evaluates": "evaluate() on rank 0 waits for the other ranks, but one of them has not called it",
+    "predicts": "predict() on rank 1 waits for the other ranks, but one of them has not called it",
+    "saves": "save_checkpoint() on rank 0 waits for the other ranks, but one of them has not called it",
+    "gathers rows": "gather() on rank 1 waits for the other ranks, but one of them has not called it",
+    "evaluates in a callback": "evaluate() on rank 0 waits for the other ranks",
+    "gathers": "gather_for_metrics() waits for all processes in each step of an evaluation, but some have no",
+    "updates, not in step 2": "RuntimeError: The processes are at different updates: train_step must call update()",
+    "updates, not in step 3": "another process did not take part until the time limit of the process group.",
+}
+
+
+@pytest.mark.parametrize("cases", [[*ALONE][:4], [*ALONE][4:]])  # those of a group wait for the limit together
+def test_a_call_on_one_rank_alone_is_named_at_the_latest_by_the_time_limit(cases):
+    commands = [[*TORCHRUN, "2", "tests/scripts/unlike_ranks.py", case] for case in cases]
+    for case, done in zip(cases, launch_together(commands, warm=True), strict=True):
+        assert done.returncode != 0, case
+        text = re.sub(r"\[rank\d\]:", " ", done.stderr)  # what notes wrap
+        assert ALONE[case] in " ".join(text.split()), done.stderr
 
 
 def test_a_launch_that_accelerate_does_not_see_is_refused():

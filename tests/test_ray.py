@@ -126,7 +126,7 @@ def test_a_run_resumes_on_another_number_of_workers_with_every_sample_once(tmp_p
     assert trainer.progress.update == 15
 
 
-def test_states_and_metrics_are_reported_as_often_as_asked(tmp_path):
+def test_states_and_metrics_are_reported_as_often_as_requested(tmp_path):
     ray = StandIn(tmp_path, 1)
     train(ray, every_n_epochs=2, every_n_steps=4, directory=tmp_path / "new")
     assert [report["update"] for report in ray.reports] == [4, 8, 10, 12, 15]
@@ -156,7 +156,7 @@ def without_shared_disk() -> str:
     return ""
 
 
-def test_workers_that_share_no_disk_are_told_to(two_ranks):
+def test_workers_without_a_shared_disk_raise_an_error_that_names_the_argument(two_ranks):
     assert "Pass RayReportCallback(directory=...)" in two_ranks(without_shared_disk)[0]
 
 

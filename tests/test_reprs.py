@@ -80,7 +80,7 @@ def test_signatures_fit_a_screen():
         inspect.signature(Trainer)
     )
     for function in (Trainer, Trainer.train, Trainer.evaluate, Trainer.find_lr):
-        assert len(str(inspect.signature(function))) < 11 * 80
+        assert len(str(inspect.signature(function))) < 12 * 80
     assert str(DEFAULT_CALLBACKS).startswith("(MoveModulesToDeviceCallback, TerminateOnNaNCallback, ")
     assert (*DEFAULT_CALLBACKS,) == get_default_callbacks() == DEFAULT_CALLBACKS
     assert repr(get_default_callbacks(progress_bar=False)) == (
@@ -123,7 +123,7 @@ def test_what_has_been_changed_since_is_shown_as_it_is_now():
     assert repr(copy.deepcopy(stopping)) == repr(pickle.loads(pickle.dumps(stopping))) == repr(stopping)
 
 
-def test_callbacks_of_users_are_shown_alike():
+def test_callbacks_of_users_are_shown_in_the_same_way():
     class Mixin:
         def __init__(self, size: int, *rest: Any) -> None:
             self.half = size // 2
@@ -206,7 +206,7 @@ def test_a_history_is_read_like_a_dict():
     assert repr(history) == "InMemoryRunHistory(loss=0.25, accuracy=0.75)"
 
 
-def test_a_history_of_a_users_own_is_read_so_too():
+def test_the_history_of_a_user_is_read_the_same_way():
     class Own(RunHistory):
         metric_name_prefix = ""
         current_epoch = 1

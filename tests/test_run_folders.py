@@ -63,6 +63,20 @@ def test_each_run_has_a_folder_of_its_own_unless_it_resumes_or_overwrites(file, 
     )
 
 
+def test_an_untrained_experiment_releases_its_own_folder_from_any_directory(file, monkeypatch):
+    first = Experiment.from_file(file)
+    assert first.output_dir == Path("runs/small")
+    (file.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(file.parent / "elsewhere")
+    second = Experiment.from_file(file)
+    assert second.output_dir == Path("runs/small")
+    del first
+    gc.collect()
+    assert not (file.parent / "runs" / "small").exists()
+    assert os.listdir("runs/small") == ["experiment.yaml"]
+    second.train()
+
+
 def test_a_command_means_the_newest_run_or_the_one_whose_folder_it_is_given(file, capsys):
     run("train", file, capsys=capsys)
     run("train", file, "--model.width=7", capsys=capsys)

@@ -62,7 +62,7 @@ def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
     assert re.search(rf"- \*\*r2\*\*: {best:.4f} \(best, epoch \d; final ", text)
     assert "- **Model**: Linear, 5 parameters\n" in text
     assert "- **Optimizer**: SGD(lr=0.01 to 0.1, momentum=0.5), 2 parameter groups\n" in text
-    assert "- **Schedule**: StepLR\n" in text
+    assert "- **Schedule**: StepLR(step_size=2)\n" in text
     assert f"The same command resumes the run from the newest training state in {tmp_path / 'states'}, with" in text
     command = re.search(r"```console\ncd (.*)\n(.*)\n```", text)
     assert shlex.split(command[1]) == [os.getcwd()]
@@ -90,7 +90,7 @@ def test_the_command_of_several_processes_on_the_cpu_starts_as_many(two_ranks):
         assert program == [argument for argument in sys.orig_argv[1:] if argument != "-u"]
 
 
-@pytest.mark.parametrize(("folder", "name"), [("wave-run2/run_log", "wave-run2"), ("a/log", "a"), ("lr-0.1", "lr-0.1")])
+@pytest.mark.parametrize(("folder", "name"), [("sine-run2/run_log", "sine-run2"), ("a/log", "a"), ("lr-0.1", "lr-0.1")])
 def test_a_page_is_titled_by_the_folder_of_the_run(tmp_path, folder, name):
     train(make_trainer([RunLogCallback(tmp_path / folder)]), epochs=1)
     assert f"<title>{name}: finished</title>" in (tmp_path / folder / "summary.html").read_text()
@@ -132,7 +132,7 @@ def test_a_short_run_writes_its_page_at_its_beginning_and_its_end(tmp_path):
     assert "cannot be resumed: it saves no training states" in (tmp_path / "summary.md").read_text()
 
 
-def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_path):
+def test_the_record_of_a_run_is_json_for_any_values_and_settings(tmp_path):
     def no_number(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 

@@ -32,14 +32,8 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.ranks import world_size
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, raises_at, train, weights
 from tests.test_stopping import StopsAt
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def raises(error: BaseException) -> Any:
@@ -104,9 +98,7 @@ def test_from_the_state_of_its_last_update_a_run_makes_no_further_one(here, accu
         return train(make_trainer(callbacks, seed=0), None, max_num_train_steps=7, **arguments, **kwargs)
 
     whole = run([])
-    killed = listener(
-        on_eval_epoch_start=lambda t, **_: raises(KeyboardInterrupt())() if t.progress.update == 7 else None
-    )
+    killed = raises_at(7, KeyboardInterrupt(), "on_eval_epoch_start")
     with pytest.raises(KeyboardInterrupt):
         run([SaveTrainingStateCallback("states", save_every_n_steps=1), killed])
     resumed = run([SaveTrainingStateCallback("states", save_every_n_steps=1)], resume_from="latest")
@@ -117,7 +109,7 @@ def test_from_the_state_of_its_last_update_a_run_makes_no_further_one(here, accu
 
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.parametrize("asked", [{"max_num_train_steps": 2}, {"epochs": 1}])
-def test_a_run_that_has_made_more_than_it_is_asked_for_makes_nothing_more(here, asked, capsys):
+def test_a_run_beyond_its_requested_length_trains_no_further(here, asked, capsys):
     train(make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)], seed=0), epochs=2)
     resumed = make_trainer(seed=0)
     train(resumed, **{"epochs": None, **asked}, resume_from="states/update-000000005")
@@ -187,7 +179,7 @@ def test_a_run_that_one_of_two_processes_stopped_is_trained_further(tmp_path, tw
 
 
 @pytest.mark.parametrize("interval", ["epochs", "evaluations"])
-def test_a_run_that_stopped_early_goes_on_with_more_patience_as_if_it_had_always_had_it(here, interval):
+def test_a_run_that_stopped_early_continues_with_more_patience_as_if_it_had_always_had_it(here, interval):
     def run(folder: str, patience: int, epochs: int = 9) -> Trainer:
         metric = "eval_loss_epoch" if interval == "epochs" else "intermediate_eval_loss"
         stopping = EarlyStoppingCallback(patience, 5.0, metric, patience_in=interval)
@@ -225,7 +217,7 @@ def test_an_attribute_of_a_callback_that_changes_during_the_run_is_no_changed_ar
         assert trainer.progress.update == 2
 
 
-def test_callbacks_after_the_one_that_stops_a_run_hear_the_event_too():
+def test_callbacks_after_the_one_that_stops_a_run_get_the_event_too():
     values = [1.0, 0.999, 0.998]
     measure = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("m", values[t.progress.epoch - 1]))
     heard: list[int] = []
@@ -314,16 +306,14 @@ def test_the_newest_state_of_all_savers_is_gone_on_from(here, capsys):
             SaveTrainingStateCallback("epochs", save_every_n_epochs=1),
             SaveTrainingStateCallback("updates", save_every_n_steps=2),
         ]
-        killed = listener(
-            on_train_step_start=lambda t: raises(KeyboardInterrupt())() if t.progress.update == updates else None
-        )
+        killed = raises_at(updates, KeyboardInterrupt(), "on_train_step_start")
         trainer = make_trainer([*savers, killed], seed=0)
         with suppress(KeyboardInterrupt):
             train(trainer, epochs=2, size=12, resume_from="latest")
         return trainer
 
     run(5)
-    assert "No training state in 'epochs' or 'updates': starting afresh" in capsys.readouterr().out
+    assert "No training state in 'epochs' or 'updates': starting a new run" in capsys.readouterr().out
     assert run(99).progress.update == 12
     assert "Resuming from 'updates/update-000000004'" in capsys.readouterr().out
 
@@ -499,7 +489,7 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
         train(make_trainer([MetricsFileCallback], run_history=Own()))
 
 
-def test_a_run_resumed_with_a_history_that_is_not_saved_goes_on_with_the_next_epoch(here):
+def test_a_run_resumed_with_a_history_that_is_not_saved_continues_with_the_next_epoch(here):
     def run(epochs: int, *callbacks: Any, **kwargs: Any) -> Trainer:
         scores = [3.0, 2.0, 4.0, 1.0, 5.0]
 

@@ -36,6 +36,7 @@ from tests.tasks import (
     make_data,
     make_model,
     quiet_trainer,
+    raises_at,
     regression_data,
     small_model,
     weights,
@@ -295,7 +296,7 @@ def test_a_warm_up_and_cool_down_as_long_as_the_run_take_half_of_it_with_a_warni
 
 @pytest.mark.filterwarnings("ignore:num_warmup_epochs")
 @pytest.mark.parametrize("updates", [1, 2, 3])
-def test_a_run_of_a_few_updates_has_a_schedule_whatever_its_warm_up(updates):
+def test_a_run_of_a_few_updates_has_a_schedule_with_any_warm_up(updates):
     create = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=5, num_cooldown_epochs=10)
     trainer = run(create, epochs=None, max_num_train_steps=updates)
     assert len(trainer.noting.rates) == updates
@@ -330,7 +331,7 @@ def test_without_a_decay_the_rate_stays_stable(tmp_path):
     assert "checkpoint_12_wsd_pre_decay.pt" in files(tmp_path)
 
 
-def test_the_warm_up_of_wsd_is_a_hundredth_of_the_run_when_nothing_is_said(ancestors):
+def test_the_warm_up_of_wsd_is_a_hundredth_of_the_run_by_default(ancestors):
     scheduler = WSDLrScheduler(make_optimizer(), total_steps=1000, num_warmup_steps=None)
     assert scheduler.num_warmup_steps == 10
     for own, other in zip(rates(scheduler), ancestors["default warm-up"], strict=True):
@@ -557,7 +558,7 @@ THREE_DECAYS = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, num_check
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("continuation", [False, True])
-def test_from_every_state_also_within_a_decay_a_run_goes_on_to_the_same_bits(tmp_path, continuation):
+def test_from_every_state_also_within_a_decay_a_run_resumes_to_the_same_bits(tmp_path, continuation):
     create = THREE_DECAYS
     initial = None
     if continuation:
@@ -581,7 +582,7 @@ def test_from_every_state_also_within_a_decay_a_run_goes_on_to_the_same_bits(tmp
         assert files(tmp_path / f"again{n}") == due  # also what it was killed before saving, after this very update
 
 
-def test_a_state_from_before_the_decay_goes_on_to_a_longer_run(tmp_path):
+def test_a_state_from_before_the_decay_continues_to_a_longer_run(tmp_path):
     """WSD with a training state: the same bits as if the longer run had been wanted from the start."""
     create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=0.5)
     short = saved_run(tmp_path, create, epochs=4)
@@ -676,12 +677,7 @@ def test_a_run_that_ends_within_a_decay_saves_its_last_model(tmp_path):
     ("error", "saved"), [(StopTrainingError, {"checkpoint_11_wsd_post_decay.pt"}), (RunPausedError, set())]
 )
 def test_a_run_stopped_within_a_decay_saves_its_last_model(tmp_path, error, saved):
-    class Stops(TrainerCallback):
-        def on_train_step_end(self, trainer, **kwargs):
-            if trainer.progress.update == 11:
-                raise error("enough")
-
-    trainer = run(QUARTER, WSDCheckpointCallback(tmp_path), Stops())
+    trainer = run(QUARTER, WSDCheckpointCallback(tmp_path), raises_at(11, error("enough")))
     assert trainer.progress.update == 11
     assert files(tmp_path) == {"checkpoint_9_wsd_pre_decay.pt"} | saved
     for name in saved:
@@ -695,7 +691,7 @@ def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
     run(QUARTER, WSDCheckpointCallback(tmp_path))
     for name, error, message in (
         ("checkpoint_9_wsd_pre_decay.pt", ValueError, "would be overwritten by this run. Choose a save_dir other"),
-        ("", ValueError, r"is a directory. .* use train\(resume_from=...\)"),
+        ("", FileNotFoundError, "has no weights as safetensors"),
         ("missing.pt", FileNotFoundError, "There is no checkpoint at"),
     ):
         with pytest.raises(error, match=message):
@@ -826,7 +822,7 @@ PLATEAU: dict[str, Any] = {
 }
 
 
-def test_a_plateau_is_told_the_metric_of_each_epoch_after_its_evaluation():
+def test_a_plateau_scheduler_gets_the_metric_of_each_epoch_after_its_evaluation():
     scores = ScoresOfAScript()
     run(PLATEAU["factory"], scores, scheduler_metric="score", **{k: v for k, v in PLATEAU.items() if k != "factory"})
     assert scores.rates == [0.1, 0.1, 0.05, 0.025, 0.025, 0.0125]

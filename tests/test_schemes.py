@@ -1,6 +1,6 @@
 """Schemes of training that the documentation describes: as by hand, and resumed to the same bits.
 
-GANs are in test_own_steps.py, LBFGS and SAM in test_closures.py, truncated backpropagation in test_carried_state.py,
+GANs are in test_manual_steps.py, LBFGS and SAM in test_closures.py, truncated backpropagation in test_carried_state.py,
 streams in test_stateful_sources.py.
 """
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MoveModulesToDeviceCallback, SaveTrainingStateCallback
 from tests.ranks import IN_ORDER, shared_folder, world_size
-from tests.tasks import equal, largest_difference, listener, regression_data, small_model, weights
+from tests.tasks import equal, largest_difference, raises_at, regression_data, small_model, weights
 
 BETA = 0.5
 
@@ -154,13 +154,9 @@ FOLDS = [[*range(7)], [*range(7, 14)], [*range(14, 20)]]
 def train_fold(folder: Path, fold: int, fails_at: int | None = None) -> tuple[dict[str, torch.Tensor], float]:
     """Train on the other folds; return the weights and the loss on this one."""
 
-    def fail(trainer: Trainer) -> None:
-        if trainer.progress.update == fails_at:
-            raise OSError("the disk is gone")
-
     model = small_model()
     saving = SaveTrainingStateCallback(folder / str(fold), save_every_n_steps=2)
-    callbacks = [saving, listener(on_train_step_start=fail)]
+    callbacks = [saving, raises_at(fails_at, OSError("the disk is gone"), "on_train_step_start")]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=0)
     rest = [row for other in FOLDS if other is not FOLDS[fold] for row in other]

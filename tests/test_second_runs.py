@@ -118,7 +118,7 @@ def test_a_checkpoint_of_a_finished_run_is_trained_further_from_the_first_rate(t
         assert seen.rates[0] == 0.1
 
 
-def test_a_schedule_that_is_continued_by_hand_is_left_alone():
+def test_a_schedule_that_is_continued_by_hand_is_left_unchanged():
     trainer, seen = noting()
     train(trainer, epochs=1, create_scheduler_fn=partial(CosineAnnealingLR, T_max=6))
     train(trainer, epochs=1, create_scheduler_fn=partial(CosineAnnealingLR, T_max=6, last_epoch=2))
@@ -161,7 +161,7 @@ def advice_of(trainer: Trainer, capsys: Any, **kwargs: Any) -> str:
     return capsys.readouterr().out
 
 
-def test_a_rate_of_0_for_a_whole_epoch_is_said_also_in_the_last_epoch(capsys):
+def test_a_rate_of_0_for_a_whole_epoch_is_reported_also_in_the_last_epoch(capsys):
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     before = weights(trainer.model)
@@ -177,7 +177,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_said_also_in_the_last_epoch(capsys):
         (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: start"),
     ],
 )
-def test_a_schedule_at_0_is_told_from_one_that_begins_there(shape, expected, capsys):
+def test_a_schedule_at_0_is_distinguished_from_one_that_begins_there(shape, expected, capsys):
     trainer, _ = noting()
     said = advice_of(
         trainer, capsys, create_scheduler_fn=partial(LambdaLR, lr_lambda=shape), scheduler_interval="epoch"

@@ -430,7 +430,7 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_fsdp", 4)])
-def test_they_also_share_what_is_random(job, how, processes):
+def test_processes_that_divide_a_model_also_share_random_numbers(job, how, processes):
     by_rank = job(processes).run(random_data_alike, how)
     for first, second in zip(by_rank[::2], by_rank[1::2], strict=True):
         for (batches, dropped), (others, dropped_there) in zip(first, second, strict=True):

@@ -26,7 +26,7 @@ from tests.ranks import OrderedStream, Recorder
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size as job_size
 from tests.streams import Keeps, SavesEachUpdate, ShuffledSamples, Sums, source, train_on
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import equal, listener, quiet_trainer, regression_data, same, small_model, weights
 
 
 class Part(NamedTuple):
@@ -203,10 +203,6 @@ def require_datasets() -> None:
     pytest.importorskip("datasets")
     if int(version("datasets").partition(".")[0]) < 5:
         pytest.skip("datasets before 5.0 skips samples when it returns to a position")
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("kind", ["cut", "forgetful cut", "blocks of cut", "mixture of cut"])
@@ -552,7 +548,7 @@ def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind)
         assert all(said.format(which) in found[0]["printed"] for which in ("training", "evaluation"))
 
 
-def test_a_stream_of_each_process_is_told_the_epoch(ranks):
+def test_set_epoch_is_called_on_the_stream_of_each_process(ranks):
     for result in ranks(streams_that_share_themselves_out):
         assert set(result["epochs"]) == {0, 1}
 

@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
 from pytorch_accel_lite.data import MixtureStream, ShuffledStream
 from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, rows, train_on
-from tests.tasks import equal, listener
+from tests.tasks import equal, listener, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 BATCHES = 9  # in an epoch of 26 samples
@@ -40,12 +40,8 @@ def require(kind: str) -> None:
         pytest.importorskip("torchdata.stateful_dataloader")
 
 
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
 @pytest.mark.parametrize("kind", ["shelf", "hugging face", "loader", pytest.param("workers", marks=pytest.mark.slow)])
-def test_a_stateful_source_goes_on_with_the_same_bits_without_reading_again(tmp_path, kind):
+def test_a_stateful_source_resumes_to_the_same_bits_without_reading_again(tmp_path, kind):
     require(kind)
     whole = train_on(kind, tmp_path)
     assert len(whole["seen"]) == 2 * BATCHES
@@ -134,7 +130,7 @@ def test_an_evaluation_of_the_stream_that_was_resumed_counts_all_its_samples(tmp
 
 
 @pytest.mark.parametrize("kind", ["blocks", "mixture"])
-def test_streams_that_have_become_shorter_are_said(kind):
+def test_streams_that_have_become_shorter_are_reported(kind):
     def make(size: int) -> Any:
         stream = Forgetful(range(size))
         return ShuffledStream(stream, 3) if kind == "blocks" else MixtureStream({"all": stream}, repeat=False)
@@ -181,7 +177,7 @@ def test_workers_draw_the_same_numbers_when_a_stream_is_read_again(tmp_path, has
     assert same(seen[1], seen[0][8:])
 
 
-def test_a_stateful_stream_goes_on_with_another_batch_size(tmp_path):
+def test_a_stateful_stream_continues_with_another_batch_size(tmp_path):
     train_on("shelf", tmp_path)
     resumed = train_on("shelf", resume_from=tmp_path / "4", batch_size=5)
     assert [int(row[0]) for batch in resumed["seen"] for row in batch] == [*range(12, 26), *range(26)]
@@ -226,7 +222,7 @@ def test_a_source_that_something_else_began_to_read_meanwhile_is_read_again(tmp_
 
 
 @pytest.mark.parametrize(("seed", "states"), [(0, 5), (None, 0)])
-def test_states_are_asked_for_only_where_a_run_may_keep_them(seed, states):
+def test_states_are_taken_only_if_a_run_may_keep_them(seed, states):
     """Not in evaluations, nor in an epoch whose order no state could repeat."""
     asked = []
 
@@ -274,12 +270,12 @@ def resumed_on(ranks: Any, kind: str, folder: Path, update: int) -> tuple[Any, A
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["shelf", "own part"])
-def test_a_stateful_source_goes_on_without_reading_again_on_several_processes(ranks, tmp_path, kind):
+def test_a_stateful_source_continues_without_reading_again_on_several_processes(ranks, tmp_path, kind):
     check_resumed_on(ranks, tmp_path, kind)
 
 
 @pytest.mark.processes
-def test_a_split_stream_of_hugging_face_goes_on_without_reading_again(two_ranks, tmp_path):
+def test_a_split_stream_of_hugging_face_continues_without_reading_again(two_ranks, tmp_path):
     require("split")
     check_resumed_on(two_ranks, tmp_path, "split")
 
@@ -296,7 +292,7 @@ def check_resumed_on(ranks, tmp_path, kind):
 
 
 @pytest.mark.processes
-def test_a_stateful_source_that_the_first_process_reads_goes_on_with_other_processes(ranks, tmp_path):
+def test_a_stateful_source_that_the_first_process_reads_continues_with_other_processes(ranks, tmp_path):
     train_on("shelf", tmp_path)
     resumed = ranks.run(train_on, "shelf", resume_from=tmp_path / "4")
     assert resumed[0]["read"] == [*range(12, 26), *range(26)]
@@ -313,7 +309,7 @@ def test_parts_of_a_stateful_source_are_read_again_with_other_processes(two_rank
 
 
 @pytest.mark.processes
-def test_a_stateful_part_that_has_run_out_goes_on_to_repeat_its_last_batch(two_ranks, tmp_path):
+def test_a_stateful_part_that_has_run_out_still_repeats_its_last_batch(two_ranks, tmp_path):
     """The shares of 26 samples are 13 and 12 at a time of one: the second waits with zero weight.
 
     The state of update 12 is saved right after its last batch, when it does not wait yet.
@@ -322,7 +318,7 @@ def test_a_stateful_part_that_has_run_out_goes_on_to_repeat_its_last_batch(two_r
 
 
 @pytest.mark.processes
-def test_a_part_of_hugging_face_that_has_run_out_goes_on_to_repeat_its_last_batch(two_ranks, tmp_path):
+def test_a_part_of_hugging_face_that_has_run_out_still_repeats_its_last_batch(two_ranks, tmp_path):
     """The parts of 13 samples in six shards have seven and six."""
     require("split")
     check_resumed_where_a_part_ends(two_ranks, "six shards", tmp_path, 13, (6, 7))

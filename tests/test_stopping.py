@@ -133,7 +133,7 @@ def stop_on_one_rank() -> Any:
     return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
 
 
-def test_a_stop_asked_for_by_one_rank_stops_all_at_the_same_update(ranks):
+def test_a_stop_requested_by_one_rank_stops_all_at_the_same_update(ranks):
     results = ranks(stop_on_one_rank)
     assert {result["reason"] for result in results} == {"rank asked for an end"}
     assert len({result["update"] for result in results}) == 1
@@ -288,5 +288,5 @@ def stop_before_others() -> Any:
 
 
 @two_are_enough
-def test_callbacks_after_one_that_stops_the_run_hear_as_much_as_on_one_process(ranks):
+def test_callbacks_after_one_that_stops_the_run_get_the_events_of_one_process(ranks):
     assert ranks(stop_before_others) == [stop_before_others()] * ranks.world_size

@@ -26,11 +26,12 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
+    ThroughputCallback,
     TimingCallback,
 )
 from tests.launching import two_are_enough
 from tests.ranks import rank
-from tests.tasks import Stream, listener, make_data, make_model, make_trainer, told, train
+from tests.tasks import Stream, listener, make_data, make_model, make_trainer, raises_at, told, train
 from tests.terminals import Terminal
 
 
@@ -50,14 +51,6 @@ def rows(lines: list[str]) -> list[list[str]]:
 @pytest.fixture(autouse=True)
 def _eighty_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-
-
-def fails_at(update: int, error: BaseException) -> Any:
-    def fail(trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update == update:
-            raise error
-
-    return listener(on_train_step_end=fail)
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -133,7 +126,7 @@ def test_an_evaluation_within_an_epoch_is_a_row_in_the_columns_of_the_others(cap
     assert "intermediate" not in lines[0]
 
 
-def test_an_evaluation_of_ones_own_within_a_run_is_for_the_row(capsys):
+def test_a_custom_evaluation_within_a_run_is_for_the_row(capsys):
     nested = listener(on_training_run_epoch_end=lambda t: t.evaluate(make_data(4)))
     trainer = make_trainer(table(nested))
     train(trainer, epochs=2, eval_dataset=True)
@@ -205,6 +198,12 @@ def test_a_metric_that_comes_later_is_a_column_at_the_right(capsys):
     assert [line.endswith("     0.2500") for line in body] == [True, True]
 
 
+def test_a_metric_that_could_be_recorded_but_is_not_has_no_column(capsys):
+    train(make_trainer(table(ThroughputCallback())), epochs=2)
+    head = re.split(" {2,}", printed(capsys)[0])
+    assert head == ["epoch", "train loss", "samples_per_second", "lr", "time"]
+
+
 @pytest.mark.parametrize(("updates", "every"), [(45, 10), (420, 20)])
 def test_a_stream_has_rows_within_its_epoch_with_the_means_since_the_row_before(updates, every, capsys):
     seen: list[float] = []
@@ -241,7 +240,7 @@ def test_rows_within_an_epoch_are_means_over_all_processes(ranks):
         assert float(row[2]) == pytest.approx(sum(losses) / len(losses), rel=0.01, abs=1e-4)
 
 
-def test_rows_within_an_epoch_can_be_asked_for(capsys):
+def test_rows_within_an_epoch_can_be_requested(capsys):
     train(make_trainer([ProgressTableCallback(show_always=True, row_every_n_updates=2)]), epochs=2)
     assert [line[:8].strip() for line in printed(capsys)[2:7]] == ["step 2", "1/2", "step 1", "step 3", "2/2"]
     with pytest.raises(ValueError, match="row_every_n_updates=0 must be"):
@@ -302,7 +301,7 @@ def test_the_summary_says_where_things_are_that_the_run_has_written(tmp_path, mo
     # A run that fails before it saves has written neither.
     with pytest.raises(ValueError, match="broken"):
         train(
-            make_trainer(table(SaveBestModelCallback("best.pt"), fails_at(1, ValueError("broken")))), eval_dataset=True
+            make_trainer(table(SaveBestModelCallback("best.pt"), raises_at(1, ValueError("broken")))), eval_dataset=True
         )
     assert "best.pt" not in capsys.readouterr().out
     train(make_trainer(table(MetricsFileCallback("metrics.jsonl"))))
@@ -318,7 +317,7 @@ def test_the_summary_says_where_things_are_that_the_run_has_written(tmp_path, mo
     ],
 )
 def test_the_summary_of_a_run_that_ends_early_is_true(error, said, capsys):
-    trainer = make_trainer(table(fails_at(5, error)))
+    trainer = make_trainer(table(raises_at(5, error)))
     try:
         train(trainer, epochs=3, eval_dataset=True)
     except type(error):
@@ -332,7 +331,7 @@ def test_the_summary_of_a_run_that_ends_early_is_true(error, said, capsys):
 
 
 def test_the_part_of_an_epoch_that_was_trained_is_a_row(capsys):
-    trainer = make_trainer(table(fails_at(5, StopTrainingError("enough"))))
+    trainer = make_trainer(table(raises_at(5, StopTrainingError("enough"))))
     train(trainer, epochs=3)
     (part,) = [line for line in printed(capsys) if line.startswith("step 2 ")]
     assert part.split()[2] == f"{trainer.run_history.get_latest_metric('train_loss_epoch'):.4f}"
@@ -351,7 +350,7 @@ def test_the_reason_of_a_stop_comes_last(capsys):
     )
 
 
-def test_a_resumed_run_goes_on_with_its_numbers_and_its_best_epoch(tmp_path, capsys):
+def test_a_resumed_run_continues_with_its_numbers_and_its_best_epoch(tmp_path, capsys):
     def run(epochs: int, **kwargs: Any) -> list[str]:
         values = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.3}
         record = listener(
@@ -430,7 +429,7 @@ def test_a_failed_run_shows_what_its_epochs_have_recorded_but_not_the_unfinished
             raise error
 
     shown = [ProgressTableCallback(show_always=always)]
-    for failing, name in [(fails_at(4, error), "train_loss_epoch"), (listener(on_eval_epoch_end=fail), "")]:
+    for failing, name in [(raises_at(4, error), "train_loss_epoch"), (listener(on_eval_epoch_end=fail), "")]:
         trainer = make_trainer([*shown, failing])
         with pytest.raises(type(error)):
             train(trainer, epochs=3, eval_dataset=True)

@@ -44,19 +44,26 @@ def model_of_tokens(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 6), nn.Dropout(dropout), nn.Linear(6, 11)).double()
 
 
-def test_batches_hold_similar_lengths_within_the_budget_and_as_many_in_each_epoch():
+@pytest.mark.parametrize(("max_tokens", "packed"), [(8000, False), (8000, True), (400, True)])
+def test_batches_are_full_with_little_padding_and_as_many_in_each_epoch(max_tokens, packed):
     lengths = torch.randint(1, 400, (3000,), generator=torch.Generator().manual_seed(1))
-    sampler = TokenBatchSampler(lengths, max_tokens=8000)
+    sampler = TokenBatchSampler(lengths, max_tokens, packed=packed)
     epochs = [list(sampler) for _ in range(2)]
-    assert epochs[0] != epochs[1]
     assert {frozenset(batch) for batch in epochs[0]} != {frozenset(batch) for batch in epochs[1]}
     for epoch in epochs:
         assert len(epoch) == len(sampler)
         assert sorted(index for batch in epoch for index in batch) == list(range(3000))
-        sizes = [len(batch) * lengths[batch].max().item() for batch in epoch]
-        assert max(sizes) <= 8000
+        sizes = [int(lengths[batch].sum() if packed else len(batch) * lengths[batch].max()) for batch in epoch]
+        assert max(sizes) <= max_tokens
         assert lengths.sum() / sum(sizes) > 0.95  # little padding
-        assert lengths.sum() / 8000 > 0.93 * len(epoch)  # full batches
+        assert lengths.sum() / max_tokens > 0.93 * len(epoch)  # full batches
+    in_order = TokenBatchSampler(lengths, max_tokens, packed=packed, shuffle=False)
+    assert list(in_order) == list(in_order)
+
+
+def test_packing_takes_the_fullest_batch_with_room():
+    sampler = TokenBatchSampler([3, 2, 6, 7, 1], max_tokens=10, packed=True, shuffle=False)
+    assert [sorted(batch) for batch in sampler] == [[0, 3], [1, 2, 4]]
 
 
 def test_without_shuffling_batches_follow_the_lengths():
@@ -76,8 +83,8 @@ def test_lengths_are_given_or_measured(kind):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (([3, 9, 4], 8), "Sample 1 has length 9, more than max_tokens=8"),
-        (([3, 0], 8), "Sample 1 has length 0, which is not positive"),
+        (([3, 9, 4], 8), "Sample 1 has length 9, but lengths must be from 1 to max_tokens=8"),
+        (([3, 0], 8), "Sample 1 has length 0, but"),
         (([], 8), "needs the length of each sample"),
         (([1.5, 2.0], 8), "of shape (2,) and type float64"),
         (([3], 0), "max_tokens=0 must be at least 1"),
@@ -86,6 +93,14 @@ def test_lengths_are_given_or_measured(kind):
 def test_what_cannot_be_batched_is_named(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         TokenBatchSampler(*arguments)
+
+
+def test_the_number_of_keys_of_a_sample_is_not_taken_for_its_length():
+    samples = [{"input_ids": torch.arange(5)}]
+    with pytest.raises(TypeError, match=r"length=len of a dict is the number of its keys, here 1\. Pass"):
+        TokenBatchSampler(samples, max_tokens=8, length=len)
+    by_tokens = TokenBatchSampler(samples, max_tokens=8, length=lambda sample: len(sample["input_ids"]))
+    assert by_tokens.lengths.tolist() == [5]
 
 
 def run(dropout: float = 0.0, workers: int = 0, accumulation: int = 1, epochs: int = 2, **kwargs: Any) -> Any:

@@ -105,7 +105,7 @@ def test_a_run_records_its_losses_under_the_prefix():
     assert list(trainer.run_history.get_metric_names()) == ["first_train_loss_epoch", "first_eval_loss_epoch"]
 
 
-def test_a_deleted_metric_is_forgotten_and_can_be_recorded_anew():
+def test_a_deleted_metric_is_forgotten_and_can_be_recorded_again():
     history = filled()
     history.delete_metric("accuracy")
     assert list(history.get_metric_names()) == ["train_loss_epoch", "eval_loss_epoch"]
@@ -187,7 +187,7 @@ def test_evaluating_after_a_run_adds_no_epoch_to_the_table():
     assert list(trainer.run_history.to_dataframe().index) == [1, 2]
 
 
-def test_a_second_run_that_keeps_the_history_goes_on_counting_epochs():
+def test_a_second_run_that_keeps_the_history_continues_counting_epochs():
     trainer = train(make_trainer(), epochs=2)
     train(trainer, epochs=1, reset_run_history=False)
     assert list(trainer.run_history.to_dataframe().index) == [1, 2, 3]
@@ -312,7 +312,7 @@ class ListHistory(RunHistory):
         self.__init__()
 
 
-def test_a_history_of_the_users_own_is_used():
+def test_a_history_of_a_user_is_used():
     history = ListHistory()
     trainer = make_trainer(DEFAULT_CALLBACKS, run_history=history)
     train(trainer, epochs=2, eval_dataset=True)
@@ -325,7 +325,7 @@ def test_a_history_of_the_users_own_is_used():
     assert trainer.evaluate().keys() == {"evaluation_loss"}
 
 
-def test_an_empty_history_of_the_users_own_is_not_taken_for_none():
+def test_an_empty_history_of_a_user_is_not_taken_for_none():
     class Sized(InMemoryRunHistory):
         def __len__(self):
             return len(self.get_metric_names())
@@ -337,24 +337,18 @@ def test_an_empty_history_of_the_users_own_is_not_taken_for_none():
 # ---------------------------------------------------------------------------------------- running means
 
 
-def test_a_running_mean_of_nothing_is_zero():
+@pytest.mark.parametrize(("updates", "average", "total", "count", "last"), [
+    ([], 0, 0, 0, 0),
+    ([(2.0, 3), (4.0, 1)], 2.5, 10.0, 4, 4.0),
+    ([(1.0,), (2.0,)], 1.5, 3.0, 2, 2.0),  # each counts once
+    ([(1.0, 1), (torch.tensor(2.0), 1), (6.0, 1)], 3.0, 9.0, 3, 6.0),
+])  # fmt: skip
+def test_a_running_mean_weighs_by_batch_size(updates, average, total, count, last):
     tracker = LossTracker()
-    assert (tracker.average, tracker.total_loss, tracker.running_count, tracker.loss_value) == (0, 0, 0, 0)
-
-
-def test_a_running_mean_weighs_by_batch_size():
-    tracker = LossTracker()
-    tracker.update(2.0, 3)
-    tracker.update(4.0, 1)
-    assert tracker.average == (2 * 3 + 4 * 1) / 4
-    assert (tracker.loss_value, tracker.total_loss, tracker.running_count) == (4.0, 10.0, 4)
-
-
-def test_a_batch_counts_once_when_no_size_is_given():
-    tracker = LossTracker()
-    tracker.update(1.0)
-    tracker.update(2.0)
-    assert tracker.average == 1.5
+    for update in updates:
+        tracker.update(*update)
+    assert tracker.average == average
+    assert (tracker.total_loss, tracker.running_count, tracker.loss_value) == (total, count, last)
 
 
 @pytest.mark.parametrize("weight", [3, torch.tensor(3), torch.tensor(3.0)])
@@ -377,14 +371,6 @@ def test_small_losses_are_not_lost_in_a_large_sum():
     assert float(tracker.total_loss) == 2**26 + 100
 
 
-def test_numbers_and_tensors_can_be_mixed():
-    tracker = LossTracker()
-    tracker.update(1.0, 1)
-    tracker.update(torch.tensor(2.0), 1)
-    tracker.update(6.0, 1)
-    assert tracker.average == 3.0
-
-
 def test_the_sums_stay_on_the_device_of_the_loss_without_being_read():
     tracker = LossTracker()
     for _ in range(2):
@@ -394,7 +380,7 @@ def test_the_sums_stay_on_the_device_of_the_loss_without_being_read():
 
 
 @pytest.mark.parametrize("weight", [4, torch.ones(1, device="meta")], ids=["number", "tensor"])
-def test_a_loss_of_one_element_is_taken_whatever_its_shape(weight):
+def test_a_loss_of_one_element_may_have_any_shape(weight):
     tracker = LossTracker()
     tracker.update(torch.ones(1, device="meta"), weight)
     assert tracker.total_loss.shape == ()
@@ -440,7 +426,7 @@ def test_progress_counts_steps_updates_and_samples():
     assert trainer.progress == Progress(epoch=2, epochs_completed=2, step=3, update=4, samples_in_epoch=5, samples=10)
 
 
-def test_progress_starts_anew_in_every_run():
+def test_progress_restarts_in_every_run():
     trainer = train(make_trainer(), epochs=3)
     train(trainer, epochs=1, size=4)
     assert (trainer.progress.epoch, trainer.progress.update, trainer.progress.samples) == (1, 2, 4)
@@ -456,16 +442,11 @@ def test_progress_makes_the_round_trip_through_its_state():
     assert progress.update == 17
 
 
-def test_a_state_with_an_unknown_count_is_an_error_that_names_it():
-    with pytest.raises(KeyError, match="batches") as caught:
-        Progress().load_state_dict({"epoch": 1, "batches": 2})
-    assert "samples_in_epoch" in str(caught.value)
-
-
-def test_a_state_that_is_refused_changes_nothing():
+def test_a_state_with_an_unknown_count_is_an_error_that_names_it_and_changes_nothing():
     progress = Progress()
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="batches") as caught:
         progress.load_state_dict({"epoch": 1, "batches": 2})
+    assert "samples_in_epoch" in str(caught.value)
     assert progress == Progress()
 
 

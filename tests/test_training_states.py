@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import gc
 import io
-import json
 import os
 import pickle
 import random
@@ -48,7 +47,6 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
-from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
 from tests.launching import (
     CAN_SHARD,
     PATIENCE,
@@ -62,7 +60,8 @@ from tests.launching import (
     run_module,
     some_of,
 )
-from tests.ranks import world_size
+from tests.ranks import rank as own_rank
+from tests.ranks import shared_folder, world_size
 from tests.scripts.resumable import CopyStates, OrderCallback, make_model, run, run_to_the_end
 from tests.sharded import gathered, large_model, sharding_accelerator
 from tests.soak import soak
@@ -70,11 +69,13 @@ from tests.tasks import (
     EVENTS,
     Rows,
     Stream,
+    changed_manifest,
     equal,
     listener,
     make_data,
     make_trainer,
     quiet_trainer,
+    raises_at,
     regression_data,
     small_model,
     told,
@@ -105,15 +106,6 @@ class Indexed(Rows):
         return *super().__getitem__(index), torch.tensor(index)
 
 
-class Stops(TrainerCallback):
-    def __init__(self, update):
-        self.update = update
-
-    def on_train_step_end(self, trainer, **kwargs):
-        if trainer.progress.update == self.update:
-            raise StopTrainingError("enough")
-
-
 class OfThree(Trainer):
     def calculate_train_batch_loss(self, batch):
         return super().calculate_train_batch_loss(batch[:2])
@@ -124,7 +116,7 @@ def _train(folder: Path, size: int, batch: int, accumulation: int, stop: int, re
     torch.manual_seed(0)
     model, order = nn.Linear(5, 1).double(), OrderCallback()
     saving = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False, max_checkpoints=1)
-    callbacks = [order, *([saving] if resume is None else []), Stops(stop)]
+    callbacks = [order, *([saving] if resume is None else []), raises_at(stop, StopTrainingError("enough"))]
     trainer = OfThree(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks, seed=size)
     trainer.train(
         Indexed(regression_data(size)),
@@ -173,7 +165,7 @@ def hashes(folder: Path) -> dict[Path, str]:
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "workers", "seed"), [(1, 0, 5), (2, 0, None), (3, 2, 5)])
-def test_from_every_save_point_a_run_goes_on_to_the_same_bits(tmp_path, accumulation, workers, seed):
+def test_from_every_save_point_a_run_resumes_to_the_same_bits(tmp_path, accumulation, workers, seed):
     kwargs = {"accumulation": accumulation, "workers": workers, "seed": seed, "save_every_n_epochs": 1}
     torch.manual_seed(1)
     whole = run(tmp_path, resume_from=None, extra=(CopyStates(tmp_path),), **kwargs)
@@ -207,7 +199,7 @@ class OwnBatches(Trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
 @pytest.mark.parametrize("limit", [None, 3])
-def test_whatever_feeds_it_a_run_with_dropout_goes_on_to_the_same_bits(tmp_path, kind, limit):
+def test_a_run_with_dropout_resumes_to_the_same_bits_from_any_data(tmp_path, kind, limit):
     """The generators are where they were, also after what came before was read again and dropped."""
 
     class Stream(IterableDataset):
@@ -253,11 +245,14 @@ def final(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.soak
 @pytest.mark.programs
-@pytest.mark.parametrize(("workers", "asynchronous"), [(0, False), (2, False), (0, True)])
+@pytest.mark.parametrize(
+    ("workers", "asynchronous", "evaluate_every"), [(0, False, "0.4 epochs"), (2, False, None), (0, True, "10 samples")]
+)
 @pytest.mark.timeout(7200 if SOAK else 3600)
-def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous):
+def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous, evaluate_every):
     """A short version of tests/soak.py; ``make soak`` makes it long."""
-    found, expected = soak(tmp_path, 100 if SOAK else 6, workers=workers, asynchronous=asynchronous)
+    how = {"workers": workers, "asynchronous": asynchronous, "evaluate_every": evaluate_every}
+    found, expected = soak(tmp_path, 100 if SOAK else 6, **how)
     assert_same(found, expected)
 
 
@@ -268,7 +263,7 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     def run_whole(folder, **options):
         job(2).run(run_to_the_end, folder, **options)
 
-    found, expected = soak(tmp_path, 100 if SOAK else 2, processes=2, run_whole=run_whole)
+    found, expected = soak(tmp_path, 100 if SOAK else 2, processes=2, evaluate_every="2 updates", run_whole=run_whole)
     assert found["processes"] == 2
     assert_same(found, expected)
 
@@ -417,7 +412,7 @@ def test_a_program_that_a_signal_ends_says_last_how_to_resume_and_exits_as_shell
     )  # fmt: skip
     assert done.returncode == code, done.stdout  # shells show 130 for -2
     assert ("Traceback" in done.stdout) == (number == signal.SIGINT)
-    assert "engine" not in done.stdout
+    assert "pytorch_accel_lite/engine" not in done.stdout
     said = " ".join(done.stdout.split())
     assert f"The run is saved in '{tmp_path}/update-000000003'" in said or not saves
     assert said.endswith('arguments and resume_from="latest".' if saves else "KeyboardInterrupt")
@@ -484,7 +479,7 @@ def test_a_second_signal_ends_the_program_at_once(tmp_path):
     assert not list((tmp_path / "states").glob("update-*"))
 
 
-def test_in_a_thread_signals_are_left_alone(tmp_path):
+def test_in_a_thread_signals_are_left_unchanged(tmp_path):
     before, results = signal.getsignal(signal.SIGTERM), []
 
     class Looks(TrainerCallback):
@@ -631,10 +626,9 @@ def test_a_state_is_the_newest_even_if_the_clock_is_behind_that_of_those_before(
         return train(make_trainer([saver], seed=0), epochs, resume_from="latest")
 
     run(2)
-    for path in tmp_path.glob("update-*/manifest.json"):
-        manifest = json.loads(path.read_bytes())
-        manifest["saved_at"] += 300.0  # as on a machine whose clock is ahead of this one's
-        path.write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    for state in tmp_path.glob("update-*"):
+        with changed_manifest(state) as manifest:
+            manifest["saved_at"] += 300.0  # as on a machine whose clock is ahead of this one's
     run(4)
     saved = sorted(path.name for path in tmp_path.glob("update-*"))
     assert saved == [f"update-{update:09d}" for update in ([12] if keep else [3, 6, 9, 12])]
@@ -737,11 +731,8 @@ def test_a_state_that_does_not_know_the_class_of_its_optimizer_is_resumed(tmp_pa
     shared = torch.load(state / "trainer.pt")
     assert shared.pop("optimizer_classes") == {"optimizer": [["Adam"]]}
     torch.save(shared, state / "trainer.pt")
-    manifest = json.loads((state / "manifest.json").read_bytes())
-    manifest["files"]["trainer.pt"] = {
-        "size": (state / "trainer.pt").stat().st_size, "sha256": checksum(state / "trainer.pt")
-    }  # fmt: skip
-    (state / "manifest.json").write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    with changed_manifest(state, "trainer.pt"):
+        pass
     assert train_with(torch.optim.Adam, tmp_path, 2).progress.update == 6
 
 
@@ -890,11 +881,8 @@ def test_loading_runs_no_code(tmp_path):
             return os.mkdir, (str(marker),)
 
     (state / "trainer.pt").write_bytes(pickle.dumps(Evil()))
-    manifest = json.loads((state / "manifest.json").read_bytes())
-    path = state / "trainer.pt"
-    manifest["files"]["trainer.pt"] = {"size": path.stat().st_size, "sha256": checksum(path)}
-    manifest["checksum"] = _manifest_checksum(manifest)
-    (state / "manifest.json").write_text(json.dumps(manifest))
+    with changed_manifest(state, "trainer.pt"):
+        pass
     verify_state(state)  # whole, but not to be trusted
     with pytest.raises(ValueError, match="cannot be loaded as plain tensors"):
         run(tmp_path)
@@ -1009,6 +997,40 @@ def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks
         assert "Use FSDP with fsdp_version=2" in message
 
 
+def saving_in_local_folders() -> list[str]:
+    """What is said of relative folders for states and predictions, where each process works in a folder of its own."""
+    with shared_folder() as folder, contextlib.chdir(folder):
+        os.mkdir(str(own_rank()))
+        with contextlib.chdir(str(own_rank())):
+            trainer = make_trainer([SaveTrainingStateCallback("states", save_every_n_epochs=1)])
+            try:
+                train(trainer)
+            except OSError as error:
+                said = [f"{error} {trainer.progress.update} updates, {os.listdir()}"]
+            for write in (lambda: trainer.save_training_state("state"), lambda: _predict_into("predictions")):
+                try:
+                    write()
+                except OSError as error:
+                    said.append(str(error))
+    return said
+
+
+def _predict_into(directory: str) -> None:
+    trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory)])
+    trainer.predict(regression_data(4))
+
+
+@pytest.mark.processes
+def test_a_folder_that_the_processes_do_not_share_is_an_error_before_anything_else(two_ranks):
+    for rank, said in enumerate(two_ranks(saving_in_local_folders)):
+        assert len(said) == 3
+        for message, name in zip(said, ("save_dir='states'", "'.'", "directory='predictions'"), strict=True):
+            assert message.startswith("Rank 1 failed: FileNotFoundError: ") == (rank == 0)
+            assert f"{name} is not the directory of the first process on " in message
+            assert "Pass the absolute path of a directory that all processes share" in message
+        assert said[0].endswith(f"0 updates, {['states'] if rank == 0 else []}")
+
+
 def test_what_cannot_be_stored_is_named(tmp_path):
     class Keeps(TrainerCallback):
         def state_dict(self):
@@ -1095,8 +1117,8 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
         trainer.load_training_state(tmp_path / "empty")
     with pytest.raises(ValueError, match="resume_from='latest' needs a SaveTrainingStateCallback"):
         trainer.train(regression_data(8), 1, resume_from="latest")
-    manifest = json.loads((tmp_path / "state" / "manifest.json").read_bytes()) | {"format_version": 99}
-    (tmp_path / "state" / "manifest.json").write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    with changed_manifest(tmp_path / "state") as manifest:
+        manifest["format_version"] = 99
     with pytest.raises(ValueError, match=r"has format 99; this version .* Upgrade pytorch_accel_lite"):
         trainer.load_training_state(tmp_path / "state")
 
@@ -1172,10 +1194,6 @@ def test_a_run_interrupted_within_a_step_is_not_saved_only_between_them(tmp_path
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("update", [4, 6])
 def test_a_run_that_a_starting_event_stops_can_still_be_resumed_to_the_same_bits(tmp_path, capsys, event, update):
-    def pause(trainer, **kwargs):
-        if trainer.progress.update == update:
-            raise RunPausedError("paused")
-
     def stop(trainer, **kwargs):
         raise StopTrainingError("no time left")
 
@@ -1184,7 +1202,7 @@ def test_a_run_that_a_starting_event_stops_can_still_be_resumed_to_the_same_bits
 
     kept, whole = average(), average()
     uninterrupted = run(tmp_path / "whole", extra=(whole,))
-    run(tmp_path, extra=(average(), listener(on_train_step_checkpoint=pause)))
+    run(tmp_path, extra=(average(), raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")))
     before = hashes(tmp_path)
     stopped = run(tmp_path, extra=(kept, listener(**{event: stop})))
     assert stopped["progress"]["update"] == kept.ema.num_updates == update
@@ -1414,12 +1432,8 @@ def fail_while_a_state_is_written(folder: Path) -> str:
             assert may_end.wait(120)
         sync(descriptor)
 
-    def fail(trainer: Trainer) -> None:
-        if trainer.progress.update == 5:
-            raise RuntimeError("broken")
-
     saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, asynchronous=True)
-    trainer = make_trainer([saving, listener(on_train_step_start=fail)])
+    trainer = make_trainer([saving, raises_at(5, RuntimeError("broken"), "on_train_step_start")])
     with patch.object(os, "fsync", waiting_sync), contextlib.redirect_stdout(output):
         try:
             with pytest.raises(RuntimeError, match="broken") as caught:
@@ -1434,13 +1448,13 @@ def fail_while_a_state_is_written(folder: Path) -> str:
 
 
 @pytest.mark.processes
-def test_a_state_that_was_still_being_written_when_a_run_failed_is_not_said_to_be_saved(tmp_path, two_ranks):
+def test_a_state_still_being_written_when_a_run_failed_is_not_reported_as_saved(tmp_path, two_ranks):
     said, _ = two_ranks.run(fail_while_a_state_is_written, tmp_path)
     assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in said
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
+def test_a_run_may_continue_when_the_disk_is_full(tmp_path, capsys, asynchronous):
     fills = FillsDisk(5, 7)
     try:
         result = run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous, continue_on_error=True)
@@ -1456,7 +1470,7 @@ def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [0, 9000])
-def test_wherever_in_a_file_of_a_state_the_disk_is_full_a_run_may_go_on(tmp_path, capsys, size, asynchronous):
+def test_wherever_in_a_file_of_a_state_the_disk_is_full_a_run_may_continue(tmp_path, capsys, size, asynchronous):
     fills = FillsDisk(6, 8, size)
     try:
         run(tmp_path, extra=(fills,), asynchronous=asynchronous, continue_on_error=True)
@@ -1469,7 +1483,7 @@ def test_wherever_in_a_file_of_a_state_the_disk_is_full_a_run_may_go_on(tmp_path
     assert [int(path.name[-2:]) for path in states(tmp_path)] == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
 
 
-def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_a_state_is_written(tmp_path, monkeypatch):
     """The first sync to the disk waits for a later update: were training to wait for it, neither would come."""
     later, sync = threading.Event(), os.fsync
 
@@ -1501,7 +1515,7 @@ def test_a_job_that_would_restart_with_addresses_of_dead_ranks_is_warned_of(monk
 
 
 @pytest.mark.processes
-def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path, two_ranks, monkeypatch):
+def test_a_job_continues_by_itself_after_a_rank_was_killed(tmp_path, two_ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     done = run_elastic_script(2, "tests/scripts/killed_ranks.py", str(tmp_path), max_restarts=3)
     assert done.returncode == 0, done.stdout

@@ -103,7 +103,7 @@ CALLBACKS: list[tuple[Any, str, str]] = [
     (SaveBestModelCallback, "filepath", "it is called save_path."),
     (SaveBestModelCallback, "save_top_k", "it is called keep."),
     (ModelEmaCallback, "monitor", "it is called watch_metric."),
-    (SaveTrainingStateCallback, "every", "it has save_dir,"),
+    (SaveTrainingStateCallback, "every", "Did you mean 'save_every'?"),
 ]
 
 
@@ -129,6 +129,15 @@ def test_other_names_of_evaluate(name):
     assert f"Trainer has no {name}(). Call evaluate(dataset)." in message(
         AttributeError, lambda: getattr(make_trainer(), name)
     )
+
+
+def test_counts_of_lightning_and_transformers_are_those_of_the_progress():
+    trainer = make_trainer()
+    advice = message(AttributeError, lambda: trainer.global_step)
+    assert advice == "Trainer has no global_step. Read progress.update, the number of updates."
+    assert "progress.epoch" in message(AttributeError, lambda: trainer.current_epoch)
+    trainer.global_step = 3  # of a program's own
+    assert trainer.global_step == 3
 
 
 def test_fit_is_train():
@@ -175,7 +184,7 @@ def test_a_warning_of_train_is_of_the_line_that_called_it():
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
 
 
-def test_a_constructor_of_ones_own_that_forgets_ours_is_told_so():
+def test_a_custom_constructor_that_forgets_ours_is_pointed_out():
     class Own(Trainer):
         def __init__(self, model):
             self.model = model
@@ -256,9 +265,17 @@ def test_tensors_are_data_for_those_who_need_no_targets():
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "answer"), [(3, TypeError, "os.PathLike object, not int"), ("last", FileNotFoundError, "last")]
+    ("value", "error", "answer"),
+    [
+        (
+            True,
+            TypeError,
+            "resume_from=True must be 'latest', for the newest state, the directory or URL of a state, or",
+        ),
+        ("last", FileNotFoundError, "last"),
+    ],
 )
-def test_what_cannot_be_resumed_from(value, error, answer):
+def test_values_that_a_run_cannot_resume_from_are_refused(value, error, answer):
     assert answer in message(error, lambda: train(make_trainer(), resume_from=value))
 
 
@@ -280,7 +297,7 @@ def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
     assert resumed.progress.update == 6
 
 
-def test_a_create_scheduler_of_ones_own_may_give_the_class_what_it_needs():
+def test_a_custom_create_scheduler_may_give_the_class_what_it_needs():
     class Own(Trainer):
         def create_scheduler(self):
             return self.create_scheduler_fn(self.optimizer, step_size=2)
@@ -290,7 +307,7 @@ def test_a_create_scheduler_of_ones_own_may_give_the_class_what_it_needs():
     assert trainer.scheduler.step_size == 2
 
 
-def test_of_targets_that_are_missing_only_that_is_said():
+def test_of_targets_that_are_missing_only_that_is_reported():
     only_inputs = TensorDataset(INPUTS)
     text = message(ValueError, lambda: make_trainer(callbacks=[]).train(only_inputs, 1))
     assert "holds no targets for loss_func" in text
@@ -308,12 +325,12 @@ def test_of_targets_that_are_missing_only_that_is_said():
         "configure_optimizers": "Pass the optimizer, or a function that creates it",
     }.items(),
 )
-def test_a_method_that_another_library_calls_is_said_not_to_be_called_here(name, advice):
+def test_a_method_that_only_another_library_calls_is_warned_of(name, advice):
     with pytest.warns(UserWarning, match=rf"Theirs\.{name} is never called.*{advice}"):
         type("Theirs", (Trainer,), {name: lambda self, *args: None})
 
 
-def test_a_method_that_ones_own_step_may_call_is_not_warned_of():
+def test_a_method_that_a_custom_step_may_call_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("compute_loss", "train_step")})

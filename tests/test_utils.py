@@ -31,7 +31,7 @@ def test_padding_is_removed(padded, value, expected):
     assert torch.equal(remove_padding(torch.tensor(padded), value), torch.tensor(expected))
 
 
-def test_a_slice_of_a_dataloader_starts_anew_each_time():
+def test_a_slice_of_a_dataloader_restarts_each_time():
     loader = DataLoader(range(10), batch_size=2)
     first = DataLoaderSlice(loader, 3)
     assert len(first) == 3

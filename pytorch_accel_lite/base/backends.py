@@ -1,4 +1,4 @@
-"""Torch's global settings that decide how numbers are computed: which kernels, and in which precision."""
+"""Torch's global settings for the kernels and the precision of computations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic_kernels(wanted: bool | None) -> Iterator[None]:
-    """Let ``torch.use_deterministic_algorithms`` hold in a block, in which cuDNN chooses no kernel by its speed.
+    """Set ``torch.use_deterministic_algorithms`` for a block; if true, cuDNN does not choose kernels by their speed.
 
     :param wanted: ``None`` leaves the user's own settings as they are
     """
@@ -38,7 +38,7 @@ def describe_settings(is_cuda: bool) -> dict[str, Any]:
     """Return the settings on which the last bits of a computation depend now, in JSON types."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it has been set by the interface that knows operations
+    except RuntimeError:  # it has been set per operation, by torch's newer interface
         precision = {"tf32": "high", "bf16": "medium"}.get(torch.backends.cuda.matmul.fp32_precision, "highest")
     settings: dict[str, Any] = {
         "precision of float32 products": precision,

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import numbers
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -14,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.loss_shapes import check_loss, shapes_are_known
 
 BatchOutput = dict[str, Any]
-_IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
+IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
@@ -25,8 +25,8 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
     """Return the number of samples in a batch.
 
     :param expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the
-        batch has this length. Otherwise, the collate function has dropped some, and the length of the first tensor
-        with dimensions is returned.
+        batch has this length, or if the batch is a row of packed sequences. Otherwise, the collate function has dropped
+        some, and the length of the first tensor with dimensions is returned.
     :raises ValueError: if the size cannot be determined
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else None
@@ -34,7 +34,7 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
         length = first.shape[0]
         if expected is None or expected == length:
             return length  # the usual case, without slow checks of abstract types
-    if expected is not None and any(is_as_long(part, expected) for part in parts_in(batch)):
+    if expected is not None and (is_packed(batch) or any(is_as_long(part, expected) for part in parts_in(batch))):
         return expected
     result = next((len(tensor) for tensor in tensors_in(batch)), expected)
     if result is None:
@@ -44,6 +44,12 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
             "before the step: give the batch a tensor with a row for each sample."
         )
     return result
+
+
+def is_packed(batch: Any) -> bool:
+    """Whether a batch is a single row of several sequences, whose positions restart with each."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    return isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) == 1
 
 
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:
@@ -58,11 +64,16 @@ def parts_in(data: Any) -> Iterator[Any]:
         values = data.values()
     elif isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         values = data
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+    elif is_dataclass(data):
         values = [getattr(data, field.name) for field in dataclasses.fields(data)]
     for value in values:
         yield value
         yield from parts_in(value)
+
+
+def is_dataclass(data: Any) -> bool:
+    """Whether data are an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
 def is_as_long(data: Any, size: int) -> bool:
@@ -91,7 +102,7 @@ class BatchAdapter:
     ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
     looked up once.
 
-    :ivar is_new: whether the shapes of outputs and targets are yet to be checked
+    :ivar is_new: whether the shapes of outputs and targets have yet to be checked
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -105,7 +116,7 @@ class BatchAdapter:
         self._name = type(model).__name__
         self._warned = False
         self.is_new = True
-        self._first_label = _first_label(model)
+        self._first_label = first_label(model)
 
     def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Batch | None) -> BatchOutput:
         """Return the model's outputs for a batch, their loss, and the number of items that the loss is a mean over.
@@ -119,14 +130,14 @@ class BatchAdapter:
             output = {"loss": loss_func(outputs, batch[1]), "model_outputs": outputs}
         else:
             output = self._other_outputs_and_loss(model, loss_func, batch)
-        known = read.num_samples if read is not None and batch is read.data else None
-        output["batch_size"] = find_batch_size(batch, known or None)
+        num_samples = read.num_samples if read is not None and batch is read.data else None
+        output["batch_size"] = find_batch_size(batch, num_samples or None)
         return output
 
     def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:
         outputs, targets = self._call(model, batch)
         if loss_func is None:
-            loss = self._own_loss(outputs, targets, batch)
+            loss = self._loss_of_outputs(outputs, targets, batch)
             items = _count_labels(batch, self._first_label)
             if items is None:
                 return {"loss": loss, "model_outputs": outputs}
@@ -146,7 +157,7 @@ class BatchAdapter:
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs for a batch, ignoring its targets, if any."""
-        if type(batch) is list or type(batch) is tuple:  # quicker to find out
+        if type(batch) in (list, tuple):  # the usual case
             return model(batch[0])
         if isinstance(batch, Mapping):
             batch = {k: v for k, v in batch.items() if k not in TARGET_KEYS}
@@ -173,44 +184,47 @@ class BatchAdapter:
 
         A usual target that forward does not need (``labels=None``) comes before keys that are none.
         """
-        known = next((key for key in TARGET_KEYS if key in batch and (not rest or key in self._optional)), None)
-        if rest and (known is None or any(key in TARGET_KEYS for key in rest)):
+        target_key = next((key for key in TARGET_KEYS if key in batch and (not rest or key in self._optional)), None)
+        if rest and (target_key is None or any(key in TARGET_KEYS for key in rest)):
             return next(iter(rest.values())) if len(rest) == 1 else rest
         self._warn_of_ignored(rest)
-        return None if known is None else batch[known]
+        return None if target_key is None else batch[target_key]
 
     def _warn_of_ignored(self, keys: Iterable[str]) -> None:
         if keys and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_outside(
                 f"{self._name}.forward takes no argument named {', '.join(map(repr, keys))}: ignored. Drop such "
-                "keys from the dataset, or override calculate_train_batch_loss to use them.",
-                stacklevel=3,
+                "keys from the dataset, or override calculate_train_batch_loss to use them."
             )
 
-    def _own_loss(self, outputs: Any, left_out: Any, batch: Any) -> Any:
+    def _loss_of_outputs(self, outputs: Any, ignored: Any, batch: Any) -> Any:
         """Return the loss from the outputs of the model."""
         if isinstance(batch, Mapping):
-            self._warn_of_ignored(left_out)
+            self._warn_of_ignored(ignored)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
-            lacks = "a tensor, not a loss" if torch.is_tensor(outputs) else f"no loss in its {type(outputs).__name__}"
+            problem = "a tensor, not a loss" if torch.is_tensor(outputs) else f"no loss in its {type(outputs).__name__}"
             raise ValueError(
-                f"loss_func is None and {self._name} returned {lacks}. Pass a loss_func, such as "
+                f"loss_func is None and {self._name} returned {problem}. Pass a loss_func, such as "
                 "torch.nn.CrossEntropyLoss(), feed the model labels if it returns a loss then, or override "
                 "calculate_train_batch_loss and calculate_eval_batch_loss: each is only for its own phase."
             )
         return loss
 
 
-def _first_label(model: nn.Module) -> int | None:
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model within adapters (PEFT), or one that has none as it is."""
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else model
+
+
+def first_label(model: nn.Module) -> int | None:
     """Return the position of the first label in each row that counts in the loss of a Hugging Face model.
 
     ``None`` for models whose loss is not a mean over the labels, and for other models.
     """
-    get_base_model = getattr(model, "get_base_model", None)  # adapters (PEFT)
-    if callable(get_base_model):
-        model = get_base_model()
+    model = without_adapters(model)
     if not hasattr(model, "loss_type") or "_loss_function" in vars(model):
         return None
     forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
@@ -230,7 +244,7 @@ def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
     labels = batch.get(name)
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return None
-    return labels[..., first:].ne(_IGNORED_LABEL).sum()
+    return labels[..., first:].ne(IGNORED_LABEL).sum()
 
 
 def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:
@@ -274,7 +288,7 @@ def is_number(value: Any) -> bool:
 
 
 def total_loss(losses: Any) -> torch.Tensor:
-    """Return the loss to minimise: the sum, if there are several by name."""
+    """Return the loss to minimise: the sum if there are several by name."""
     total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses
     return total
 
@@ -283,12 +297,12 @@ class Share(NamedTuple):
     """The share of a logical process in a step.
 
     :param number: number of the logical process
-    :param place: the mixed seed, epoch and position of the step, from which random numbers follow
+    :param seed: the seed of the step, a mixture of the run's seed, the epoch and the position
     :param ends_step: whether it is the last of this step on this process
     """
 
     number: int
-    place: int
+    seed: int
     ends_step: bool
 
 
@@ -314,8 +328,8 @@ class Batch(NamedTuple):
 
     def samples(self, output: Mapping[str, Any]) -> tuple[int, int]:
         """Return the number of samples of this process and of all processes, taken from ``output`` if unknown."""
-        own = int(output["batch_size"]) if self.num_samples is None else self.num_samples
-        return own, own if self.total_samples is None else self.total_samples
+        local = int(output["batch_size"]) if self.num_samples is None else self.num_samples
+        return local, local if self.total_samples is None else self.total_samples
 
     @property
     def is_filler(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,6 +16,12 @@ from accelerate import Accelerator
 def module_of(device: torch.device) -> Any:
     """Return torch's module for a kind of device, for example ``torch.cuda``; ``None`` if there is none."""
     return getattr(torch, device.type, None)
+
+
+def capacity_of(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory; ``None`` if torch does not know them, as for a CPU."""
+    properties = getattr(module_of(device), "get_device_properties", None)
+    return None if properties is None else getattr(properties(device), "total_memory", None)
 
 
 def launched_on_cpus() -> bool:
@@ -70,6 +78,43 @@ class AsyncCopy:
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy
+
+
+class DeviceTimer:
+    """Measures phases of computation on a device, by events that are read later, so that nothing waits for it."""
+
+    #: Number of phases after which the events of finished ones are read.
+    MAX_PENDING = 300
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if is_asynchronous(device) else None
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def now(self) -> Any:
+        """Return the current moment: an event of the device, or the time if it computes synchronously."""
+        return time.perf_counter() if self._device is None else record_event(self._device, enable_timing=True)
+
+    def add(self, phase: str, begin: Any, end: Any) -> None:
+        """Count the time between two moments towards a phase."""
+        self._pending.append((phase, begin, end))
+        if self._device is None:
+            self._read()
+        while len(self._pending) > self.MAX_PENDING and self._pending[0][2].query():
+            self._read()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by phase since the last call, waiting for the device if it has not finished."""
+        if self._pending:
+            self._pending[-1][2].synchronize()
+        while self._pending:
+            self._read()
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return seconds
+
+    def _read(self) -> None:
+        phase, begin, end = self._pending.popleft()
+        self._seconds[phase] += end - begin if self._device is None else begin.elapsed_time(end) / 1e3
 
 
 _NO_CONTEXT = nullcontext()

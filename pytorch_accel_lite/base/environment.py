@@ -13,7 +13,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-#: Where Python and what is installed for it are.
+#: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
 LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
 
@@ -26,10 +26,10 @@ def available_cores() -> int:
 def cores_per_process(processes: int) -> int:
     """Return the number of cores of this machine available to each process, at least one.
 
-    :param processes: number of processes in the job, assumed to be on this machine unless the launcher tells otherwise
+    :param processes: number of processes in the job, assumed to be on this machine unless the launcher says otherwise
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return max(available_cores() // max(here, 1), 1)
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return max(available_cores() // max(local_processes, 1), 1)
 
 
 def in_notebook() -> bool:
@@ -64,19 +64,13 @@ def install_command(extra: str, package: str) -> str:
         required = metadata.requires("pytorch-accel-lite") or []
     except metadata.PackageNotFoundError:
         required = []
-    of_extra = re.compile(rf"""\bextra\s*==\s*["']{re.escape(extra)}["']""")
-    brought = [line.partition(";")[0].strip() for line in required if of_extra.search(line)]
-    return f"pip install {shlex.join(brought or [package])}"
-
-
-def is_installed(module: Any) -> bool:
-    """Whether a module, or ``None`` for an unknown one, belongs to Python or to an installed package."""
-    file = getattr(module, "__dict__", {}).get("__file__")
-    return file is not None and os.path.realpath(file).startswith(LIBRARIES)
+    pattern = re.compile(rf"""\bextra\s*==\s*["']{re.escape(extra)}["']""")
+    requirements = [line.partition(";")[0].strip() for line in required if pattern.search(line)]
+    return f"pip install {shlex.join(requirements or [package])}"
 
 
 def leave_out_libraries(error: BaseException) -> None:
-    """Leave only the user's own frames in the traceback of an error, and the first, which has called this."""
+    """Remove the frames of libraries from the traceback of an error, except the first, which calls this."""
     trace = error.__traceback__
     while trace is not None:
         following = trace.tb_next
@@ -86,13 +80,20 @@ def leave_out_libraries(error: BaseException) -> None:
     error.__suppress_context__ = True
 
 
+def is_in_this_package(module: Any) -> bool:
+    """Whether a module, given by its name, belongs to this package."""
+    return str(module).partition(".")[0] == "pytorch_accel_lite"
+
+
 def _is_of_library(module: Any) -> bool:
-    return str(module).partition(".")[0] == "pytorch_accel_lite" or is_installed(sys.modules.get(module))
+    """Whether a module belongs to this package, to Python or to an installed package."""
+    file = getattr(sys.modules.get(module), "__dict__", {}).get("__file__")
+    return is_in_this_package(module) or (file is not None and os.path.realpath(file).startswith(LIBRARIES))
 
 
 def warn_outside(message: str) -> None:
-    """Warn at the innermost line outside this package: that of the user's call, however deep below it this is."""
+    """Warn at the innermost line outside this package, from which the user called it."""
     frame, level = sys._getframe(1), 2  # noqa: SLF001
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "pytorch_accel_lite":
+    while frame.f_back is not None and is_in_this_package(frame.f_globals.get("__name__")):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

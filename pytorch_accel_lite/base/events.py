@@ -10,7 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_ours
+from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.unknown_names import suggest
@@ -57,7 +57,7 @@ class CallbackMethodNotImplementedError(Exception):
 
 
 #: The attribute that holds the arguments with which a callback was created.
-_ARGUMENTS = "_arguments_given"
+_ARGUMENTS = "_constructor_arguments"
 
 
 def _remember_arguments(cls: type) -> None:
@@ -258,7 +258,7 @@ class TrainerCallback:
 EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
-def _doing_nothing(event: Callable[..., None]) -> Callable[..., None]:
+def _no_op(event: Callable[..., None]) -> Callable[..., None]:
     """Make ``super().on_train_step_end(trainer)`` work without the keywords, which are declared for editors."""
 
     @wraps(event)
@@ -269,13 +269,13 @@ def _doing_nothing(event: Callable[..., None]) -> Callable[..., None]:
 
 
 for _event in EVENTS:
-    setattr(TrainerCallback, _event, _doing_nothing(vars(TrainerCallback)[_event]))
+    setattr(TrainerCallback, _event, _no_op(vars(TrainerCallback)[_event]))
 
 Listener = Callable[..., object]
 
 
 class _Listeners(dict[str, tuple[Listener, ...]]):
-    """The bound methods that listen to each event, in order, found when an event is first looked up."""
+    """The bound methods that listen to each event, in order, collected when an event is first looked up."""
 
     def __init__(self, find: Callable[[str], Iterable[Listener]]) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class _Listeners(dict[str, tuple[Listener, ...]]):
 
 
 class CallbackHandler:
-    """Calls the callbacks of a trainer, in the order in which they were given.
+    """Calls the callbacks of a trainer, in the order in which they were passed.
 
     :param callbacks: instances of :class:`TrainerCallback`, or subclasses of it, which are instantiated without
         arguments. Several callbacks of the same class are allowed.
@@ -367,9 +367,7 @@ class CallbackHandler:
             try:
                 listeners[0](*args, **kwargs)
             except Exception as error:
-                _note_source(error, listeners[0], event)
-                if isinstance(error, TypeError):
-                    _check_call(listeners[0], event, args, kwargs)
+                _explain(error, listeners[0], event, args, kwargs)
                 raise
             return
         raised: list[Exception] = []
@@ -394,10 +392,8 @@ class CallbackHandler:
                 _note_source(error, listener, event)
                 ask(error)
             except Exception as error:
-                _note_source(error, listener, event)
                 self._failed = listener
-                if isinstance(error, TypeError):
-                    _check_call(listener, event, args, kwargs)
+                _explain(error, listener, event, args, kwargs)
                 raise
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
@@ -405,7 +401,7 @@ class CallbackHandler:
         return _errors_of(event, self.listeners[event], *args, **kwargs)
 
     def notify_rest(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
-        """Do the same after an error in this event, for the callbacks after the one that raised it."""
+        """Like :meth:`notify_all`, after an error in this event, for the callbacks after the one that raised it."""
         listeners, failed, self._failed = self.listeners[event], self._failed, None
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
         return _errors_of(event, listeners[first:], *args, **kwargs)
@@ -413,10 +409,8 @@ class CallbackHandler:
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         default = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
-            if (
-                inspect.getattr_static(callback, event, default) is not default
-                and (id(callback), event) not in self._muted
-            ):
+            is_defined = inspect.getattr_static(callback, event, default) is not default
+            if is_defined and (id(callback), event) not in self._muted:
                 yield getattr(callback, event)
 
     def __iter__(self) -> Iterator[TrainerCallback]:
@@ -433,6 +427,12 @@ class CallbackHandler:
             if names:
                 lines.append(f"{event}: {', '.join(names)}")
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+def set_listening(trainer: Any, callback: TrainerCallback, listens: bool, *events: str) -> None:
+    """Set whether a callback of this package is called at events, except those that a user's subclass overrides."""
+    inherited = [event for event in events if not is_overridden(callback, event)]
+    trainer.callback_handler.set_listening(callback, listens, *inherited)
 
 
 def _check_methods(callback: TrainerCallback) -> None:
@@ -482,8 +482,15 @@ def _errors_of(event: str, listeners: Iterable[Listener], *args: Any, **kwargs: 
     return errors
 
 
+def _explain(error: Exception, listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note in an error which callback raised it, and check that the callback accepts the arguments of the event."""
+    _note_source(error, listener, event)
+    if isinstance(error, TypeError):
+        _check_call(listener, event, args, kwargs)
+
+
 def _note_source(error: Exception, listener: Listener, event: str) -> None:
-    """Note in an error which callback raised it; in a request to stop, as a run with another may be trained further."""
+    """Note in an error which callback raised it; in a request to stop, so that a run with another one may continue."""
     callback = getattr(listener, "__self__", listener)
     if isinstance(error, StopTrainingError):
         if isinstance(callback, TrainerCallback):

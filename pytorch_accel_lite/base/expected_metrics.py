@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
@@ -110,14 +110,9 @@ class ExpectedMetrics:
         :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
-        every = trainer.current_run.request.eval_every_n_epochs
-        if every is None and trainer.eval_dataset is not None and not (others or self.within_epochs):
-            raise ValueError(
-                "eval_every_n_epochs=None leaves evaluations to callbacks, but none makes any. Add a "
-                "StepBasedEvaluationCallback, or pass a number of epochs."
-            )
-        intermediate = bool(others) or (self.within_epochs and every is not None)
-        datasets = _dataset_prefixes(trainer.eval_dataset)
+        intermediate = bool(others) or self.within_epochs
+        data = trainer.eval_dataset
+        datasets = [f"{name}_" for name in data] if isinstance(data, dict) else [] if data is None else [""]
         prefix = trainer.run_history.metric_name_prefix
         in_epochs = {"train_loss_epoch": False, **self._in_epochs}
         in_epochs = {f"{prefix}{name}": better for name, better in in_epochs.items()}
@@ -140,22 +135,17 @@ class ExpectedMetrics:
         """
         metrics = {**self._in_evaluations, ("", "eval_loss_epoch"): False}
         if intermediate:
-            within = {name: better for (of, name), better in self._in_evaluations.items() if not of}
-            metrics |= {("", f"intermediate_{name}"): better for name, better in (within | _LOSS).items()}
-        return {f"{prefix}{of}{data}{name}": better for (of, name), better in metrics.items() for data in datasets}
+            intermediates = {name: better for (source, name), better in self._in_evaluations.items() if not source}
+            metrics |= {("", f"intermediate_{name}"): better for name, better in (intermediates | _LOSS).items()}
+        return {
+            f"{prefix}{source}{data}{name}": better for (source, name), better in metrics.items() for data in datasets
+        }
 
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
         """Return the classes of those that may record undeclared metrics: in general, all outside this package."""
         complete = [part for part in self._complete if "configure_run" in vars(type(part))]
         silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in complete]
         return [*silent, *self._others]
-
-
-def _dataset_prefixes(dataset: Any) -> list[str]:
-    """Return the prefix of the metric names for each evaluation dataset."""
-    if isinstance(dataset, dict):
-        return [f"{name}_" for name in dataset]
-    return [] if dataset is None else [""]
 
 
 def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:
@@ -165,10 +155,7 @@ def _refuse(where: object, name: str, reason: str, directions: Directions, other
     """
     hint = reason or did_you_mean(name, directions, cutoff=0.85 if others else 0.6)
     if not others:
-        known = "" if reason else f" It records: {', '.join(directions)}."
-        raise ValueError(f"{where}: the run will not record it.{hint}{known}")
+        recorded = "" if reason else f" It records: {', '.join(directions)}."
+        raise ValueError(f"{where}: the run will not record it.{hint}{recorded}")
     if hint and warns:
-        warnings.warn(
-            f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(others))} does.{hint}",
-            stacklevel=7,  # the call of train()
-        )
+        warn_outside(f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(others))} does.{hint}")

@@ -1,4 +1,4 @@
-"""Questions about objects: whose class it is, what is overridden, lengths, memory."""
+"""Inspecting objects: their origin, overridden methods, lengths, memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
+from pytorch_accel_lite.base.environment import is_in_this_package
+
 
 def is_ours(thing: object) -> bool:
     """Whether a class or a function belongs to this package, rather than to its user."""
-    return str(getattr(thing, "__module__", "")).partition(".")[0] == "pytorch_accel_lite"
+    return is_in_this_package(getattr(thing, "__module__", ""))
 
 
 def checked_by(error: BaseException) -> str:
-    """Return the module of this package whose check has raised an error, so that its message says all; or nothing."""
+    """Return the module of this package whose check raised an error, whose message needs no notes; or nothing."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
-    is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and module.startswith("pytorch_accel_lite.")
+    is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and is_in_this_package(module)
     return module if is_check else ""
 
 
@@ -37,13 +39,13 @@ def find_length(thing: Any) -> int | None:
 
 
 def nested_in(root: Any, is_kind: Callable[[Any], bool]) -> list[Any]:
-    """Return an object and those of a kind inside it, as far as they are attributes, or in lists or dicts of such.
+    """Return an object and those of a kind inside it: its attributes, and the elements of lists and dicts among them.
 
-    Lists that begin with another object are not searched, as they may be long.
+    Lists that begin with an object of another kind are not searched, as they may be long.
     """
     nested = [root]
     seen = {id(root)}
-    for item in nested:  # which grows
+    for item in nested:  # grows in the loop
         for value in getattr(item, "__dict__", {}).values():
             values = list(value.values()) if isinstance(value, dict) else value
             parts = values if isinstance(values, (list, tuple)) else [value]
@@ -81,8 +83,6 @@ def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     """Whether a function can be called with these positional arguments."""
     try:
         inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # not written in Python
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # not written in Python
     return True

@@ -1,4 +1,4 @@
-"""Checks of the loss that a step returns, and of shapes for which a loss function silently computes something else."""
+"""Checks of the loss that a step returns, and of shapes for which a loss function silently computes the wrong thing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-_OF_EACH_ELEMENT = {
+_ELEMENTWISE = {
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss),
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
     *(functional.poisson_nll_loss, functional.kl_div),
 }
-_OF_CLASSES = {nn.CrossEntropyLoss, functional.cross_entropy}
+_CROSS_ENTROPY = {nn.CrossEntropyLoss, functional.cross_entropy}
 
 
 class LossShapeError(ValueError):
@@ -23,7 +23,7 @@ class LossShapeError(ValueError):
 
 
 def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
-    """Check shapes; return whether that settles it, as a batch with a single element is inconclusive.
+    """Check shapes; return whether the check is conclusive, which it is not for a batch with a single element.
 
     :param loss: a loss function, or a loss module
     :raises LossShapeError: if the loss accepts these shapes, but does not compute the loss of each sample
@@ -31,10 +31,10 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True
     kind = type(loss) if isinstance(loss, nn.Module) else loss.func if isinstance(loss, partial) else loss
-    if kind in _OF_EACH_ELEMENT:
+    if kind in _ELEMENTWISE:
         _check_broadcasting(tuple(outputs.shape), tuple(targets.shape))
         return outputs.numel() > 1
-    if kind in _OF_CLASSES and outputs.ndim > 1 and outputs.shape[1] == 1:
+    if kind in _CROSS_ENTROPY and outputs.ndim > 1 and outputs.shape[1] == 1:
         raise LossShapeError(
             f"loss_func: cross entropy over the single class of outputs of shape {tuple(outputs.shape)} is always 0. "
             "For binary classification with one output use BCEWithLogitsLoss, with targets of the same shape, or give "
@@ -45,12 +45,12 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
 
 def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
     try:
-        both = tuple(torch.broadcast_shapes(outputs, targets))  # type: ignore[no-untyped-call]
+        broadcast = tuple(torch.broadcast_shapes(outputs, targets))  # type: ignore[no-untyped-call]
     except RuntimeError:  # the loss function itself rejects them
         return
-    if both not in (outputs, targets):
+    if broadcast not in (outputs, targets):
         raise LossShapeError(
-            f"loss_func: outputs of shape {outputs} and targets of shape {targets} would be broadcast to {both}, "
+            f"loss_func: outputs of shape {outputs} and targets of shape {targets} would be broadcast to {broadcast}, "
             "comparing each output with the targets of other samples. Make the shapes equal, for example with "
             "targets.unsqueeze(1) in the dataset or outputs.squeeze(1) in the model."
         )
@@ -64,8 +64,8 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     if not isinstance(output, Mapping):
         raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
     if "loss" not in output:
-        none = "" if training else " Return 'loss': None to evaluate without a loss."
-        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{none}")
+        hint = "" if training else " Return 'loss': None to evaluate without a loss."
+        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{hint}")
     losses = output["loss"]
     if losses is None and not training:
         return

@@ -1,4 +1,4 @@
-"""Modules: without their wrappers, their modes, their shards."""
+"""Modules: unwrapping them, their modes, their shards."""
 
 from __future__ import annotations
 
@@ -32,21 +32,28 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
             return model
 
 
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """Return the class of a model in the user's program, from which ``fully_shard`` may have derived another one."""
+    kind = type(model)
+    is_derived = kind.__mro__[1].__name__ == "FSDPModule"
+    return kind.__mro__[2] if is_derived else kind
+
+
 def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether any of the parameters is sharded over the processes, as a ``DTensor``."""
-    # Asking a plain parameter for an attribute that it lacks takes ten times as long as looking at its type.
+    # Looking up an attribute that a plain parameter lacks takes ten times as long as checking its type.
     others = [parameter for parameter in parameters if type(parameter) is not nn.Parameter]
     return any(hasattr(parameter, "device_mesh") for parameter in others)
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """Return the part of a sharded tensor that this process holds, or all of another one."""
+    """Return this process's shard of a sharded tensor; any other tensor unchanged."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def without_gradients() -> AbstractContextManager[None]:
-    """Compute no gradients in a block. Costs little where none are computed already."""
+    """Compute no gradients in a block. Cheap if they are already disabled."""
     return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
@@ -70,17 +77,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard the parameters: without a backward pass, FSDP2 keeps those gathered last.
+    """Reshard the parameters: without a backward pass, FSDP2 keeps the parameters gathered last.
 
     ``model.parameters()`` would then return the gathered parameters, which the optimizer does not know.
     """
     for module in model.modules():
-        gather_no_more: Any = getattr(module, "reshard", None)
-        if callable(gather_no_more):
-            gather_no_more()
+        method: Any = getattr(module, "reshard", None)
+        if callable(method):
+            method()
 
 
-#: Here Accelerate adds only bookkeeping to an optimizer, so the user's own is stepped directly.
+#: With these, Accelerate adds only bookkeeping to an optimizer, so the user's optimizer is stepped directly.
 PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -84,14 +84,14 @@ class Placeholder:
     def __trunc__(self) -> Placeholder:
         return _call(math.trunc, self)
 
-    def _not_yet(self, *_: Any) -> NoReturn:
+    def _refuse_conversion(self, *_: Any) -> NoReturn:
         raise TypeError(
             f"The placeholder {self!r} has no value before the run starts, so it cannot be compared or converted, "
             "nor used inside a function such as lr_lambda: pass it as an argument of a functools.partial. Use "
             "round(...) or // for integers, and TrainerPlaceholderValues.min/max for the smaller/larger of two values."
         )
 
-    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __bool__ = _not_yet
+    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __bool__ = _refuse_conversion
 
 
 def _expression(text: str, apply: Callable[..., Any], *operands: Any) -> Placeholder:
@@ -132,6 +132,21 @@ def _named(name: str, read: Callable[[TrainerLike], Any], missing: str = _NO_LEN
     return Placeholder(text, compute, name)
 
 
+def _updates_per_epoch(name: str) -> Placeholder:
+    def read(trainer: TrainerLike) -> Any:
+        config: Any = trainer.run_config
+        steps = config.gradient_accumulation_steps
+        if isinstance(steps, Mapping) and len(set(steps.values())) > 1:
+            raise PlaceholderError(
+                f"TrainerPlaceholderValues.{name} cannot be resolved: gradient_accumulation_steps={steps!r} changes "
+                "during the run, so that epochs have different numbers of updates. Use MAX_NUM_TRAIN_STEPS, or a "
+                "schedule by name, such as 'cosine'."
+            )
+        return config.num_update_steps_per_epoch
+
+    return _named(name, read)
+
+
 class TrainerPlaceholderValues:
     """Quantities of a run for use in the arguments of a scheduler factory, before their values are known.
 
@@ -152,14 +167,11 @@ class TrainerPlaceholderValues:
         operator.attrgetter("run_config.num_epochs"),
         "the training data have no length, so the run is limited by max_num_train_steps only. Use MAX_NUM_TRAIN_STEPS.",
     )
-    #: The number of optimizer updates in an epoch (a shorter last accumulation window counts as one).
-    NUM_UPDATE_STEPS_PER_EPOCH = _named(
-        "NUM_UPDATE_STEPS_PER_EPOCH", operator.attrgetter("run_config.num_update_steps_per_epoch")
-    )
+    #: The number of optimizer updates in an epoch (a shorter last accumulation window counts as one). An error if
+    #: ``gradient_accumulation_steps`` changes during the run: then use ``MAX_NUM_TRAIN_STEPS``.
+    NUM_UPDATE_STEPS_PER_EPOCH = _updates_per_epoch("NUM_UPDATE_STEPS_PER_EPOCH")
     #: The same number, under its name in pytorch-accelerated: every process takes part in every update.
-    PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH = _named(
-        "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH", operator.attrgetter("run_config.num_local_update_steps_per_epoch")
-    )
+    PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH = _updates_per_epoch("PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH")
     #: The number of optimizer updates in the run.
     MAX_NUM_TRAIN_STEPS = _named("MAX_NUM_TRAIN_STEPS", operator.attrgetter("run_config.max_num_train_steps"))
     #: The number of batches that each process reads in a training epoch.
@@ -173,12 +185,12 @@ class TrainerPlaceholderValues:
 
     @staticmethod
     def min(*values: Placeholder | float) -> Placeholder:
-        """Return the smallest of the given numbers and placeholders."""
+        """Return the smallest of several numbers and placeholders."""
         return _call(min, *values)
 
     @staticmethod
     def max(*values: Placeholder | float) -> Placeholder:
-        """Return the largest of the given numbers and placeholders."""
+        """Return the largest of several numbers and placeholders."""
         return _call(max, *values)
 
 

@@ -23,6 +23,8 @@ _MASK = (1 << 64) - 1
 def mix(*numbers: int, after: int = 0) -> int:
     """Combine integers into one well-distributed 64-bit seed (the finaliser of SplitMix64, Steele et al. 2014).
 
+    Torch's generators get the upper 63 bits, ``seed >> 1``.
+
     :param after: the result of ``mix`` for preceding numbers
     """
     state = after
@@ -34,18 +36,33 @@ def mix(*numbers: int, after: int = 0) -> int:
     return state
 
 
+def generator_with(seed: int) -> torch.Generator:
+    """Return a new generator of torch with a seed, one of :func:`mix`."""
+    return torch.Generator().manual_seed(seed >> 1)
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed from torch's generator, or another one, as torch's samplers and its ``DataLoader`` do."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
 def seed_run(seed: int, alike: bool = False) -> None:
     """Seed all generators at the start of a run, differently on each process unless ``alike``."""
     set_seed(seed, device_specific=not alike)
 
 
-def seed_generators(seed: int, with_torch: bool = True) -> None:
-    """Seed the generators of the CPU, which is ten times as fast as capturing and restoring their states."""
+def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True) -> None:
+    """Seed the generators of the CPU, which is ten times as fast as capturing and restoring their states.
+
+    :param with_torch: whether to seed torch's
+    :param with_others: whether to seed python's and numpy's
+    """
     if with_torch:
         # torch.manual_seed also visits every device, which costs a hundred times as much.
         torch.default_generator.manual_seed(seed >> 1)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
+    if with_others:
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
 
 
 def seed_all(seed: int) -> None:
@@ -67,9 +84,11 @@ def _modules_of_torch() -> dict[str, Any]:
 
 def capture_generators() -> dict[str, Any]:
     """Return the states of all generators, in a form that a training state can store."""
+    version, numbers, cached = random.getstate()
     kind, keys, *rest = np.random.get_state()
     return {
-        "python": random.getstate(),
+        # As a tensor, hundreds of numbers are copied and written at once.
+        "python": (version, torch.from_numpy(np.array(numbers, dtype=np.int64)), cached),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         **{name: module.get_rng_state() for name, module in _modules_of_torch().items()},
     }
@@ -77,7 +96,8 @@ def capture_generators() -> dict[str, Any]:
 
 def restore_generators(states: dict[str, Any]) -> None:
     """Restore states returned by :func:`capture_generators`."""
-    random.setstate(states["python"])
+    version, numbers, cached = states["python"]
+    random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), cached))  # versions up to 0.2 keep a tuple
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     for name, module in _modules_of_torch().items():

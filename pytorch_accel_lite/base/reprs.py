@@ -78,7 +78,7 @@ _short = _Short()
 def short(value: Any, name: str = "") -> str:
     """Represent a value in one short line, abbreviating long values and hiding secrets.
 
-    :param name: name of the argument or setting, which tells whether it is a secret
+    :param name: name of the argument or setting, which shows whether it is a secret
     """
     return _short.named(name, value, _short.maxlevel)
 
@@ -104,27 +104,27 @@ def join_wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
     return "\n".join([opening, *lines, closing])
 
 
-def constructor_call(made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_current: bool = True) -> str:
+def constructor_call(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_current: bool = True) -> str:
     """Represent an object as a call of its constructor with these arguments.
 
-    :param is_current: whether an attribute with the name and type of an argument is shown in place of the argument, as
-        it may have changed since
+    :param is_current: whether to show an attribute with the name and type of an argument in its place, as it may have
+        changed since
     """
-    signature = inspect.signature(type(made).__init__)
+    signature = inspect.signature(type(instance).__init__)
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     if inspect.Parameter.VAR_POSITIONAL in kinds.values():
         positional, named = args, kwargs
     else:
         positional, named = (), {}
-        bound = signature.bind_partial(made, *args, **kwargs).arguments
+        bound = signature.bind_partial(instance, *args, **kwargs).arguments
         for name, value in islice(bound.items(), 1, None):
             named |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
     parts = [short(value) for value in positional]
     for name, value in named.items():
-        current = vars(made).get(name)
+        current = vars(instance).get(name)
         shown = current if is_current and type(current) is type(value) else value
         parts.append(f"{name}={short(shown, name)}")
-    return join_wrapped(f"{type(made).__name__}(", parts, ")")
+    return join_wrapped(f"{type(instance).__name__}(", parts, ")")
 
 
 def table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ class RunRequest:
     :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
     :param skips_failed_batches: skip training batches that fail
     :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
-    :param measures_waiting: measure how long an epoch waits for data, in ``seconds_waited`` of the training dataloader
     :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
     :param first_sample: position of the first sample to predict
     :param metrics: the metrics that callbacks record and watch
@@ -33,17 +33,17 @@ class RunRequest:
     kind: Literal["training", "evaluation", "prediction"] = "training"
     num_epochs: int | None = None
     max_num_train_steps: int | None = None
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int | Mapping[int, int] = 1
     gradient_clip_value: float | None = None
     gradient_clip_norm: float | None = None
     scheduler_interval: Literal["update", "epoch"] = "update"
     scheduler_metric: str | None = None
-    eval_every_n_epochs: int | None = 1
+    eval_every_n_epochs: int = 1
+    evaluate_every: str | None = None
     auto_microbatch: bool = False
     saves_training_states: bool = False
     skips_failed_batches: bool = False
     ends_at_signals: bool = False
-    measures_waiting: bool = False
     max_batches: int | None = None
     first_sample: int = 0
     state_sources: list[Any] = field(default_factory=list)
@@ -84,9 +84,11 @@ class TrainerRunConfig:
     :param train_dl_kwargs: arguments of the training dataloader
     :param eval_per_device_batch_size: number of samples in an evaluation batch of one process
     :param eval_dl_kwargs: arguments of the evaluation dataloader
-    :param train_total_batch_size: number of samples in one update, over all processes
+    :param train_total_batch_size: number of samples in one update, over all processes; in the first one, if
+        ``gradient_accumulation_steps`` changes
     :param eval_total_batch_size: number of samples in one evaluation step, over all processes
-    :param num_update_steps_per_epoch: number of optimizer updates per epoch; ``None`` if the data have no length
+    :param num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first one if
+        ``gradient_accumulation_steps`` changes; ``None`` if the data have no length
     :param num_local_update_steps_per_epoch: the same number, as every process takes part in every update
     :param max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
         was given
@@ -106,7 +108,7 @@ class TrainerRunConfig:
     train_dl_kwargs: dict[str, Any] | None
     eval_per_device_batch_size: int
     eval_dl_kwargs: dict[str, Any] | None
-    gradient_accumulation_steps: int
+    gradient_accumulation_steps: int | Mapping[int, int]
     gradient_clip_value: float | None
     train_total_batch_size: int
     eval_total_batch_size: int
@@ -122,7 +124,8 @@ class TrainerRunConfig:
     gradient_clip_norm: float | None = None
     scheduler_interval: Literal["update", "epoch"] = "update"
     scheduler_metric: str | None = None
-    eval_every_n_epochs: int | None = 1
+    eval_every_n_epochs: int = 1
+    evaluate_every: str | None = None
     auto_microbatch: bool = False
     logical_processes: int | None = None
     deterministic: bool | None = None
@@ -132,8 +135,8 @@ class TrainerRunConfig:
 
     def notable(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults and, with several processes, which one this is."""
-        of_processes = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
-        hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else of_processes)
+        per_process = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
+        hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else per_process)
         defaults = {item.name: item.default for item in fields(self)}
         settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
         return {name: value for name, value in settings.items() if value != defaults.get(name)}

@@ -39,7 +39,7 @@ def ending_in_order(request: Callable[[Exception], None]) -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def exit_for(interruption: Exception) -> None:
+def exit_after(interruption: Exception) -> None:
     """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
 
     A handler that the program had installed for this signal is called first: submitit's, for example, returns the job

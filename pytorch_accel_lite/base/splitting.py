@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,16 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 
-from pytorch_accel_lite.base.batches import is_as_long, parts_in, tensors_in
+from pytorch_accel_lite.base.batches import is_as_long, is_dataclass, parts_in, tensors_in
 from pytorch_accel_lite.base.inspection import find_length
 
 
 def is_list_of_samples(data: Any, size: int) -> bool:
     """Whether a list has one element per sample, rather than a column over all samples in each element.
 
-    If both are possible, because it has as many columns as samples, elements of a list of samples all have the same
-    type and, except for the length, the same shape. Dicts with the same keys are samples, whatever they hold: detectors
-    return and take such, and an image may have as many boxes as the batch has images.
+    If both are possible, because there are as many columns as samples, it is a list of samples only if all elements
+    have the same type and, except for the length, the same shape. Dicts with the same keys are always samples, as for
+    detectors, whose images may have as many boxes as the batch has images.
     """
     if not isinstance(data, (list, tuple)) or len(data) != size:
         return False
@@ -58,7 +58,7 @@ def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
 
 
 def select_samples(data: Any, rows: slice | list[int], size: int) -> Any:
-    """Return some of the ``size`` samples of a batch, in any order and as often as wanted; see :func:`split_batch`."""
+    """Return some of the ``size`` samples of a batch, in any order and possibly repeated; see :func:`split_batch`."""
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return data[rows] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):
@@ -68,23 +68,13 @@ def select_samples(data: Any, rows: slice | list[int], size: int) -> Any:
             return data[rows] if isinstance(rows, slice) else type(data)(data[row] for row in rows)
         return honor_type(data, [select_samples(value, rows, size) for value in data])
     if is_dataclass(data):
-        return with_fields(data, lambda value: select_samples(value, rows, size))
+        names = [field.name for field in dataclasses.fields(data) if field.init]  # the constructor sets the others
+        return dataclasses.replace(data, **{name: select_samples(getattr(data, name), rows, size) for name in names})
     check_is_shared(data, size)
     return data
 
 
 _WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
-
-
-def is_dataclass(data: Any) -> bool:
-    """Whether data are an instance of a dataclass."""
-    return dataclasses.is_dataclass(data) and not isinstance(data, type)
-
-
-def with_fields(data: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a dataclass with changed fields; those that its constructor does not take, it sets itself."""
-    taken = [field.name for field in dataclasses.fields(data) if field.init]
-    return dataclasses.replace(data, **{name: change(getattr(data, name)) for name in taken})
 
 
 def check_is_shared(data: Any, size: int) -> None:
@@ -94,9 +84,8 @@ def check_is_shared(data: Any, size: int) -> None:
     """
     if isinstance(data, (str, bytes)):
         return
-    held = parts_in([data, *getattr(data, "__dict__", {}).values()])
-    is_column = hasattr(data, "__getitem__") and find_length(data) == size
-    if is_column or any(is_as_long(part, size) for part in held):
+    parts = parts_in([data, *getattr(data, "__dict__", {}).values()])
+    if (hasattr(data, "__getitem__") and find_length(data) == size) or any(is_as_long(part, size) for part in parts):
         raise ValueError(
             f"A {type(data).__name__} in a batch of {size} samples has an element for each, but cannot be split. "
             f"{_WHAT_CAN_BE_SPLIT}"
@@ -169,7 +158,7 @@ def concatenate(parts: Sequence[Any]) -> Any:
 def reorder(outputs: Any, order: Sequence[int]) -> Any:
     """Return the samples of nested outputs in another order.
 
-    :param order: for each place, the position of its sample in ``outputs``
+    :param order: the positions of the samples in ``outputs``, in the new order
     """
     if isinstance(outputs, ListOfSamples):
         return ListOfSamples(outputs[position] for position in order)

@@ -1,4 +1,4 @@
-"""Texts for people: values, wrapped lines, suggestions."""
+"""Text output: formatted values, wrapped lines, suggestions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from tqdm import tqdm
 from pytorch_accel_lite.base.environment import is_terminal
 
 _NOTE_WIDTH = 80
-#: Whether Python shows the notes of an error below its traceback.
-SHOWS_NOTES = sys.version_info >= (3, 11)
 
 
 def to_number(value: Any) -> Any:
-    """Return the number in a scalar of numpy or torch; anything else as it is."""
+    """Return a scalar of numpy or torch as a Python number; anything else unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
@@ -32,7 +30,7 @@ def format_metric(value: Any) -> str:
 def format_value(value: Any, scientific: bool = False) -> str:
     """Return a number with four decimals, or three significant digits if small or large; empty if not a number.
 
-    :param scientific: write it as a small or large number in any case
+    :param scientific: always use scientific notation
     """
     value = to_number(value)
     if not isinstance(value, (int, float)):
@@ -51,6 +49,15 @@ def format_duration(seconds: float) -> str:
     return interval.removeprefix("0")
 
 
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as text, in the largest binary unit of which there is one."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"
+
+
 def wrapped(text: str, indent: str = "") -> str:
     """Wrap a text to the width of the terminal, or leave it in one line if the output is not a terminal.
 
@@ -63,21 +70,25 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def add_note(error: BaseException, *lines: str) -> None:
-    """Add a note to an error, each line of it wrapped at 80 columns.
-
-    Before Python 3.11, tracebacks do not show notes, but ``__notes__`` holds them all the same.
-    """
+    """Add a note to an error, each line of it wrapped at 80 columns."""
     shown = []
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 2) if len(lines) > 1 else ""
         options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
         shown.append(textwrap.fill(line, _NOTE_WIDTH, subsequent_indent=indent, **options))
-    vars(error)["__notes__"] = [*notes_of(error), "\n".join(shown)]
+    error.add_note("\n".join(shown))
 
 
 def notes_of(error: BaseException) -> list[str]:
     """Return the notes of an error."""
     return list(getattr(error, "__notes__", []))
+
+
+def listed(names: Iterable[Any], most: int = 5) -> str:
+    """Return the first of some names, and how many more there are."""
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
@@ -91,7 +102,7 @@ def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
     return lines
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``" Did you mean 'x'?"`` for the closest of the known words, or an empty string if none is close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``" Did you mean 'x'?"`` for the closest of some names, or an empty string if none is close."""
+    matches = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""

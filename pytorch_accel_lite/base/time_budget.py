@@ -1,4 +1,4 @@
-"""Limiting what recurs to a share of the time."""
+"""Limiting recurring actions to a share of the time."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""What people write who come from other libraries, and the answers to it: which name of ours is meant."""
+"""Names from other libraries, and suggestions of the corresponding names in this one."""
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
-from pytorch_accel_lite.base.environment import leave_out_libraries
+from pytorch_accel_lite.base.environment import leave_out_libraries, warn_outside
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -18,7 +17,7 @@ _PUBLIC_METHODS = (
     "__init__ train evaluate run_evaluation predict predict_iter find_lr find_batch_size check diagnose estimate_memory"
 )
 
-#: Our names of arguments, whichever method takes them, and of events, with the names in other libraries.
+#: Our names of arguments (of any method) and events, with the names in other libraries.
 _NAMES = {
     # arguments of a trainer
     "loss_func": "loss loss_fn loss_function criterion",
@@ -47,7 +46,8 @@ _NAMES = {
     "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
     "collate_fn": "data_collator collate",
     "resume_from": "resume resume_from_checkpoint ckpt_path checkpoint",
-    "eval_every_n_epochs": "eval_every check_val_every_n_epoch validation_freq eval_interval",
+    "evaluate_every": "eval_every eval_steps val_check_interval",
+    "eval_every_n_epochs": "check_val_every_n_epoch validation_freq eval_interval",
     "auto_microbatch": "auto_find_batch_size",
     # arguments of callbacks
     "early_stopping_patience": "patience",
@@ -110,7 +110,7 @@ _ADVICE = {
     "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
 }
 
-#: Methods of other libraries' trainers that are not called here, with those to override instead.
+#: Methods of other libraries' trainers that are never called here, with those to override instead.
 _REPLACED = {
     "training_step": "calculate_train_batch_loss train_step",
     "compute_loss": "calculate_train_batch_loss train_step",
@@ -132,7 +132,7 @@ _OF_OPTIMIZERS = (
     "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
     "train()."
 )
-#: Further ones, in place of which there is nothing to override, with what to do.
+#: Further ones, which have no counterpart to override, with what to do instead.
 _GONE = {
     "configure_optimizers": _OF_OPTIMIZERS,
     "create_optimizer": _OF_OPTIMIZERS,
@@ -142,7 +142,7 @@ _GONE = {
 
 
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
-    """Return ``" Did you mean 'x'?"`` for what others call ``word``, or for what is spelt similarly, or nothing.
+    """Return ``" Did you mean 'x'?"`` for the name that other libraries call ``word``, or a similar one, or nothing.
 
     :param cutoff: how similar a word must be, from 0 to 1
     """
@@ -155,7 +155,7 @@ def _our_names(word: str) -> list[str]:
 
 
 def suggest_arguments(cls: C) -> C:
-    """Make the public methods of a class answer an unknown argument with ours, in the ``TypeError``."""
+    """Make the public methods of a class suggest our name for an unknown argument, in the ``TypeError``."""
     for name in _PUBLIC_METHODS.split():
         if name in vars(cls):
             setattr(cls, name, _suggesting(vars(cls)[name], cls))
@@ -163,18 +163,16 @@ def suggest_arguments(cls: C) -> C:
 
 
 def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
-    known = _arguments_of(cls, method)
+    names = _arguments_of(cls, method)
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython and pytest hide this frame
-        if not kwargs.keys() <= set(known):
-            unknown = sorted(kwargs.keys() - set(known))
-            where = _called(cls, method.__name__)
+        if not kwargs.keys() <= set(names):
+            function = _called(cls, method.__name__)
+            answers = {word: _answer(cls, method, word, kwargs[word]) for word in sorted(kwargs.keys() - set(names))}
             raise TypeError(
-                " ".join(
-                    f"{where} has no argument {word!r}: {_answer(cls, method, word, kwargs[word])}" for word in unknown
-                )
+                " ".join(f"{function} has no argument {word!r}: {answer}" for word, answer in answers.items())
             )
         if method.__name__ != "__init__" and "current_run" not in vars(self):
             raise RuntimeError(
@@ -199,9 +197,10 @@ def _arguments_of(cls: type, method: Callable[..., Any]) -> list[str]:
 
 
 def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
+    """Return what to write instead of an unknown argument."""
     candidates = [word, *_our_names(word)]
-    known = _arguments_of(cls, method)
-    renamed = next((ours for ours in candidates if ours in known), None)
+    arguments = _arguments_of(cls, method)
+    renamed = next((ours for ours in candidates if ours in arguments), None)
     if renamed:
         return f"it is called {renamed}."
     for other in ("__init__", "train") if hasattr(cls, "train") else ():
@@ -211,15 +210,15 @@ def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str
             return f"pass {moved} to {_called(cls, other)}."
     advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), "")
     advice = advice.replace("<value>", repr(value if isinstance(value, str) else "wandb"))
-    return advice or did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
+    return advice or did_you_mean(word, arguments).strip() or f"it has {', '.join(arguments)}."
 
 
 def _called(cls: type, method: str) -> str:
     return f"{cls.__name__}()" if method == "__init__" else f"{method}()"
 
 
-class MethodElsewhere:
-    """A method of other libraries' trainers: reading it raises an ``AttributeError`` that says what to call instead."""
+class AttributeElsewhere:
+    """An attribute of other libraries' trainers: reading it raises an ``AttributeError`` that says what to use."""
 
     def __init__(self, name: str, advice: str) -> None:
         self._name = name
@@ -228,17 +227,19 @@ class MethodElsewhere:
     def __repr__(self) -> str:
         return f"<not there: {self._advice}>"
 
-    def __get__(self, instance: object, owner: type) -> MethodElsewhere:
+    def __get__(self, instance: object, owner: type) -> AttributeElsewhere:
         if instance is None:
             return self
-        raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._advice}")
+        raise AttributeError(f"{owner.__name__} has no {self._name}. {self._advice}")
 
 
-METHODS = [
-    MethodElsewhere("fit", "Call train(train_dataset, num_epochs, eval_dataset)."),
-    MethodElsewhere("test", "Call evaluate(dataset)."),
-    MethodElsewhere("validate", "Call evaluate(dataset)."),
-    MethodElsewhere("add_callback", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
+ATTRIBUTES = [
+    AttributeElsewhere("fit()", "Call train(train_dataset, num_epochs, eval_dataset)."),
+    AttributeElsewhere("test()", "Call evaluate(dataset)."),
+    AttributeElsewhere("validate()", "Call evaluate(dataset)."),
+    AttributeElsewhere("add_callback()", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
+    AttributeElsewhere("global_step", "Read progress.update, the number of updates."),
+    AttributeElsewhere("current_epoch", "Read progress.epoch, which counts from 1."),
 ]
 
 
@@ -247,17 +248,15 @@ def check_subclass(cls: type, trainer_class: type) -> None:
 
     :raises TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
     """
-    own = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
-    defined = {name: value for c in reversed(own) for name, value in vars(c).items()}
+    classes = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
+    defined = {name: value for c in reversed(classes) for name, value in vars(c).items()}
     never_called = {name: advice for name, advice in _GONE.items() if name in defined}
     for name in defined.keys() & _REPLACED.keys():
         methods = _REPLACED[name].split()
         if not defined.keys() & set(methods):
             never_called[name] = f"Override {' or '.join(methods)} instead."
     for name, advice in never_called.items():
-        warnings.warn(
-            f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}", stacklevel=3
-        )
+        warn_outside(f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}")
     for name, value in defined.items() if not is_ours(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)

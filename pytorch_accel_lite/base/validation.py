@@ -33,17 +33,15 @@ def check_positive_number(name: str, value: object) -> float:
     return number
 
 
-def check_range(
-    name: str, value: object, least: float = 0, most: float = math.inf, above: float | None = None
-) -> float:
+def check_range(name: str, value: object, most: float = math.inf, above: float | None = None) -> float:
     """Return ``value`` as a float if it is finite and within limits, otherwise raise an error naming the argument.
 
-    :param above: a limit that the number must exceed, instead of ``least``
+    :param above: a limit that the number must exceed; by default it must be at least 0
     """
     number = float(check_number(name, value))
-    large_enough = number >= least if above is None else number > above
+    large_enough = number >= 0 if above is None else number > above
     if not (large_enough and number <= most and math.isfinite(number)):
-        limits = f"at least {least}" if above is None else f"greater than {above}"
+        limits = "at least 0" if above is None else f"greater than {above}"
         limits += f" and at most {most}" if math.isfinite(most) else ""
         raise ValueError(f"{name}={value!r} must be {limits}.")
     return number
@@ -52,11 +50,6 @@ def check_range(
 def optional(check: Callable[[str, object], T], name: str, value: object) -> T | None:
     """Return ``None``, or a value that passes a check."""
     return None if value is None else check(name, value)
-
-
-def is_multiple(count: int, every: int | None) -> bool:
-    """Whether what happens every n updates or epochs, or never if ``every`` is ``None``, is due after some of them."""
-    return every is not None and count % every == 0
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:

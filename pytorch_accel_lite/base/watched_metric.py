@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-import warnings
 from typing import Any, TypeVar
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -36,7 +36,7 @@ class WatchedMetric:
         self.greater_is_better = greater_is_better
         self.seen = 0
         self._where = f"{type(owner).__name__}({argument}={name!r})"
-        self._argument = greater_is_better
+        self._requested = greater_is_better
         self._remedy = remedy
         self._has_value = False
         self._history: Any = None
@@ -53,21 +53,20 @@ class WatchedMetric:
         """Determine which values are better, from the user's argument or the metric itself; for losses, smaller ones.
 
         :param known: whether greater values are better according to the metric, or ``None`` if unknown
-        :param warns: whether this process warns if neither says it
+        :param warns: whether this process warns if neither is known
         :raises ValueError: if the argument and the metric contradict each other
         """
-        if self._argument is None:
+        if self._requested is None:
             if known is None and "loss" not in self.name and warns:
-                warnings.warn(
+                warn_outside(
                     f"{self}: whether greater values are better is unknown, so smaller ones are assumed to be better. "
-                    "Pass greater_is_better=True or False.",
-                    stacklevel=7,  # the call of train()
+                    "Pass greater_is_better=True or False."
                 )
             self.greater_is_better = bool(known)
-        elif known not in (None, self._argument):
+        elif known not in (None, self._requested):
             raise ValueError(
-                f"{self}: greater_is_better={self._argument}, but according to the metric itself {_in_words(known)}. "
-                f"{self._remedy}"
+                f"{self}: greater_is_better={self._requested}, but according to the metric itself "
+                f"{_in_words(known)}. {self._remedy}"
             )
 
     def start(self, trainer: TrainerLike) -> None:
@@ -76,8 +75,8 @@ class WatchedMetric:
         self.seen = len(self._history.get_metric_values(self.name))
         self._has_value = False
         if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
-            known = trainer.current_run.request.metrics.directions.get(self.name)
-            self.settle(known, warns=trainer.ranks.rank == 0)
+            greater_is_better = trainer.current_run.request.metrics.directions.get(self.name)
+            self.settle(greater_is_better, warns=trainer.ranks.rank == 0)
 
     def new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
         """Return the newest value, or ``None`` if there is none since the last call.
@@ -90,14 +89,14 @@ class WatchedMetric:
         count = len(values)
         index = _latest_of_run(trainer, self.name, range(min(self.seen, count), count))
         if index is None:
-            if self._has_value or self._is_to_come(trainer, mid_epoch):
+            if self._has_value or self._is_pending(trainer, mid_epoch):
                 return None
             raise _missing(self, self.name, trainer)
         self.seen = count
         self._has_value = True
         return _as_number(self, values[index])
 
-    def _is_to_come(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
+    def _is_pending(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
         is_intermediate = "intermediate_" in self.name
         if mid_epoch:
             return not is_intermediate
@@ -115,7 +114,7 @@ class WatchedMetric:
         return dict(ranking[:n])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the metric watched, its direction, and how many values have been seen."""
+        """Return the name of the metric, its direction, and how many values have been seen."""
         return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any], owner: object) -> bool:
@@ -127,13 +126,12 @@ class WatchedMetric:
         """
         name = state.get("watch_metric", self.name)  # older states lack it
         direction = state.get("greater_is_better")  # unknown before a run
-        known = {direction, self.greater_is_better} - {None}
-        if name != self.name or len(known) > 1:
-            warnings.warn(
-                f"{type(owner).__name__} starts afresh: it watches {self.name!r} ({self.direction}), but its training "
+        directions = {direction, self.greater_is_better} - {None}
+        if name != self.name or len(directions) > 1:
+            warn_outside(
+                f"{type(owner).__name__} starts over: it watches {self.name!r} ({self.direction}), but its training "
                 f"state is for {name!r} ({_in_words(direction)}). Pass callbacks of the same class in the order in "
-                "which they were saved.",
-                stacklevel=3,
+                "which they were saved."
             )
             return False
         if self.greater_is_better is None:
@@ -177,14 +175,14 @@ def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | Non
     not known to record the metric.
     """
     run = trainer.current_run
-    of_run = [index for index in indices if index not in run.set_apart.get(name, ())]
-    if not of_run and name not in run.request.metrics.evaluated:
-        of_run = list(indices)
-    return of_run[-1] if of_run else None
+    candidates = [index for index in indices if index not in run.set_apart.get(name, ())]
+    if not candidates and name not in run.request.metrics.evaluated:
+        candidates = list(indices)
+    return candidates[-1] if candidates else None
 
 
 def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
-    recorded = [known for known in trainer.run_history.get_metric_names() if known != name]
+    recorded = [metric for metric in trainer.run_history.get_metric_names() if metric != name]
     expected = trainer.current_run.request.metrics
     if name == f"{trainer.run_history.metric_name_prefix}eval_loss_epoch" and name in expected.evaluated:
         reason = ": the evaluation returned no loss."

@@ -22,11 +22,11 @@ from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaC
 from pytorch_accel_lite.callbacks.monitoring import DeviceMemoryCallback as DeviceMemoryCallback
 from pytorch_accel_lite.callbacks.monitoring import GradientNormCallback as GradientNormCallback
 from pytorch_accel_lite.callbacks.monitoring import LearningRateMonitorCallback as LearningRateMonitorCallback
-from pytorch_accel_lite.callbacks.monitoring import ThroughputCallback as ThroughputCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.non_finite import GradientSpikeCallback as GradientSpikeCallback
 from pytorch_accel_lite.callbacks.non_finite import NaNReportCallback as NaNReportCallback
 from pytorch_accel_lite.callbacks.non_finite import TerminateOnNaNCallback as TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback as ShowOutputsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback as PredictionWriterCallback
 from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions as iterate_predictions
@@ -40,6 +40,7 @@ from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback as Early
 from pytorch_accel_lite.callbacks.stopping import TimeLimitCallback as TimeLimitCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback as ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback as ProgressTableCallback
+from pytorch_accel_lite.callbacks.throughput import ThroughputCallback as ThroughputCallback
 from pytorch_accel_lite.callbacks.timing import ProfilerCallback as ProfilerCallback
 from pytorch_accel_lite.callbacks.timing import TimingCallback as TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback as TrackerCallback
@@ -75,9 +76,9 @@ class _Callbacks(tuple[type[TrainerCallback], ...]):
 
 DEFAULT_CALLBACKS = get_default_callbacks()
 
-_ROOMS = "pytorch_accel_lite.callbacks", "pytorch_accel_lite.base.events", "pytorch_accel_lite.base.watched_metric"
+_MODULES = "pytorch_accel_lite.callbacks", "pytorch_accel_lite.base.events", "pytorch_accel_lite.base.watched_metric"
 __all__ = [
     name
     for name, value in globals().items()
-    if not name.startswith("_") and getattr(value, "__module__", "").startswith(_ROOMS)
+    if not name.startswith("_") and getattr(value, "__module__", "").startswith(_MODULES)
 ]

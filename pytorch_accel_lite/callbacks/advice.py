@@ -1,4 +1,4 @@
-"""Advice after the first epoch on what stands out."""
+"""Advice after the first epoch of a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from statistics import fmean, median, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import to_float
 from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
-from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -22,9 +21,6 @@ from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.optimizers.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end", "on_train_step_end")
 _FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
@@ -62,9 +58,6 @@ class AdviceCallback(TrainerCallback):
         self._has_trained_before = False
         self._advice: list[str] = []
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        request.measures_waiting = True
-
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._watches = self._trained = True
         self._advice = []
@@ -78,22 +71,22 @@ class AdviceCallback(TrainerCallback):
         self._norms = GradientNorms()
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
-        listening = trainer.callback_handler.set_listening
-        listening(self, self._limit is not None or trainer.scheduler is not None, "on_optimizer_step_start")
-        listening(self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
+        measures_updates = self._limit is not None or trainer.scheduler is not None
+        set_listening(trainer, self, measures_updates, "on_optimizer_step_start")
+        set_listening(trainer, self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
         self._first_losses: list[torch.Tensor] = []
         begins = not self._has_trained_before and not trainer.progress.update
-        listening(self, begins and _is_supervised(trainer), "on_train_step_end")
+        set_listening(trainer, self, begins and _is_supervised(trainer), "on_train_step_end")
 
     def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        self._first_losses.append(batch_output["loss"].detach().clone())
-        if len(self._first_losses) == _FIRST_STEPS:
-            trainer.callback_handler.set_listening(self, False, "on_train_step_end")
+        if len(self._first_losses) < _FIRST_STEPS:
+            self._first_losses.append(batch_output["loss"].detach().clone())
+        else:
+            set_listening(trainer, self, False, "on_train_step_end")
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._limit is not None:
-            norm = total_norm(trainer).detach()
-            self._norms.add(to_float(norm) if norm.is_cpu else norm, self._limit)
+            self._norms.add(total_norm(trainer), self._limit)
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
@@ -107,8 +100,7 @@ class AdviceCallback(TrainerCallback):
             self._watches = False
             self._has_trained_before = True
             self._skipped += trainer.current_run.step.skipped_updates
-            trainer.current_run.request.measures_waiting = False
-            trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS)
+            set_listening(trainer, self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -116,23 +108,26 @@ class AdviceCallback(TrainerCallback):
             self._trained = True
             self._advice.append(_why_nothing_was_trained(trainer))
         if self._advice:  # after the metrics of the epoch
-            said = [f"Advice after epoch {trainer.progress.epoch}:", *(wrapped(f"- {it}", "  ") for it in self._advice)]
-            apart = [""] if is_terminal(sys.stdout) else []  # sets it off from the rows of a table
-            trainer.print("\n".join([*apart, *said, *apart]))
+            lines = [
+                f"Advice after epoch {trainer.progress.epoch}:",
+                *(wrapped(f"- {it}", "  ") for it in self._advice),
+            ]
+            margin = [""] if is_terminal(sys.stdout) else []  # separates it from the rows of a table
+            trainer.print("\n".join([*margin, *lines, *margin]))
             self._advice = []
 
     def _advise(self, trainer: TrainerLike) -> Iterator[str]:
         waited = trainer.train_dataloader.seconds_waited
-        epoch = time.perf_counter() - self._start
-        if waited >= max(0.2 * epoch, self.min_seconds):
+        duration = time.perf_counter() - self._start
+        if waited >= max(0.2 * duration, self.min_seconds):
             yield (
-                f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
+                f"The model waited for data for {waited:.1f} of {duration:.1f} seconds ({waited / duration:.0%}). "
                 f"{faster_data(trainer)}"
             )
         waits = trainer.all_gather_object(waited)
         longest = max(waits)
         others = median(sorted(waits)[:-1] or [longest])
-        if longest - others >= max(0.1 * epoch, self.min_seconds):
+        if longest - others >= max(0.1 * duration, self.min_seconds):
             yield (
                 f"Rank {waits.index(longest)} waited for data for {longest:.1f} seconds, the other processes for "
                 f"{others:.1f}, and every step waits for all of them. Look at the disk, the network and the cores of "
@@ -160,16 +155,16 @@ class AdviceCallback(TrainerCallback):
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
         if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
-            yield from _look_at_loss(first, trainer.current_run.recorded_losses["train_loss_epoch"])
+            yield from _check_loss(first, trainer.current_run.recorded_losses["train_loss_epoch"])
         if self._trained and trainer.scheduler is not None and self._updates > 1:
-            yield from self._look_at_schedule(trainer)
+            yield from self._check_schedule(trainer)
 
-    def _look_at_schedule(self, trainer: TrainerLike) -> Iterator[str]:
+    def _check_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
         is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
         if is_last or trainer.current_run.is_finished or math.isnan(self._rate):
             return
-        own = max((float(group.get("initial_lr", 0.0)) for group in trainer.optimizer.param_groups), default=0.0)
+        initial = max((float(group.get("initial_lr", 0.0)) for group in trainer.optimizer.param_groups), default=0.0)
         name = type(trainer.scheduler).__name__
         next_rate = _learning_rate(trainer)  # a cyclic schedule may restart here
         if self._rate < 0.01 * self._highest and next_rate < 0.01 * self._highest:
@@ -178,10 +173,10 @@ class AdviceCallback(TrainerCallback):
                 "epoch. Schedulers are stepped after every update: give their lengths in updates "
                 "(TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH * epochs), or pass scheduler_interval='epoch'."
             )
-        elif self._highest < 0.01 * own:
+        elif self._highest < 0.01 * initial:
             yield (
                 f"{name} has raised the learning rate to only {self._highest:.3g} in this epoch; the optimizer's own "
-                f"is {own:.3g}. If that is too slow, shorten the warm-up."
+                f"is {initial:.3g}. If that is too slow, shorten the warm-up."
             )
 
 
@@ -191,27 +186,28 @@ def _is_supervised(trainer: TrainerLike) -> bool:
     return trainer.loss_func is not None and not any(is_overridden(trainer, method) for method in methods)
 
 
-def _look_at_loss(first: list[float], epoch: float) -> Iterator[str]:
-    before = fmean(first)
-    if all(map(math.isfinite, first)) and epoch > before - 0.5 * stdev(first) / _FIRST_STEPS**0.5:
+def _check_loss(first: list[float], mean: float) -> Iterator[str]:
+    initial = fmean(first)
+    if all(map(math.isfinite, first)) and mean > initial - 0.5 * stdev(first) / _FIRST_STEPS**0.5:
         yield (
-            f"The training loss has not fallen: it was {before:.4g} in the first {_FIRST_STEPS} steps, and {epoch:.4g} "
+            f"The training loss has not fallen: it was {initial:.4g} in the first {_FIRST_STEPS} steps, and {mean:.4g} "
             "on average in the epoch. trainer.check(train_dataset) looks for mistakes in the program; find_lr() "
             "suggests a learning rate."
         )
 
 
-def not_fused(optimizer: Any) -> str:
+def unfused_class(optimizer: Any) -> str:
     """Return the class of an optimizer that has a faster fused variant for its parameters; ``""`` for any other.
 
-    For SGD, the fused variant is not clearly faster. Whoever has chosen a variant is not given another.
+    For SGD, the fused variant is not clearly faster. A variant that was chosen explicitly is respected.
     """
-    for one in parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]:
-        parameters = list(optimized_parameters(one))
-        chosen = any(group.get(name) for group in one.param_groups for name in _VARIANTS)
-        fits = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)
-        if type(one) in (torch.optim.Adam, torch.optim.AdamW) and fits and not chosen and not are_sharded(parameters):
-            return type(one).__name__
+    for part in parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]:
+        parameters = list(optimized_parameters(part))
+        is_chosen = any(group.get(name) for group in part.param_groups for name in _VARIANTS)
+        is_possible = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)
+        is_possible = is_possible and type(part) in (torch.optim.Adam, torch.optim.AdamW)
+        if is_possible and not is_chosen and not are_sharded(parameters):
+            return type(part).__name__
     return ""
 
 

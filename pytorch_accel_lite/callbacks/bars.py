@@ -14,7 +14,7 @@ from tqdm import tqdm
 from pytorch_accel_lite.base.environment import is_terminal
 
 _FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
-_SHORT = 0.5  # seconds before a bar is worth showing in a notebook, where an output, once created, stays
+_DELAY = 0.5  # seconds before a bar is shown in a notebook, where an output cannot be removed
 
 
 class TerminalBar(tqdm):  # type: ignore[misc]
@@ -34,11 +34,11 @@ class TerminalBar(tqdm):  # type: ignore[misc]
             if not TerminalBar._num_shown:
                 TerminalBar._redirection = _print_above_bars()
             TerminalBar._num_shown += 1
-        counted = "{n_fmt} {unit}" if kwargs["total"] is None else _FORMAT
+        count = "{n_fmt} {unit}" if kwargs["total"] is None else _FORMAT
         stream = sys.stderr.stream if isinstance(sys.stderr, _AboveBars) else sys.stderr
-        self.desc = kwargs["desc"]  # which tqdm omits in bars that are not shown
-        form = f"{{desc}}: {counted}{{postfix}}"
-        super().__init__(bar_format=form, leave=False, dynamic_ncols=True, file=stream, **kwargs)
+        self.desc = kwargs["desc"]  # tqdm omits it in bars that are not shown
+        bar_format = f"{{desc}}: {count}{{postfix}}"
+        super().__init__(bar_format=bar_format, leave=False, dynamic_ncols=True, file=stream, **kwargs)
 
     def close(self) -> None:
         super().close()
@@ -59,15 +59,15 @@ class _AboveBars:
     def __init__(self, stream: Any, bars: Any) -> None:
         self.stream = stream
         self._bars = bars
-        self._begun = ""
+        self._incomplete = ""  # the beginning of a line
 
     def write(self, text: str) -> int:
         # The user's own bars move the cursor, with line feeds too; print() ends its lines with one.
         is_line_feed = not text.strip("\n") and self.stream is self._bars
-        if not self._begun and ("\r" in text or "\x1b[" in text or is_line_feed):
+        if not self._incomplete and ("\r" in text or "\x1b[" in text or is_line_feed):
             self.stream.write(text)
             return len(text)
-        lines, newline, self._begun = (self._begun + text).rpartition("\n")
+        lines, newline, self._incomplete = (self._incomplete + text).rpartition("\n")
         if newline:
             with tqdm.external_write_mode(file=self._bars):
                 self.stream.write(f"{lines}\n")
@@ -75,9 +75,9 @@ class _AboveBars:
         return len(text)
 
     def finish(self) -> None:
-        """Write any incomplete line as a line of its own."""
-        if self._begun:
-            self.stream.write(f"{self._begun}\n")
+        """Write any incomplete line as a separate line."""
+        if self._incomplete:
+            self.stream.write(f"{self._incomplete}\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -161,8 +161,8 @@ class NotebookOutput:
         """Show the current content."""
         from IPython.display import display  # notebooks have it
 
-        is_short = time.monotonic() - self._created < _SHORT
-        if self._handle is None and not self.html and (is_short or not self.bars):
+        is_new = time.monotonic() - self._created < _DELAY
+        if self._handle is None and not self.html and (is_new or not self.bars):
             return
         data = {"text/html": self.html + "".join(bar.as_html() for bar in self.bars), "text/plain": self.text}
         if self._handle is None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
+from pytorch_accel_lite.checkpoint.files import check_is_no_url, load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 
 
@@ -23,27 +23,28 @@ from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 class SaveBestModelCallback(MetricWatcher):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
-    Metrics of evaluations within an epoch (``intermediate_eval_loss``, or with ``eval_every_n_epochs=None``) are looked
-    at when they are made, others at the end of the epoch.
+    Metrics of evaluations within an epoch (``intermediate_eval_loss``, or with ``evaluate_every``) are looked at when
+    they are made, others at the end of the epoch.
 
-    The best model is also loaded when a run is stopped or interrupted. If a run fails, the model is left as it is, and
-    a message says where the best one is; likewise if its file is missing, of which a resumed run warns, or holds the
-    model of an attempt that was killed and, after a resume, was not surpassed. Non-finite
-    weights are never saved; they end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`.
+    The best model is also loaded when a run is stopped or interrupted. It is not loaded, and a message names its file
+    instead, if the run fails, if the file is missing (a resumed run also warns of this), or if the file holds a better
+    model of an attempt that was killed before the run resumed. Non-finite weights are never saved; they end the run
+    with :class:`~pytorch_accel_lite.NonFiniteLossError`.
 
     :param save_path: the checkpoint file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
     :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name
-    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
-        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If the metric does not say, smaller values are better,
-        with a warning unless it is a loss. A value that contradicts the metric raises an error.
+    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If it declares nothing, smaller values are better, with
+        a warning unless it is a loss. A value that contradicts the metric raises an error.
     :param reset_on_train: compare only with values of the current training run
     :param save_optimizer: include the optimizer's state
     :param save_scheduler: include the scheduler's state
     :param load_saved_checkpoint: load the best model at the end of the run
     :param keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
-        ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best. A second run with
-        ``reset_on_train`` removes the files of the previous one, also if that was in another program; without it, the
-        better of two epochs with the same number is kept.
+        ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best; or, in a run that evaluates
+        within epochs, with its update, such as ``best_model-update000000500.pt``. A second run with ``reset_on_train``
+        removes the files of the previous one, also if that was in another program; without it, the better of two models
+        of the same name is kept.
     :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters,
         which must stay frozen during the run; see :meth:`Trainer.save_model`
     """
@@ -64,6 +65,7 @@ class SaveBestModelCallback(MetricWatcher):
         trainable_only: bool = False,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
+        check_is_no_url("save_path", save_path)
         self.save_path = save_path
         self.save_optimizer = save_optimizer
         self.save_scheduler = save_scheduler
@@ -76,12 +78,11 @@ class SaveBestModelCallback(MetricWatcher):
         """Forget the best models of earlier runs."""
         self.best_metric = None
         self.best_metric_epoch: int | None = None
-        self._kept: dict[int, float] = {}  # values of the models that are kept, by epoch, best first
+        self._kept: dict[str, float] = {}  # values of the models that are kept, by epoch or update, best first
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         super().configure_run(trainer, request)
-        if request.kind == "training":
-            request.claim_path(self, "save_path", self.save_path, "best model")
+        request.claim_path(self, "save_path", self.save_path, "best model")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = False
@@ -98,13 +99,15 @@ class SaveBestModelCallback(MetricWatcher):
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Look at the value for which the run may have been stopped, before the end of the epoch."""
         if trainer.train_dataloader is not None and (self._is_due or trainer.current_run.epoch_phase):
-            self._look(trainer, mid_epoch=True)
+            self._handle_new(trainer, mid_epoch=True)
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         """Save the model if the value is the best, or among those to keep."""
         epoch = trainer.run_history.current_epoch
         if self.keep > 1 and not math.isnan(metric):
-            self._keep(trainer, metric, epoch)
+            within_epochs = trainer.current_run.evaluates_within_epochs
+            label = f"update{trainer.progress.update:09d}" if within_epochs else f"epoch{epoch:04d}"
+            self._keep(trainer, metric, epoch, label)
         if self._watched.is_better(metric, self.best_metric):
             self._save(trainer, self.save_path, metric, epoch)
             self.best_metric = metric
@@ -120,17 +123,16 @@ class SaveBestModelCallback(MetricWatcher):
             **({"trainable_only": True} if self.trainable_only else {}),
         )
 
-    def _keep(self, trainer: TrainerLike, metric: float, epoch: int) -> None:
-        """Save the model under its epoch if it is among the best, and remove those that no longer are."""
-        if self._watched.is_better(metric, self._kept.get(epoch)):  # a second run has epochs of the same numbers
-            kept = self._watched.best_of(self._kept | {epoch: metric}, self.keep)
-            if epoch in kept:
+    def _keep(self, trainer: TrainerLike, metric: float, epoch: int, label: str) -> None:
+        """Save the model under its label if it is among the best, and remove those that no longer are."""
+        if self._watched.is_better(metric, self._kept.get(label)):  # a second run has epochs of the same numbers
+            self._kept = self._watched.best_of(self._kept | {label: metric}, self.keep)
+            if label in self._kept:
                 path = Path(self.save_path)
-                self._save(trainer, path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}"), metric, epoch)
-            self._kept = kept
+                self._save(trainer, path.with_name(f"{path.stem}-{label}{path.suffix}"), metric, epoch)
         if trainer.accelerator.is_local_main_process:
-            for number, file in find_kept_models(self.save_path).items():
-                if number not in self._kept:
+            for existing, file in find_kept_models(self.save_path).items():
+                if existing not in self._kept:
                     file.unlink(missing_ok=True)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -172,31 +174,32 @@ class SaveBestModelCallback(MetricWatcher):
         best = Path(self.save_path)
         if not best.exists() or self.keep == 1:
             return [best] if best.exists() else []
-        value = float(read_checkpoint(best)[self.watch_metric])
-        kept = find_kept_models(best).values()
-        distances = {path: abs(float(read_checkpoint(path)[self.watch_metric]) - value) for path in kept}
-        return [best, *sorted(kept, key=lambda path: (distances[path], path.name))[1:]]
+        paths = [best, *find_kept_models(best).values()]
+        values = {path: float(read_checkpoint(path)[self.watch_metric]) for path in paths}
+        ranking = sorted(paths, key=lambda path: (abs(values[path] - values[best]), path != best, path.name))
+        return [best, *ranking[2:]]  # without the copy of the best one that has a label
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all kept models."""
-        kept = [[metric, epoch] for epoch, metric in self._kept.items()]
-        return {**super().state_dict(), "best_metric_epoch": self.best_metric_epoch, "kept": kept}
+        kept_models = [[metric, label] for label, metric in self._kept.items()]
+        return {**super().state_dict(), "best_metric_epoch": self.best_metric_epoch, "kept": kept_models}
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         """Load the best model's epoch and the kept models; warn if the file of the best one is missing."""
         self.best_metric_epoch = state["best_metric_epoch"]
-        self._kept = {epoch: metric for metric, epoch in state["kept"]}
+        self._kept = {  # older states have the numbers of epochs
+            label if isinstance(label, str) else f"epoch{label:04d}": metric for metric, label in state["kept"]
+        }
         if self.best_metric is not None and not os.path.exists(self.save_path):
-            warnings.warn(
+            warn_outside(
                 f"SaveBestModelCallback: save_path={str(self.save_path)!r} does not exist, but the resumed run has "
                 f"saved its best model there: {self._describe_best()}. Copy it there before the run ends, or "
-                "only an epoch that is even better will be saved and loaded.",
-                stacklevel=2,
+                "only an epoch that is even better will be saved and loaded."
             )
 
 
-def find_kept_models(save_path: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the files of the best models next to that of the best one, by epoch."""
+def find_kept_models(save_path: str | os.PathLike[str]) -> dict[str, Path]:
+    """Return the files of the best models next to that of the best one, by epoch or update, such as ``epoch0003``."""
     path = Path(save_path)
-    name = re.compile(rf"{re.escape(path.stem)}-epoch(\d{{4,}}){re.escape(path.suffix)}")
-    return {int(match[1]): file for file in path.parent.glob("*") if (match := name.fullmatch(file.name))}
+    name = re.compile(rf"{re.escape(path.stem)}-(epoch\d{{4,}}|update\d{{9,}}){re.escape(path.suffix)}")
+    return {match[1]: file for file in path.parent.glob("*") if (match := name.fullmatch(file.name))}

@@ -1,4 +1,4 @@
-"""Telling where every process is when a run makes no progress."""
+"""Reporting where every process is when a run makes no progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pytorch_accel_lite.base.environment import LIBRARIES
-from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect
@@ -27,15 +27,15 @@ from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect
 #: Exit code of a program ended by the watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
 EXIT_CODE = 75
 _LONGEST_INTERVAL = 5.0
-_stores: Any = dist  # which does not declare them as its own
+_stores: Any = dist  # whose stub does not declare the stores
 
 
 class HangWatchCallback(TrainerCallback):
     """Print where every process is when a run makes no progress for some time, and optionally end the job.
 
-    Progress is a training or evaluation step, or the end of an epoch; choose a time that the slowest of them never
-    takes, including the callbacks within it and the saving of states. A thread in each process watches, and sends what
-    it sees to the others beside their collectives, so it works while those hang. The report names the processes that
+    Progress is a training or evaluation step, or the end of an epoch; choose a time longer than the slowest of them,
+    including the callbacks within it and the saving of states. A thread in each process watches, and exchanges
+    positions with the others without collectives, so it works while those hang. The report names the processes that
     are behind first::
 
         No progress for 60 seconds.
@@ -64,8 +64,8 @@ class HangWatchCallback(TrainerCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._stop()
         self.steps = 0
-        trainer.callback_handler.set_listening(self, True, "on_update_end")
-        name = trainer.broadcast_object(uuid.uuid4().hex)  # a restarted job may find the keys of the one before it
+        set_listening(trainer, self, True, "on_update_end")
+        name = trainer.broadcast_object(uuid.uuid4().hex)  # the store may still have the keys of an earlier job
         self._watch = _Watch(self, trainer, connect(f"hang_watch/{name}"))
         self._watch.start()
 
@@ -76,8 +76,8 @@ class HangWatchCallback(TrainerCallback):
     on_eval_epoch_start = on_eval_step_end = on_eval_epoch_end = on_training_run_epoch_end = _count
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        trainer.callback_handler.set_listening(self, False, "on_update_end")  # only the first counts
-        if self.end and self._watch is not None:
+        set_listening(trainer, self, False, "on_update_end")  # only the first counts
+        if self.end and self._watch is not None and not self._watch.may_end:
             self._watch.may_end = True
             self._timeouts.set(2 * self.seconds + 6 * _LONGEST_INTERVAL)
 
@@ -98,14 +98,14 @@ class _Position(NamedTuple):
     """Where a process is.
 
     :param waits: whether it seems to wait for other processes
-    :param place: its innermost function, in a few words
+    :param function: its innermost function, in a few words
     :param stack: its stack, as Python prints it
     """
 
     epoch: int
     step: int
     waits: bool
-    place: str
+    function: str
     stack: str
 
 
@@ -132,7 +132,7 @@ class _Watch(threading.Thread):
         self._steps = 0
         self._since = time.monotonic()
         self._reports = 0
-        self._is_reported = self._is_placed = False  # whether its position is in the store
+        self._is_reported = self._is_position_stored = False
 
     def run(self) -> None:
         while not self._is_over.wait(self._interval):
@@ -160,7 +160,7 @@ class _Watch(threading.Thread):
         waited = time.monotonic() - self._since
         if waited >= self._callback.seconds / 2:
             self._store.set(str(self._rank), json.dumps(self._position()))
-            self._is_placed = True
+            self._is_position_stored = True
         reports = self._store.add("reports", 0)
         if reports > self._reports:
             self._reports = reports
@@ -183,15 +183,15 @@ class _Watch(threading.Thread):
             _print(f"Rank {self._rank} makes progress again after {now - self._since:.0f} seconds.")
         self._steps = self._callback.steps
         self._since = now
-        if self._is_placed:
+        if self._is_position_stored:
             self._store.delete_key(str(self._rank))
-        self._is_reported = self._is_placed = False
+        self._is_reported = self._is_position_stored = False
 
     def _position(self) -> _Position:
         stack = stack_of(self._watched)
         progress = self._trainer.progress
         printed = "".join(traceback.format_list(stack))
-        return _Position(progress.epoch, progress.step, waits_for_others(stack), where(stack), printed)
+        return _Position(progress.epoch, progress.step, waits_for_others(stack), innermost_function(stack), printed)
 
     def _report(self) -> None:
         ranks = range(self._trainer.ranks.world_size if self._is_shared else 1)
@@ -218,22 +218,22 @@ _SILENCE = "does not answer: its process has ended, or native code keeps Python 
 
 
 def describe(seconds: float, positions: dict[int, _Position], silent: dict[int, str]) -> str:
-    """Return a report: a line for each place, then the stacks.
+    """Return a report: a line for all processes at the same position, then the stacks.
 
     Processes that are behind, and those that do not wait for others, come first.
 
     :param positions: the positions of processes by rank
-    :param silent: what is known of the other processes, by rank
+    :param silent: why the others have none, by rank
     """
-    together: dict[tuple[int, int, bool, str], list[int]] = defaultdict(list)
+    by_position: dict[tuple[int, int, bool, str], list[int]] = defaultdict(list)
     for rank, position in sorted(positions.items()):
-        together[position[:4]].append(rank)
-    groups = sorted(together.items(), key=lambda item: (item[0][:3], len(item[1])))
+        by_position[position[:4]].append(rank)
+    groups = sorted(by_position.items(), key=lambda item: (item[0][:3], len(item[1])))
     lines = [f"No progress for {seconds:g} seconds."]
     lines += [f"  rank {rank} {reason}" for rank, reason in sorted(silent.items())]
-    for (epoch, step, _, place), ranks in groups:
-        several = "ranks" if len(ranks) > 1 else "rank"
-        lines.append(f"  {several} {', '.join(map(str, ranks))}, epoch {epoch}, step {step}: {place}")
+    for (epoch, step, _, function), ranks in groups:
+        label = "ranks" if len(ranks) > 1 else "rank"
+        lines.append(f"  {label} {', '.join(map(str, ranks))}, epoch {epoch}, step {step}: {function}")
     for _, ranks in groups:
         lines += [f"Stack of rank {ranks[0]}:", positions[ranks[0]].stack.rstrip("\n")]
     return "\n".join(lines)
@@ -244,7 +244,7 @@ def _print(text: str) -> None:
 
 
 def _dump_stacks_unless_called_again(seconds: float, end: bool) -> None:
-    """Make C code print the stacks if this thread cannot run for so long, because native code holds Python's lock."""
+    """Make C code print the stacks if native code holds Python's lock for so long that this thread cannot run."""
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):  # it is no file
             faulthandler.dump_traceback_later(seconds + _LONGEST_INTERVAL, exit=end, file=sys.__stderr__)
@@ -267,7 +267,7 @@ def stack_of(thread: int | None) -> list[traceback.FrameSummary]:
     return [] if frame is None else list(traceback.extract_stack(frame))
 
 
-def where(stack: Sequence[traceback.FrameSummary]) -> str:
+def innermost_function(stack: Sequence[traceback.FrameSummary]) -> str:
     """Return the function at the end of a stack, with its file and line.
 
     A function of a library is followed by the user's function that called it, if the user's code is within the run.
@@ -281,7 +281,7 @@ def where(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def waits_for_others(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether a thread is, as far as its stack shows, where processes wait for each other."""
+    """Whether the stack of a thread shows that it waits for other processes."""
     return any(frame.name == "_engine_run_backward" or _COLLECTIVES in frame.filename for frame in stack)
 
 

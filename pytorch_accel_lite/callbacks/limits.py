@@ -68,9 +68,9 @@ class LimitEvalStepsCallback(TrainerCallback):
 
     def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: Any) -> None:
         loader = trainer.eval_dataloader
-        before = self._limit_before
-        if self._applies(is_intermediate):  # the first of several such callbacks found the largest limit, or none
-            loader.limit = None if before is None or loader.limit is None else max(before, loader.limit)
+        previous = self._limit_before
+        if self._applies(is_intermediate):  # the first of several such callbacks has noted the largest limit, or none
+            loader.limit = None if previous is None or loader.limit is None else max(previous, loader.limit)
 
 
 class LimitBatches:

@@ -1,4 +1,4 @@
-"""What callbacks that watch a metric have in common: when they look at its values."""
+"""The base class of callbacks that watch a metric: when its values are handled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class MetricWatcher(TrainerCallback):
     epoch.
     """
 
-    _handles_values_within_epochs = True
     _is_due = False  # whether there was an evaluation within the epoch whose values have not been handled
 
     def __init__(self, watch_metric: str, greater_is_better: bool | None, reset_on_train: bool) -> None:
@@ -43,8 +42,7 @@ class MetricWatcher(TrainerCallback):
         raise NotImplementedError
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            request.metrics.watch(self._watched)
+        request.metrics.watch(self._watched)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._is_due = False
@@ -53,24 +51,20 @@ class MetricWatcher(TrainerCallback):
             self._reset()
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._look_if_due(trainer)  # the state from which the run resumed was saved before this callback's turn
+        if self._is_due:
+            self._handle_new(trainer, mid_epoch=True)
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._look_if_due(trainer)
+    # A state may be saved before this event, so that in a resumed run, the value is due at the start of a step.
+    on_train_step_checkpoint = on_train_step_start
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         # The values of evaluate() are not those of the run.
-        is_of_run = "evaluation_loss" not in trainer.current_run.recorded_losses
-        self._is_due = is_of_run and self._handles_values_within_epochs
+        self._is_due |= "evaluation_loss" not in trainer.current_run.recorded_losses
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._look(trainer, mid_epoch=False)
+        self._handle_new(trainer, mid_epoch=False)
 
-    def _look_if_due(self, trainer: TrainerLike) -> None:
-        if self._is_due:
-            self._look(trainer, mid_epoch=True)
-
-    def _look(self, trainer: TrainerLike, mid_epoch: bool) -> None:
+    def _handle_new(self, trainer: TrainerLike, mid_epoch: bool) -> None:
         self._is_due = False
         metric = self._watched.new_value(trainer, mid_epoch)
         if metric is not None:
@@ -88,5 +82,4 @@ class MetricWatcher(TrainerCallback):
             self._load_progress(state)
 
     def _load_progress(self, state: dict[str, Any]) -> None:
-        """Load what else a subclass has saved in its state."""
-        raise NotImplementedError
+        """Load the rest of a subclass's state, if it has more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -13,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytorch_accel_lite.base.batches import TARGET_KEYS
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.distributed import Ranks
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
-
-    from pytorch_accel_lite.distributed import Ranks
 
 
 _MODULES = "aggregation audio classification clustering detection image nominal regression retrieval segmentation text"
@@ -70,12 +71,11 @@ class MetricsCallback(TrainerCallback):
 
         if isinstance(metrics, Metric):
             metrics = {type(metrics).__name__: metrics}
-        of_task = {"num_classes": num_classes, "num_labels": num_labels, "task": task}
-        metrics = _create_named(
-            metrics, arguments | {name: value for name, value in of_task.items() if value is not None}
-        )
-        named = isinstance(metrics, Mapping) and all(isinstance(value, Metric) for value in metrics.values())
-        if not named and not isinstance(metrics, MetricCollection):
+        for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": task}.items():
+            arguments |= {} if value is None else {name: value}
+        metrics = _create_named(metrics, arguments)
+        is_dict = isinstance(metrics, Mapping) and all(isinstance(value, Metric) for value in metrics.values())
+        if not is_dict and not isinstance(metrics, MetricCollection):
             raise TypeError(
                 f"metrics={metrics!r} must be a torchmetrics Metric, a MetricCollection, a dict of metrics, or the "
                 "name of a metric, such as 'accuracy'."
@@ -92,20 +92,20 @@ class MetricsCallback(TrainerCallback):
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        named = list(self.metrics.items())
-        better = {name: getattr(metric, "higher_is_better", None) for name, metric in named}
-        of_several = not all(_is_single(metric) for _, metric in named)
+        metrics = dict(self.metrics.items())
+        directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
+        and_others = not all(map(_is_single, metrics.values()))
         if self.only is not None:
-            default = next(iter(better.values())) if len(better) == 1 else None
-            better = {name: better.get(name, default) for name in self.only}
-            of_several = False
-        request.metrics.record(self, better, in_evaluation=True, and_others=of_several)
+            default = next(iter(directions.values())) if len(directions) == 1 else None
+            directions = {name: directions.get(name, default) for name in self.only}
+            and_others = False
+        request.metrics.record(self, directions, in_evaluation=True, and_others=and_others)
         if self.train_metrics is not None:
-            request.metrics.record(self, {f"train_{name}": is_so for name, is_so in better.items()})
+            request.metrics.record(self, {f"train_{name}": higher for name, higher in directions.items()})
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._ranks = trainer.data_ranks
-        if self.train_metrics is not None:  # of as many logical processes as a state to resume from has
+        if self.train_metrics is not None:  # creates copies for logical processes, into which a state is loaded
             self._reset(trainer, self.train_metrics)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -139,19 +139,19 @@ class MetricsCallback(TrainerCallback):
     def _reset(self, trainer: TrainerLike, metrics: MetricCollection) -> None:
         metrics.to(trainer.device).reset()
         logical = trainer.logical
-        copies = {} if logical is None else {number: metrics.clone() for number in logical.shares.own}
+        copies = {} if logical is None else {number: metrics.clone() for number in logical.shares.local}
         self._copies[id(metrics)] = copies or {0: metrics}
 
     def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:
         return self._copies.get(id(metrics), {0: metrics})
 
     def _update(self, metrics: MetricCollection, batch: Any, batch_output: Any) -> None:
-        if batch_output["batch_size"] == 0:  # a copy of another process's sample, only here to keep ranks in step
+        if batch_output["batch_size"] == 0:  # a filler batch, which only keeps the processes in step
             return
         with torch.no_grad():
             arguments = self.transform(batch, batch_output)
-            parts: Iterable[tuple[str, Any]] = torch.nn.ModuleDict.items(metrics)
-            for name, metric in parts:  # the collection's own update() also looks for the keywords that each takes
+            members: Iterable[tuple[str, Any]] = torch.nn.ModuleDict.items(metrics)
+            for name, metric in members:  # the collection's own update() would also filter keywords for each
                 try:
                     metric.update(*arguments)
                 except Exception as error:
@@ -161,7 +161,7 @@ class MetricsCallback(TrainerCallback):
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
         with warnings.catch_warnings():
-            # A process without its own samples has not updated its metrics.
+            # A process without samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
             _merge_over_ranks(metrics, list(self._copies_of(metrics).values()), trainer.data_ranks)
             values = metrics.compute()
@@ -181,17 +181,16 @@ class MetricsCallback(TrainerCallback):
         return {"ranks": list(chain.from_iterable(gathered))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`; each process loads its own part."""
+        """Load the state returned by :meth:`state_dict`; each process loads its part."""
         if self.train_metrics is None or "ranks" not in state:
             return
         copies = list(self._copies_of(self.train_metrics).values())
         counts = [len(copies)] if self._ranks is None else self._ranks.all_gather_object(len(copies))
         count = sum(counts)
         if len(state["ranks"]) != count:
-            warnings.warn(
+            warn_outside(
                 f"Training metrics cover only the rest of this epoch: they were saved by {len(state['ranks'])} "
-                f"processes and are resumed on {count}.",
-                stacklevel=2,
+                f"processes and are resumed on {count}."
             )
             return
         first = 0 if self._ranks is None else sum(counts[: self._ranks.rank])
@@ -204,8 +203,8 @@ def _create_named(metrics: Any, arguments: Mapping[str, Any]) -> Any:
     names = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
         metrics = {name: name for name in names}
-    by_name = [*metrics.values()] if isinstance(metrics, Mapping) else []
-    if arguments and not any(isinstance(metric, str) for metric in by_name):
+    members = [*metrics.values()] if isinstance(metrics, Mapping) else []
+    if arguments and not any(isinstance(metric, str) for metric in members):
         raise TypeError(
             f"MetricsCallback has no argument {next(iter(arguments))!r}: pass it where you create the metric, or pass "
             "the name of the metric instead."
@@ -256,13 +255,12 @@ def _normalised(name: str) -> str:
 
 
 def _suggestion(name: str, classes: Mapping[str, Any]) -> str:
-    """Suggest the class that begins like a name, has it as its initials (``"mse"``), or is spelt similarly."""
+    """Suggest the class that a name abbreviates (``"mse"``), that begins with the name, or that is spelt similarly."""
     word = _normalised(name)
-    initials = ["".join(filter(str.isupper, kind.__name__)).lower() for kind in classes.values()]
-    begun = sorted((plain for plain in classes if plain.startswith(word)), key=len)
-    shortened = [plain for plain, letters in zip(classes, initials, strict=True) if letters == word]
-    close = [*shortened, *begun, *difflib.get_close_matches(word, classes, n=1)]
-    return f" Did you mean {classes[close[0]].__name__!r}?" if close else ""
+    abbreviated = [key for key, kind in classes.items() if word == re.sub("[^A-Z]", "", kind.__name__).lower()]
+    longer = sorted((key for key in classes if key.startswith(word)), key=len)
+    matches = [*abbreviated, *longer, *difflib.get_close_matches(word, classes, n=1)]
+    return f" Did you mean {classes[matches[0]].__name__!r}?" if matches else ""
 
 
 def _state_of(metrics: MetricCollection) -> dict[str, Any]:
@@ -277,24 +275,23 @@ def _state_of(metrics: MetricCollection) -> dict[str, Any]:
 
 
 def _load_state(metrics: MetricCollection, states: dict[str, Any]) -> None:
-    named = dict(metrics.items(keep_base=True))
-    if states.keys() != named.keys():
-        warnings.warn(
+    by_name = dict(metrics.items(keep_base=True))
+    if states.keys() != by_name.keys():
+        warn_outside(
             "These training metrics have been added since the state was saved, and cover only the rest of this epoch, "
-            f"or have been removed: {', '.join(sorted(states.keys() ^ named.keys()))}.",
-            stacklevel=2,
+            f"or have been removed: {', '.join(sorted(states.keys() ^ by_name.keys()))}."
         )
-    for name in states.keys() & named.keys():
+    for name in states.keys() & by_name.keys():
         saved = dict(states[name])
-        parts = _metrics_in(named[name])
+        parts = _metrics_in(by_name[name])
         counts = saved.pop(_UPDATES, 1)  # without updates, a state would not be merged
         counts = counts if isinstance(counts, list) else [counts] * len(parts)  # one before 0.2
-        device = named[name].device
+        device = by_name[name].device
         for part, count in zip(parts, counts, strict=True):
             part.persistent(True)
             part._update_count = count
-        named[name].load_state_dict(saved)
-        named[name].to(device)  # torchmetrics keeps the tensors of a state where they are
+        by_name[name].load_state_dict(saved)
+        by_name[name].to(device)  # torchmetrics keeps the tensors of a state where they are
 
 
 def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection], ranks: Ranks) -> None:

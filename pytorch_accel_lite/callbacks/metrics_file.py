@@ -9,14 +9,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import replacing
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 Row = dict[str, Any]
 
@@ -33,25 +32,31 @@ class MetricsFileCallback(StepLogger):
     :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
         ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
         ``step_metrics`` of other callbacks
+    :param every: instead, write these rows at an :class:`~pytorch_accel_lite.Interval`, such as ``"10_000 samples"``
     :raises ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
     :raises OSError: at the start of a run, if the file cannot be written
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "metrics.jsonl", every_n_updates: int | None = None) -> None:
-        super().__init__(every_n_updates)
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "metrics.jsonl",
+        every_n_updates: int | None = None,
+        *,
+        every: str | Interval | None = None,
+    ) -> None:
+        super().__init__(every_n_updates, every)
         self.path = Path(path)
         if self.path.suffix not in (".jsonl", ".csv"):
             raise ValueError(f"path={os.fspath(path)!r} must end in .jsonl (JSON lines) or .csv.")
         self.updates_path = self.path.with_name(f"{self.path.stem}_updates{self.path.suffix}")
         self._epochs = _RowFile(self.path)
         self._updates = _RowFile(self.updates_path)
-        self._trained = False
+        self._has_trained = False
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            request.claim_path(self, "path", self.path, "metrics")
-            if self.every_n_updates is not None:
-                request.claim_path(self, "updates_path", self.updates_path, "metrics of updates")
+        request.claim_path(self, "path", self.path, "metrics")
+        if self.every is not None:
+            request.claim_path(self, "updates_path", self.updates_path, "metrics of updates")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
@@ -60,41 +65,41 @@ class MetricsFileCallback(StepLogger):
                 "MetricsFileCallback needs a run history with rows(), which "
                 f"{type(trainer.run_history).__name__} lacks. Derive it from InMemoryRunHistory."
             )
-        self._trained = True
+        self._has_trained = True
         trainer.ranks.run_together(lambda: self._begin_files(trainer), only_first=True)
 
     def _begin_files(self, trainer: TrainerLike) -> None:
         self._epochs.replace(trainer.run_history.rows())
-        if self.every_n_updates is not None:
+        if self.every is not None:
             update = trainer.progress.update
             rows = [row for row in self._updates.read() if int(row["update"]) <= update] if update else []
             self._updates.replace(rows)
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
-        self._updates.append([{"update": update, "epoch": epoch, **values}])
-
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._update(trainer)
+        if int(self._updates.last_row.get("update", 0)) != update:  # a run that was killed may have written it already
+            self._updates.append([{"update": update, "epoch": epoch, **values}])
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_end(trainer)
-        if trainer.accelerator.is_main_process and self._trained:
+        if trainer.accelerator.is_main_process and self._has_trained:
             self._epochs.replace(trainer.run_history.rows())
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._trained:  # otherwise an existing file belongs to another program's run
+        if self._has_trained:  # otherwise an existing file belongs to another program's run
             self._update(trainer)
 
-    def _update(self, trainer: TrainerLike) -> None:
+    def _update(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Append the rows of new epochs, or replace the file if a row in it has changed."""
         if not trainer.accelerator.is_main_process:
             return
-        written = self._epochs.last_row
-        rows = trainer.run_history.rows(written.get("epoch", 0))
-        if rows and written and _is_same(rows[0], written):
+        last_row = self._epochs.last_row
+        rows = trainer.run_history.rows(last_row.get("epoch", 0))
+        if rows and last_row and _is_same(rows[0], last_row):
             self._epochs.append(rows[1:])
         else:
             self._epochs.replace(trainer.run_history.rows())
+
+    on_epoch_checkpoint = _update
 
 
 class _RowFile:
@@ -135,14 +140,14 @@ class _RowFile:
         return list(csv.DictReader(lines)) if self._path.suffix == ".csv" else [json.loads(line) for line in lines]
 
     def _as_text(self, rows: list[Row], header: bool = False) -> str:
-        written = [{name: plain(value) for name, value in row.items()} for row in rows]
+        rows = [{name: plain(value) for name, value in row.items()} for row in rows]
         if self._path.suffix == ".jsonl":
-            return "".join(json.dumps(row) + "\n" for row in written)
+            return "".join(json.dumps(row) + "\n" for row in rows)
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns, lineterminator="\n")
         if header:
             writer.writeheader()
-        writer.writerows(written)
+        writer.writerows(rows)
         return text.getvalue()
 
 
@@ -152,7 +157,7 @@ def _is_same(row: Row, other: Row) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a value in the form in which it is written."""
+    """Return a value in a form that JSON and CSV files can hold."""
     value = None if value is None else as_number_or_text(value)
     if not isinstance(value, float) or math.isfinite(value):
         return value

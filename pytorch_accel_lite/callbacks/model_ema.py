@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,21 +11,22 @@ from typing import Any, Literal
 
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback, set_listening
 from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_range
-from pytorch_accel_lite.base.watched_metric import WatchedMetric
+from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import sharded_like
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
 
 
 @suggest_arguments
-class ModelEmaCallback(TrainerCallback):
+class ModelEmaCallback(MetricWatcher):
     """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
 
     Place this callback before callbacks that use its metrics. The trained weights are never replaced by the averaged
@@ -38,7 +38,7 @@ class ModelEmaCallback(TrainerCallback):
     :param save_path: portable checkpoint file for the averaged model; ``None`` does not save it
     :param watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
         evaluation loss, ``ema_model_eval_loss_epoch``
-    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
+    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
         :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
     :param model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
     :param callbacks: callbacks, such as metrics, that take part in evaluating the averaged model; no others do
@@ -67,18 +67,16 @@ class ModelEmaCallback(TrainerCallback):
         check_choice("update_every", update_every, ("update", "epoch"))
         if not prefix:
             raise ValueError(f"prefix={prefix!r} must not be empty: it distinguishes the averaged model's metrics.")
+        watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
+        super().__init__(watch_metric, greater_is_better, reset_on_train=True)
         self.decay = check_range("decay", decay, most=1)
         self.evaluate_during_training = evaluate_during_training
         self.save_path = save_path
-        self.watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
-        self.greater_is_better = greater_is_better
         self.model_ema = model_ema
         self.update_every = update_every
         self.warmup = warmup
         self.prefix = prefix
         self.ema: ModelEma | None = None
-        self.best_metric: float | None = None
-        self._watched = WatchedMetric(self, "watch_metric", self.watch_metric, greater_is_better)
         self._handler = CallbackHandler(callbacks)
         self._loaded: dict[str, Any] = {}
 
@@ -88,8 +86,7 @@ class ModelEmaCallback(TrainerCallback):
         return self.ema
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            request.claim_path(self, "save_path", self.save_path, "averaged model")
+        request.claim_path(self, "save_path", self.save_path, "averaged model")
         if self.evaluate_during_training:
             nested = ExpectedMetrics()
             nested.record(self, {"eval_loss_epoch": False}, in_evaluation=True)
@@ -113,6 +110,9 @@ class ModelEmaCallback(TrainerCallback):
             self._average_shards(trainer)
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
+        self._is_due = False
+        follows = self.evaluate_during_training and trainer.current_run.evaluates_within_epochs
+        set_listening(trainer, self, follows, "on_train_step_start", "on_train_step_checkpoint")
         self._average.to(trainer.device)
         # Rank 0's weights have been broadcast to all ranks by now. A resumed run restores the average later, if its
         # state has one.
@@ -138,15 +138,9 @@ class ModelEmaCallback(TrainerCallback):
 
     def _check_evaluation(self, trainer: TrainerLike) -> None:
         if self.save_path is not None and not trainer.eval_dataloaders:
-            warnings.warn(
+            warn_outside(
                 "ModelEmaCallback has no evaluation data to find the best average, so it saves none. Pass eval_dataset "
-                "to train(), or set evaluate_during_training=False to save the average after every epoch.",
-                stacklevel=2,
-            )
-        if trainer.eval_dataloaders and trainer.current_run.request.eval_every_n_epochs is None:
-            raise ValueError(
-                "ModelEmaCallback evaluates the average after the evaluations of epochs, and with "
-                "eval_every_n_epochs=None there are none. Pass evaluate_during_training=False, or a number of epochs."
+                "to train(), or set evaluate_during_training=False to save the average after every epoch."
             )
         averages = [other for other in trainer.callback_handler if isinstance(other, ModelEmaCallback)]
         if [other.prefix for other in averages if other.evaluate_during_training].count(self.prefix) > 1:
@@ -162,7 +156,7 @@ class ModelEmaCallback(TrainerCallback):
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.update_every == "update" and not trainer.update_was_skipped:
-            assert self.ema is not None
+            assert self.ema is not None  # as a property would cost a call in each step
             self.ema.update(trainer.get_model(keep_torch_compile=False))
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -172,12 +166,19 @@ class ModelEmaCallback(TrainerCallback):
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self.evaluate_during_training:
             self._save(trainer, {})
-            return
-        if not trainer.current_run.evaluation_is_due:
-            return
+        elif trainer.current_run.evaluation_is_due:
+            self._handle_new(trainer, mid_epoch=False)
+
+    def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: Any) -> None:
+        self._is_due |= not is_intermediate and "evaluation_loss" not in trainer.current_run.recorded_losses
+
+    def _handle_new(self, trainer: TrainerLike, mid_epoch: bool) -> None:
+        """Evaluate the average after an evaluation of the run, and save it if it is the best."""
         self._evaluate(trainer)
-        metric = self._watched.new_value(trainer)
-        if metric is not None and self._watched.is_better(metric, self.best_metric):
+        super()._handle_new(trainer, mid_epoch)
+
+    def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
+        if self._watched.is_better(metric, self.best_metric):
             self.best_metric = metric
             self._save(trainer, {self.watch_metric: metric})
 
@@ -196,28 +197,25 @@ class ModelEmaCallback(TrainerCallback):
         module = self._average.module
         trainer.sync_buffers(module)
         checkpoint = {"model_state_dict": model_state(module), "epoch": trainer.progress.epoch, **metrics}
-        here = trainer.accelerator.is_local_main_process
-        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if here else None)
+        is_writer = trainer.accelerator.is_local_main_process
+        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if is_writer else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averaged weights, the number of updates, and the best value."""
         if self.ema is None:
             return self._loaded
         return {
-            **self._watched.state_dict(),
+            **super().state_dict(),
             "module": dict(self.ema.module.state_dict()),
             "num_updates": self.ema.num_updates,
-            "best_metric": self.best_metric,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`; outside a run it is kept until there is an average."""
         self._loaded = state
         if self.ema is not None and state:
-            if self._watched.load_state_dict(state, self):
-                self.best_metric = state["best_metric"]
-            own = self.ema.module.state_dict()
-            self.ema.module.load_state_dict(
-                {name: sharded_like(own.get(name), value) for name, value in state["module"].items()}
-            )
+            super().load_state_dict(state)
+            current = self.ema.module.state_dict()
+            weights = {name: sharded_like(current.get(name), value) for name, value in state["module"].items()}
+            self.ema.module.load_state_dict(weights)
             self.ema.num_updates = state["num_updates"]

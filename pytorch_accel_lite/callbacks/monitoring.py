@@ -1,4 +1,4 @@
-"""Monitors of a run: learning rates, gradients, throughput, memory.
+"""Monitors of a run: learning rates, gradients, memory.
 
 Each records values per epoch in the run history, and values per update, if it has any, in ``trainer.step_metrics`` for
 loggers. No step reads from the device.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +18,8 @@ from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.optimizers.gradients import total_norm
-from pytorch_accel_lite.optimizers.operations import group_names, is_made, parts_of
+from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of
 
 _MIB = 2**20
 
@@ -31,7 +28,7 @@ class LearningRateMonitorCallback(TrainerCallback):
     """Record the learning rate of each parameter group at the last update of an epoch.
 
     The metric is named ``lr``; ``lr_0``, ``lr_1`` ... if there are several groups; ``lr_<name>`` if there are several
-    optimizers. Groups whose optimizer finds a rate of its own, such as Adafactor's, have none.
+    optimizers. Groups whose optimizer chooses its rate itself, such as Adafactor's, have none.
     """
 
     def __init__(self) -> None:
@@ -39,7 +36,7 @@ class LearningRateMonitorCallback(TrainerCallback):
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
-            is_known = is_made(trainer.optimizer)  # else how many groups there will be is not known
+            is_known = is_created(trainer.optimizer)  # otherwise, the number of groups is not known yet
             request.metrics.record(self, _rate_names(trainer) if is_known else (), and_others=not is_known)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -61,11 +58,11 @@ class LearningRateMonitorCallback(TrainerCallback):
 
 
 def _rate_names(trainer: TrainerLike) -> list[str]:
-    return [_of("lr", name) for name in group_names(trainer.optimizer)]
+    return [_join("lr", name) for name in group_names(trainer.optimizer)]
 
 
-def _of(metric: str, part: str) -> str:
-    """Return the name of the metric of a part, such as an optimizer, or of the whole if the part has no name."""
+def _join(metric: str, part: str) -> str:
+    """Return the name of a metric of an optimizer or of a parameter group, whose own name may be empty."""
     return f"{metric}_{part}" if part else metric
 
 
@@ -79,38 +76,35 @@ class GradientNormCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._norms: dict[
-            str, GradientNorms
-        ] = {}  # by optimizer; "" for a single one, or for several that step together
+        #: By optimizer, with the name "" for a single one, or for several that step together.
+        self._norms: dict[str, GradientNorms] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "training":
             return
-        is_known = is_made(trainer.optimizer) or not is_overridden(trainer, "train_step")
-        names = list(parts_of(trainer.optimizer)) if is_overridden(trainer, "train_step") else []
-        recorded = [f"{_of('gradient_norm', name)}_{kind}" for name in names or [""] for kind in ("mean", "max")]
+        is_known = is_created(trainer.optimizer) or not is_overridden(trainer, "train_step")
+        names = (list(parts_of(trainer.optimizer)) if is_overridden(trainer, "train_step") else []) or [""]
+        recorded = [f"{_join('gradient_norm', name)}_{kind}" for name in names for kind in ("mean", "max")]
         if request.gradient_clip_norm is not None:
-            recorded += [_of("clipped_updates", name) for name in names or [""]]
+            recorded += [_join("clipped_updates", name) for name in names]
         request.metrics.record(self, recorded if is_known else (), and_others=not is_known)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._norms = {}
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        norm = total_norm(trainer).detach()
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
         name = trainer.current_run.step.updating if parts_of(trainer.optimizer) else ""
-        value = to_float(norm) if norm.is_cpu else norm
-        trainer.step_metrics[_of("gradient_norm", name)] = value
-        self._norms.setdefault(name, GradientNorms()).add(value, limit)
+        norm = self._norms.setdefault(name, GradientNorms()).add(total_norm(trainer), limit)
+        trainer.step_metrics[_join("gradient_norm", name)] = norm
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for name, norms in self._norms.items():
-            metric = _of("gradient_norm", name)
+            metric = _join("gradient_norm", name)
             trainer.run_history.update_metric(f"{metric}_mean", float(norms.sum) / norms.count)
             trainer.run_history.update_metric(f"{metric}_max", float(norms.max))
             if norms.clipped is not None:
-                trainer.run_history.update_metric(_of("clipped_updates", name), float(norms.clipped) / norms.count)
+                trainer.run_history.update_metric(_join("clipped_updates", name), float(norms.clipped) / norms.count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the epoch so far, by optimizer."""
@@ -134,8 +128,9 @@ class GradientNorms:
     clipped: Any = None
     count: int = 0
 
-    def add(self, norm: Any, limit: float | None) -> None:
-        """Add a norm, which on a GPU is a tensor that is not read."""
+    def add(self, total: torch.Tensor, limit: float | None) -> Any:
+        """Add a norm, and return it: as a number, or on a GPU as a tensor that is not read."""
+        norm: Any = to_float(total.detach()) if total.is_cpu else total.detach()
         if isinstance(norm, torch.Tensor):
             largest = self.max.to(norm.device) if isinstance(self.max, torch.Tensor) else self.max  # loaded on the CPU
             self.max = torch.clamp(norm, min=largest) if self.count else norm
@@ -146,56 +141,7 @@ class GradientNorms:
         self.count += 1
         if limit is not None:
             self.clipped = (norm > limit) + (0.0 if self.clipped is None else self.clipped)
-
-
-class ThroughputCallback(TrainerCallback):
-    """Record the training throughput over all processes, in samples per second and, if steps count them, tokens.
-
-    Recorded per epoch, excluding evaluation: ``samples_per_second_epoch``, and ``items_per_second_epoch`` if steps
-    return ``num_items_in_batch``. ``trainer.step_metrics`` has ``samples_per_second`` over the latest updates.
-
-    :param window: number of updates over which the latest rate is measured
-    """
-
-    def __init__(self, window: int = 20) -> None:
-        self.window = check_positive_int("window", window)
-        self._restart(0)
-
-    def _restart(self, samples: int) -> None:
-        self._recent: deque[tuple[float, int]] = deque(maxlen=self.window)
-        self._items: Any = None
-        self._first = samples
-        self._start = time.perf_counter()
-
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        request.metrics.record(self, {"samples_per_second_epoch": True, "items_per_second_epoch": True})
-
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        # The part of the epoch that was trained before resuming takes no time now.
-        self._restart(trainer.progress.samples_in_epoch)
-
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        items = batch_output.get("num_items_in_batch")
-        if items is not None:
-            items = items.detach() if isinstance(items, torch.Tensor) else items
-            self._items = items if self._items is None else self._items + items
-
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        now = time.perf_counter()
-        samples = trainer.progress.samples_in_epoch
-        since, before = self._recent[0] if self._recent else (self._start, self._first)
-        self._recent.append((now, samples))
-        trainer.step_metrics["samples_per_second"] = (samples - before) / (now - since)
-
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        local = time.perf_counter() - self._start, None if self._items is None else float(self._items)
-        per_rank = trainer.all_gather_object(local)
-        seconds = max(taken for taken, _ in per_rank)
-        rate = (trainer.progress.samples_in_epoch - self._first) / seconds
-        trainer.run_history.update_metric("samples_per_second_epoch", rate)
-        items = [count for _, count in per_rank if count is not None]
-        if items:
-            trainer.run_history.update_metric("items_per_second_epoch", sum(items) / seconds)
+        return norm
 
 
 class DeviceMemoryCallback(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, or unusually large: ending the run, finding their origin, skipping."""
+"""Losses and gradients that are not finite or unusually large: ending the run, finding the cause, skipping updates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and it
 class TerminateOnNaNCallback(TrainerCallback):
     """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
 
-    Numbers that steps log beside the loss may be either. No step waits for the device: losses on a GPU are checked a
+    Other numbers that steps log may be either. No step waits for the device: losses on a GPU are checked a
     few steps after they were computed, and always by the end of the epoch.
 
     :ivar triggered: whether a non-finite loss has been seen
@@ -61,11 +61,11 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
         if isinstance(latest, float):
             self._search(trainer, self._recent)
-        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # others wait for the epoch's end
-            self._look_late(trainer)
+        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # else at the end of the epoch
+            self._check_copy(trainer)
 
-    def _look_late(self, trainer: TrainerLike) -> None:
-        """Read the copy started some steps ago, if it has arrived, and start another."""
+    def _check_copy(self, trainer: TrainerLike) -> None:
+        """Check the losses whose copy was started some steps ago, if it has arrived, and start another."""
         if self._copy is not None:
             if not self._copy.has_arrived:
                 return
@@ -81,19 +81,18 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._check_recorded(trainer, "training", "train_{}_epoch")
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns what it finds
+        if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns its losses
             self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
     def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
-        """Check the mean of the loss, and those of its parts: what else steps have logged may well be NaN."""
+        """Check the mean of the loss, and those of its parts: other numbers that steps log may be NaN."""
         recorded = trainer.current_run.recorded_losses
         names = ["loss", *sorted(trainer.current_run.loss_trackers.parts)]
         metrics = [form.format(name) for form in formats for name in names]
         losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
         if not all(map(math.isfinite, losses.values())):
-            progress = trainer.progress
-            where = f"The {phase} loss of epoch {progress.epoch} is not finite after step {progress.step}"
-            self._terminate(where, losses)
+            epoch, step = trainer.progress.epoch, trainer.progress.step
+            self._terminate(f"The {phase} loss of epoch {epoch} is not finite after step {step}", losses)
 
     def _search(self, trainer: TrainerLike, steps: Collection[_StepLosses]) -> None:
         if not steps:
@@ -101,14 +100,14 @@ class TerminateOnNaNCallback(TrainerCallback):
         finite = torch.stack([losses["loss"] for _, losses in steps]).isfinite().tolist()
         for is_finite, (step, losses) in zip(finite, steps, strict=True):
             if not is_finite:
-                where = f"The training loss is not finite in epoch {trainer.progress.epoch}, step {step}"
-                self._terminate(where, losses)
+                epoch = trainer.progress.epoch
+                self._terminate(f"The training loss is not finite in epoch {epoch}, step {step}", losses)
 
-    def _terminate(self, where: str, losses: Mapping[str, Any]) -> NoReturn:
+    def _terminate(self, problem: str, losses: Mapping[str, Any]) -> NoReturn:
         self.triggered = True
-        listed = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
+        values = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
         raise NonFiniteLossError(
-            f"{where}: {listed}. Lower the learning rate, clip the gradients, or inspect the data of this step."
+            f"{problem}: {values}. Lower the learning rate, clip the gradients, or inspect the data of this step."
         )
 
 
@@ -119,7 +118,7 @@ class NonFinite:
     :param layer: name of the first module whose output is not finite, ``None`` if all outputs are finite
     :param kind: class of that module
     :param inputs_are_finite: whether the module's inputs are finite
-    :param weights_are_finite: whether the module's own parameters and buffers are finite
+    :param weights_are_finite: whether the parameters and buffers of the module itself are finite
     """
 
     layer: str | None = None
@@ -130,10 +129,10 @@ class NonFinite:
     def __str__(self) -> str:
         if self.layer is None:
             return "The outputs of all layers are finite."
-        where = f"The first layer with a non-finite output is {self.layer or 'the model itself'} ({self.kind})"
+        text = f"The first layer with a non-finite output is {self.layer or 'the model itself'} ({self.kind})"
         are_finite = {"inputs": self.inputs_are_finite, "weights": self.weights_are_finite}
         causes = " and its ".join(name for name, is_finite in are_finite.items() if not is_finite)
-        return f"{where}; its {causes} are not finite either." if causes else f"{where}."
+        return f"{text}; its {causes} are not finite either." if causes else f"{text}."
 
 
 class _Call(NamedTuple):
@@ -170,7 +169,7 @@ class NaNReportCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self._window: list[tuple[Any, list[_Call]]] = []  # indices of the samples and calls, by batch or part of one
-        self._done = 0  # of them, those before the current step
+        self._num_before = 0  # length of the window before the current step
         self._parts = 1  # parts that the current batch is split into
         self._calls: list[_Call] | None = None  # of the current forward pass; None outside of steps
 
@@ -179,21 +178,21 @@ class NaNReportCallback(TrainerCallback):
         self._clear()
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code does not call hooks
         for name, module in trainer.get_model(keep_torch_compile=False).named_modules():
-            self._hooks.callback(module.register_forward_hook(partial(self._look, name)).remove)
+            self._hooks.callback(module.register_forward_hook(partial(self._record, name)).remove)
 
-    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._calls is not None:
             self._calls.append(_Call(name, module, _are_finite(inputs), _are_finite(output)))
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._done = len(self._window)
+        self._num_before = len(self._window)
         self._parts = trainer.current_run.step.num_microbatches
         self._calls = []
 
     def on_backward_start(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         if trainer.current_run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
             self._parts = trainer.current_run.step.num_microbatches
-            del self._window[self._done :]
+            del self._window[self._num_before :]
         self._window.append((trainer.current_run.batch_indices, self._calls or []))
         self._calls = []
         if self.report is None and not math.isfinite(to_float(batch_output["loss"].detach())):
@@ -214,7 +213,7 @@ class NaNReportCallback(TrainerCallback):
 
     def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._calls = None
-        del self._window[self._done :]
+        del self._window[self._num_before :]
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._hooks.close()
@@ -224,7 +223,7 @@ class NaNReportCallback(TrainerCallback):
 
     def _write(self, trainer: TrainerLike, what: str) -> None:
         progress, rank = trainer.progress, trainer.ranks.rank
-        origin = _origin([call for _, calls in self._window for call in calls])
+        origin = _find_origin([call for _, calls in self._window for call in calls])
         gradients = [
             name
             for name, parameter in trainer.get_model(keep_torch_compile=False).named_parameters()
@@ -249,7 +248,7 @@ class NaNReportCallback(TrainerCallback):
         )
 
 
-def _origin(calls: list[_Call]) -> NonFinite:
+def _find_origin(calls: list[_Call]) -> NonFinite:
     for name, module, inputs_are_finite, output_is_finite in calls:
         if not output_is_finite:
             weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -261,12 +260,12 @@ def _are_finite(value: Any) -> torch.Tensor:
     """Return whether all numbers in nested tensors are finite; of sharded ones, those of this process."""
     flags: list[torch.Tensor] = []
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
+    def check(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
             flags.append(local(tensor.detach()).isfinite().all())
         return tensor
 
-    recursively_apply(look, value)
+    recursively_apply(check, value)
     return torch.stack(flags).all() if flags else torch.tensor(True)
 
 
@@ -278,7 +277,7 @@ class GradientSpikeCallback(TrainerCallback):
     ``train_step``, each optimizer has its own. Reads one number from the device per update.
 
     :param factor: a norm larger than ``factor`` times the usual norm is a spike
-    :param warm_up_updates: number of updates at the start of a run during which only what is not finite is skipped
+    :param warm_up_updates: number of updates at the start of a run of which only non-finite ones are skipped
     :param decay: decay of the average per update, between 0 and 1
     :param max_skips_in_a_row: number of consecutive spikes after which training counts as diverged and is stopped
     :ivar skipped: numbers of the skipped updates, counted from 1
@@ -311,8 +310,8 @@ class GradientSpikeCallback(TrainerCallback):
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam
         # An optimizer may make its first update after the warm-up.
-        is_known = trainer.progress.update >= self.warm_up_updates and count > 0
-        if math.isfinite(norm) and not (is_known and norm > self.factor * usual):
+        is_warm = trainer.progress.update >= self.warm_up_updates and count > 0
+        if math.isfinite(norm) and not (is_warm and norm > self.factor * usual):
             self._in_a_row = 0
             self._counts[name] = count + 1
             self._averages[name] = average + (norm - average) * (1 - self.decay)
@@ -320,8 +319,10 @@ class GradientSpikeCallback(TrainerCallback):
         trainer.skip_update()
         self._in_a_row += 1
         self.skipped.append(trainer.progress.update + 1)
-        of = f" of {name!r}" if name else ""
-        trainer.print(f"Update {self.skipped[-1]}{of} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}.")
+        optimizer = f" of {name!r}" if name else ""
+        trainer.print(
+            f"Update {self.skipped[-1]}{optimizer} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}."
+        )
         if self._in_a_row >= self.max_skips_in_a_row:
             raise StopTrainingError(
                 f"The gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as large "

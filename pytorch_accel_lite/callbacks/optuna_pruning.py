@@ -1,4 +1,4 @@
-"""Pruning of trials of an Optuna study that do badly."""
+"""Pruning unpromising trials of an Optuna study."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PATHS = "paths"  # the user attribute of a trial with the paths that it writes 
 
 
 class OptunaPruningCallback(TrainerCallback):
-    """Report a metric to an Optuna trial after each epoch, and end the run in order if the trial is to be pruned.
+    """Report a metric to an Optuna trial after each epoch, and stop the run early if the trial is to be pruned.
 
-    The event is completed by all callbacks, and the run ends like any that is stopped early, so models and states are
-    saved. Call :meth:`check_pruned` after ``train``. A trial that resumes from a training state also reports the values
-    of the epochs before it. Whether greater values are better is what the study says.
+    All callbacks still handle the end of the epoch, and models and states are saved. Call :meth:`check_pruned` after
+    ``train``. A trial that resumes from a training state also reports the values of the epochs before it. The study
+    determines whether greater values are better.
 
     :param trial: the trial; ``None`` on all processes but the first
     :param metric: name of the metric in the run history, the objective of the study
@@ -54,7 +54,7 @@ class OptunaPruningCallback(TrainerCallback):
         return None if study is None else study.direction == self._optuna.study.StudyDirection.MAXIMIZE
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        """Check that no other trial has the folder."""
+        """Check that no other trial writes to the same paths."""
         if self._request.kind == "training":
             trainer.ranks.run_together(self._check, only_first=True)
 
@@ -62,11 +62,11 @@ class OptunaPruningCallback(TrainerCallback):
         study = getattr(self.trial, "study", None)  # a FixedTrial has none
         if study is None:
             return
-        mine = sorted(path if "://" in path else os.path.realpath(path) for path in self._request.paths)
-        self.trial.set_user_attr(_PATHS, mine)  # before looking at those of others, which may start now
+        paths = sorted(path if "://" in path else os.path.realpath(path) for path in self._request.paths)
+        self.trial.set_user_attr(_PATHS, paths)  # before looking at other trials, which may start now
         failed = self._optuna.trial.TrialState.FAIL
         for other in study.get_trials(deepcopy=False):
-            shared = [path for path in mine if path in other.user_attrs.get(_PATHS, ())]
+            shared = [path for path in paths if path in other.user_attrs.get(_PATHS, ())]
             if shared and other.number != self.trial.number and other.state != failed:
                 raise ValueError(
                     f"Trial {self.trial.number} would write to {shared[0]!r}, but that belongs to trial {other.number} "

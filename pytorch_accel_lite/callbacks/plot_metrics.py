@@ -4,62 +4,79 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_accel_lite.base.environment import import_extra, in_notebook
-from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.events import TrainerCallback, set_listening
+from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.time_budget import TimeBudget
+from pytorch_accel_lite.base.validation import optional
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.plotting import NothingToPlotError
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 class PlotMetricsCallback(TrainerCallback):
     """Plot the metrics after each epoch, to a file and live in a notebook (extra ``plot``).
 
     Plotting takes at most a fiftieth of the run's time (a tenth in a notebook): epochs are skipped if necessary, but
-    the final state is always drawn.
+    the final state is always drawn. With ``every``, it is drawn at that interval instead.
 
     :param path: picture file, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
     :param metrics: names of the metrics to draw; defaults to all numeric metrics
+    :param every: an :class:`~pytorch_accel_lite.Interval` between plots, such as ``"10 minutes"``, also within epochs
     :raises ImportError: if matplotlib is not installed
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "metrics.png", metrics: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "metrics.png",
+        metrics: list[str] | None = None,
+        *,
+        every: str | Interval | None = None,
+    ) -> None:
         import_extra("matplotlib.figure", "plot", "PlotMetricsCallback")
         self.path = Path(path)
         self.metrics = metrics
-        self._display: Any
+        self.every = optional(parse_interval, "every", every)
         self._restart()
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            request.claim_path(self, "path", self.path, "curves")
+        request.claim_path(self, "path", self.path, "curves")
 
     def _restart(self) -> None:
-        self._display = None
-        self._is_behind = False
-        self._pace = TimeBudget(1 / 10, expected=0.2) if in_notebook() else TimeBudget(1 / 50, expected=0.5)
+        self._display: Any = None
+        self._is_outdated = False
+        self._budget = TimeBudget(1 / 10, expected=0.2) if in_notebook() else TimeBudget(1 / 50, expected=0.5)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._restart()
+        if self.every is not None:
+            self.every.start(trainer.current_run, "every")
+        set_listening(trainer, self, self.every is not None, "on_train_step_checkpoint")
+
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if self.every is not None and self.every.is_due(trainer.current_run):
+            self.every.advance(trainer.current_run)
+            self._is_outdated = trainer.accelerator.is_main_process
+            self._draw(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._is_behind = trainer.accelerator.is_main_process
-        if self._pace.is_due:
+        self._is_outdated = trainer.accelerator.is_main_process
+        if self.every is not None:
+            self.on_train_step_checkpoint(trainer)
+        elif self._budget.is_due:
             self._draw(trainer)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._draw(trainer)
 
     def _draw(self, trainer: TrainerLike) -> None:
-        if not self._is_behind:
+        if not self._is_outdated:
             return
-        self._is_behind = False
-        with self._pace.measured():
+        self._is_outdated = False
+        with self._budget.measured():
             try:
                 figure = trainer.run_history.plot(metrics=self.metrics)
             except NothingToPlotError:  # yet

@@ -16,12 +16,12 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.checkpoint.files import load_plain, replacing, write_checkpoint
+from pytorch_accel_lite.checkpoint.files import check_is_shared, load_plain, replacing, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.optimizers import attributes
 
-_ABOUT = "predictions.json"
+_DESCRIPTION = "predictions.json"
 
 
 class PredictionWriterCallback(TrainerCallback):
@@ -29,9 +29,9 @@ class PredictionWriterCallback(TrainerCallback):
 
     Each process writes its own shards, with the indices of their samples; :func:`read_predictions` puts them in the
     order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
-    first sample that has not been written, on any number of processes, and returns only the remaining outputs. If the
-    directory contains predictions of other weights, finished or not, a message says so, and they are replaced: a
-    fingerprint of the weights is in ``predictions.json``. To keep memory use low::
+    first sample that has not been written, on any number of processes, and returns only the remaining outputs.
+    Predictions of other weights in the directory, finished or not, are replaced, with a message; ``predictions.json``
+    has a fingerprint of the weights. To keep memory use low::
 
         for _ in trainer.predict_iter(dataset):
             pass
@@ -40,6 +40,7 @@ class PredictionWriterCallback(TrainerCallback):
     :param shard_size: minimum number of samples in a process's shard
     :param overwrite: remove the shards of an earlier prediction instead of resuming it
     :raises ValueError: if the directory contains predictions for a dataset of another length
+    :raises OSError: if the processes do not share the directory
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PredictionWriterCallback(TrainerCallback):
         if length is None:
             raise TypeError("PredictionWriterCallback needs a dataset with a length.")
         weights = _fingerprint(trainer)
+        check_is_shared(self.directory, f"directory={os.fspath(self.directory)!r}", trainer.ranks)
         start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(length, weights))
         request.first_sample = start
         if replaced:
@@ -79,34 +81,34 @@ class PredictionWriterCallback(TrainerCallback):
         :return: that number, and whether predictions of other or unknown weights were removed
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        about = self.directory / _ABOUT
-        before = json.loads(about.read_text()) if about.exists() else {}
-        if before.get("length", length) != length and not self.overwrite:
+        path = self.directory / _DESCRIPTION
+        existing = json.loads(path.read_text()) if path.exists() else {}
+        if existing.get("length", length) != length and not self.overwrite:
             raise ValueError(
-                f"{os.fspath(self.directory)!r} contains predictions for {before['length']} samples, not {length}. "
+                f"{os.fspath(self.directory)!r} contains predictions for {existing['length']} samples, not {length}. "
                 "Choose another directory, or pass overwrite=True."
             )
         shards = list(self.directory.glob("shard-*.pt"))
-        now = {"length": length, "weights": weights}
-        is_of_other = self.overwrite or before != now
-        if is_of_other:
-            for path in shards:  # before the new fingerprint is there: it is not theirs
-                path.unlink()
-            with replacing(about) as temporary:
-                temporary.write_text(json.dumps(now) + "\n")
-        written = {} if is_of_other else {path: load_plain(path)["indices"] for path in shards}
+        description = {"length": length, "weights": weights}
+        if self.overwrite or existing != description:
+            for shard in shards:  # before the new fingerprint is written, which is not that of the shards
+                shard.unlink()
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps(description) + "\n")
+            return 0, bool(shards) and not self.overwrite
+        written = {shard: load_plain(shard)["indices"] for shard in shards}
         done = set(chain.from_iterable(written.values()))
         start = next((index for index in range(length) if index not in done), length)
-        for path, samples in written.items():
+        for shard, samples in written.items():
             if max(samples) >= start:  # of a process that was ahead of the others
-                _shorten(path, start)
-        return start, bool(shards) and is_of_other and not self.overwrite
+                _shorten(shard, start)
+        return start, False
 
     def on_predict_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
         if indices is None:
             raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
-        if not indices:  # a batch that only keeps ranks in step
+        if not indices:  # a filler batch, which only keeps the processes in step
             return
         self._indices += indices
         self._outputs.append(to_cpu(batch_output, len(indices)))
@@ -127,7 +129,7 @@ class PredictionWriterCallback(TrainerCallback):
 def _fingerprint(trainer: TrainerLike) -> str:
     """Return a hash of the weights and buffers that predictions depend on. A collective operation if they are sharded.
 
-    They are the model's, and if the trainer's class makes the outputs, those of its other modules.
+    They are the model's, and those of the trainer's other modules if its class computes the outputs.
     """
     modules = {"model": trainer.get_model(keep_torch_compile=False)}
     if is_overridden(trainer, "calculate_predict_batch_output"):
@@ -151,8 +153,7 @@ def _shorten(path: Path, end: int) -> None:
 def _write_shard(path: Path, indices: list[int], outputs: Any) -> None:
     is_list = isinstance(outputs, ListOfSamples)
     outputs = list(outputs) if is_list else outputs
-    shard = {"indices": indices, "outputs": outputs, "is_list_of_samples": is_list}
-    write_checkpoint(shard, path)
+    write_checkpoint({"indices": indices, "outputs": outputs, "is_list_of_samples": is_list}, path)
 
 
 def _outputs_of(shard: dict[str, Any]) -> Any:
@@ -166,10 +167,10 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     :raises FileNotFoundError: if the directory contains no predictions
     :raises ValueError: if some are missing because the prediction did not finish
     """
-    about = Path(directory) / _ABOUT
-    if not about.is_file():
+    description = Path(directory) / _DESCRIPTION
+    if not description.is_file():
         raise FileNotFoundError(f"{os.fspath(directory)!r} contains no predictions.")
-    length = json.loads(about.read_text())["length"]
+    length = json.loads(description.read_text())["length"]
     shards = list(iterate_predictions(directory))
     indices = chain.from_iterable(indices for indices, _ in shards)
     positions = {index: position for position, index in enumerate(indices)}  # the latest if predicted twice

@@ -1,11 +1,11 @@
-"""Printing the progress of a run in lines: when it and its epochs start and end, and what they record."""
+"""Printing the progress of a run in lines: the start and the end of the run and its epochs, and their metrics."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from typing import Any
 
-from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.engine.history import NewMetrics
@@ -35,9 +35,9 @@ class PrintProgressCallback(TrainerCallback):
 class LogMetricsCallback(TrainerCallback):
     """Print newly recorded metrics, once per machine.
 
-    Metrics are printed after the training part of an epoch, and after every callback has seen the end of the epoch or
-    the evaluation, but not those of an epoch that an error or a pause has cut short. Override :meth:`log_metrics` to
-    send them elsewhere.
+    Metrics are printed after the training part of an epoch, and after every callback has handled the end of the epoch
+    or the evaluation. Those of an epoch that ends with an error or a pause are not printed. Override
+    :meth:`log_metrics` to send metrics elsewhere.
     """
 
     @cached_property
@@ -47,45 +47,30 @@ class LogMetricsCallback(TrainerCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._new.skip(trainer.run_history)
 
-    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._new.skip(trainer.run_history)
+    on_evaluation_run_start = on_training_run_start
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._new.follow(trainer.run_history)  # a subclass may have overridden the start event
-        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
-
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._log_new(trainer)
+        set_listening(trainer, self, False, "on_train_step_checkpoint")
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        trainer.callback_handler.set_listening(self, True, "on_train_step_checkpoint")
-
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._log_new(trainer)  # from an evaluation in the middle of the epoch
-
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._log_new(trainer)
-
-    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._log_new(trainer)
-
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._log_new(trainer)
+        # An evaluation within an epoch is logged after the update at which it was made.
+        set_listening(trainer, self, True, "on_train_step_checkpoint")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.current_run.end.is_regular:
             self._log_new(trainer)
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._log_new(trainer)
-
-    def _log_new(self, trainer: TrainerLike) -> None:
-        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
-        metrics = self._take_new(trainer)
+    def _log_new(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        set_listening(trainer, self, False, "on_train_step_checkpoint")
+        metrics = self._new_metrics(trainer)
         if metrics:
             self.log_metrics(trainer, metrics)
 
-    def _take_new(self, trainer: TrainerLike) -> dict[str, Any]:
+    on_train_epoch_end = on_train_step_checkpoint = on_epoch_checkpoint = _log_new
+    on_stop_training_error = on_exception = on_evaluation_run_end = _log_new
+
+    def _new_metrics(self, trainer: TrainerLike) -> dict[str, Any]:
         return self._new.take(trainer.run_history)
 
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,19 +13,17 @@ from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import TrainerRunConfig
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
 from pytorch_accel_lite.callbacks.bars import NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.callbacks.printing import epoch_of, shown_rates
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import TrainerRunConfig
-
 
 class _Speed:
-    """Samples and seconds of training, of which the share fades with a time constant of ten seconds.
+    """Samples and seconds of training, decaying exponentially with a time constant of ten seconds.
 
-    :ivar samples: the fading number of samples
-    :ivar seconds: the fading time in seconds, 0 until the first step is over, which may take much longer than others
+    :ivar samples: the decaying number of samples
+    :ivar seconds: the decaying time, 0 until the first step is over, which may take much longer than others
     """
 
     def __init__(self) -> None:
@@ -40,9 +38,9 @@ class _Speed:
         """Add the samples since the last mark."""
         if self._last is not None and now > self._last[1]:
             seconds = now - self._last[1]
-            share = max(math.exp(-seconds / 10), 0.8)  # of several steps, however long each takes
-            self.samples = share * self.samples + samples - self._last[0]
-            self.seconds = share * self.seconds + seconds
+            decay = max(math.exp(-seconds / 10), 0.8)  # averages over several steps, however long each takes
+            self.samples = decay * self.samples + samples - self._last[0]
+            self.seconds = decay * self.seconds + seconds
         self.mark(samples, now)
 
 
@@ -78,12 +76,14 @@ class ProgressBarCallback(TrainerCallback):
         self._interval = refresh_seconds
         self._speed = _Speed()
 
-    def _start(self, trainer: TrainerLike, loader: Any, description: str, before: Any) -> Any:
-        if before is not None:  # for example, of an evaluation that failed
-            before.close()
-        shows_bars = self._shows_bars(trainer)
-        seconds = self.line_every_seconds if trainer.accelerator.is_local_main_process else None
-        self._interval = self.refresh_seconds if shows_bars else math.inf if seconds is None else seconds
+    def _start(self, trainer: TrainerLike, loader: Any, description: str, previous: Any) -> Any:
+        """Return a new bar, in place of the previous one, which an evaluation that failed has left open."""
+        if previous is not None:
+            previous.close()
+        is_main = trainer.accelerator.is_local_main_process
+        shows_bars = is_main and (self.show_always or in_notebook() or is_terminal(sys.stderr))
+        between_lines = self.line_every_seconds if is_main else None
+        self._interval = self.refresh_seconds if shows_bars else between_lines or math.inf
         now = time.monotonic()
         if shows_bars:
             self._next_refresh = now
@@ -97,10 +97,6 @@ class ProgressBarCallback(TrainerCallback):
             "disable": not shows_bars,
         }
         return NotebookBar(NotebookOutput.of(trainer), **arguments) if in_notebook() else TerminalBar(**arguments)
-
-    def _shows_bars(self, trainer: TrainerLike) -> bool:
-        is_watched = self.show_always or in_notebook() or is_terminal(sys.stderr)
-        return bool(trainer.accelerator.is_local_main_process and is_watched)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
@@ -124,9 +120,9 @@ class ProgressBarCallback(TrainerCallback):
         """Show how far an epoch or an evaluation is, on its bar or as a line."""
         self._next_refresh = now + self._interval
         if bar.disable:
-            of_all = "" if bar.total is None else f"/{bar.total}"
+            total = "" if bar.total is None else f"/{bar.total}"
             text = ", ".join(f"{name} {value}" for name, value in numbers.items())
-            trainer.print(f"{bar.desc}, step {step}{of_all}: {text}")
+            trainer.print(f"{bar.desc}, step {step}{total}: {text}")
         else:
             bar.set_postfix(numbers, refresh=False)
             bar.update(step - bar.n)
@@ -136,11 +132,11 @@ class ProgressBarCallback(TrainerCallback):
         numbers = {"loss": f"{trainer.current_run.loss_trackers['loss'].average:.4g}"}
         config = trainer.run_config
         progress = trainer.progress
-        made = progress.update - self._updates_before
-        if config is not None and config.max_num_train_steps is not None and made:
+        num_updates = progress.update - self._updates_before
+        if config is not None and config.max_num_train_steps is not None and num_updates:
             # Includes the evaluations and saving done so far.
-            left = (now - self._run_start) / made * (config.max_num_train_steps - progress.update)
-            numbers["run ETA"] = tqdm.format_interval(left)
+            remaining = (now - self._run_start) / num_updates * (config.max_num_train_steps - progress.update)
+            numbers["run ETA"] = tqdm.format_interval(remaining)
         self._speed.add(progress.samples, now)
         if self._speed.seconds:
             numbers["samples/s"] = f"{self._speed.samples / self._speed.seconds:,.0f}"
@@ -169,8 +165,10 @@ class ProgressBarCallback(TrainerCallback):
         now = time.monotonic()
         if now >= self._next_refresh:
             total = self.eval_pbar.total = find_length(trainer.eval_dataloader)  # a later callback may have limited it
-            left = None if total is None else (now - self._eval_start) / self._eval_step * (total - self._eval_step)
-            numbers = {} if left is None else {"ETA": tqdm.format_interval(left)}
+            numbers = {}
+            if total is not None:
+                remaining = (now - self._eval_start) / self._eval_step * (total - self._eval_step)
+                numbers["ETA"] = tqdm.format_interval(remaining)
             self._refresh(trainer, self.eval_pbar, self._eval_step, numbers, now)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -180,8 +178,7 @@ class ProgressBarCallback(TrainerCallback):
     def on_predict_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._start_inference(trainer, "Predicting")
 
-    def on_predict_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
-        self.on_eval_step_end(trainer)
+    on_predict_step_end = on_eval_step_end
 
     def on_predict_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.eval_pbar.close()

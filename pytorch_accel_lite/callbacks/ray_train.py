@@ -1,4 +1,4 @@
-"""Ray Train: metrics and training states reported to it, and runs resumed from what it keeps."""
+"""Ray Train: reporting metrics and training states to it, and resuming runs from its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.validation import check_positive_int, is_multiple, optional
+from pytorch_accel_lite.base.validation import check_positive_int, optional
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_directory
 
 
@@ -33,7 +33,7 @@ class RayReportCallback(TrainerCallback):
         the directory
     """
 
-    #: What messages call the place where the state to resume from was looked for.
+    #: The location of states in messages.
     save_dir = "ray.train.get_checkpoint()"
 
     def __init__(
@@ -78,12 +78,14 @@ class RayReportCallback(TrainerCallback):
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Report a state if it is due."""
-        if is_multiple(trainer.progress.update, self.every_n_steps):
+        if self.every_n_steps is not None and trainer.progress.update % self.every_n_steps == 0:
             self._report(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Report the metrics of the epoch, and a state."""
-        if trainer.current_run.is_finished or is_multiple(trainer.progress.epochs_completed, self.every_n_epochs):
+        every = self.every_n_epochs
+        is_due = every is not None and trainer.progress.epochs_completed % every == 0
+        if is_due or trainer.current_run.is_finished:
             self._report(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -92,14 +94,14 @@ class RayReportCallback(TrainerCallback):
             self._report(trainer)
 
     def _report(self, trainer: TrainerLike) -> None:
-        moment = trainer.progress.state_dict()
-        if moment == self._reported:
+        progress = trainer.progress.state_dict()
+        if progress == self._reported:
             return
-        self._reported = moment
+        self._reported = progress
         trainer.check_weights()
         history = trainer.run_history
         metrics = {name: history.get_latest_metric(name) for name in history.get_metric_names()}
-        metrics |= {name: moment[name] for name in ("epoch", "update", "samples")}
+        metrics |= {name: progress[name] for name in ("epoch", "update", "samples")}
         folder = Path(trainer.ranks.broadcast_object(self._new_folder))
         trainer.ranks.run_together(lambda: _check_shared(folder))
         try:

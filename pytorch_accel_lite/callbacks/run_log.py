@@ -1,4 +1,4 @@
-"""A record of a run: its setup, its results, and how to repeat it."""
+"""A record of a run: its setup, its results, and the command to repeat it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.environment import in_notebook
 from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.modules import class_of
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.callbacks.metrics_file import as_json
+from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.run_page import pages
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.optimizers.operations import parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy", "timm", "transformers")
 
@@ -72,8 +74,7 @@ class RunLogCallback(TrainerCallback):
         self._budget = TimeBudget(1 / 50, expected=0.5)
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            request.claim_path(self, "directory", self.directory, "page of the run")
+        request.claim_path(self, "directory", self.directory, "page of the run")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
@@ -89,13 +90,8 @@ class RunLogCallback(TrainerCallback):
             "command": launch_command(trainer),
             "folder": os.getcwd(),
             "states": [os.fspath(source.save_dir) for source in request.state_sources if hasattr(source, "save_dir")],
-            "git": _git(),
-            "versions": {"python": platform.python_version(), **_versions()},
             "host": socket.gethostname(),
-            "processes": trainer.ranks.world_size,
-            "device": _device(trainer),
-            **describe(trainer),
-            "config": {**configuration, **self.config},
+            **setup_of(trainer, {**configuration, **self.config}),
             "directions": request.metrics.directions,
             "attempts": [*attempts, {"started": _now(), "from_update": trainer.progress.update, "outcome": "running"}],
         }
@@ -129,9 +125,7 @@ class RunLogCallback(TrainerCallback):
         self._end(trainer, "finished" if reason is None else f"stopped: {reason}")
 
     def _end(self, trainer: TrainerLike, outcome: str, trace: str | None = None) -> None:
-        if not trainer.accelerator.is_main_process or not self._record:
-            return
-        if not self._is_running:  # on_exception has already recorded an error
+        if not trainer.accelerator.is_main_process or not self._is_running:  # or an error has already been recorded
             return
         attempt = self._record["attempts"][-1]
         attempt |= {"ended": _now(), "seconds": self._seconds(), "outcome": outcome}
@@ -140,7 +134,7 @@ class RunLogCallback(TrainerCallback):
 
     @property
     def _is_running(self) -> bool:
-        return bool(self._record["attempts"][-1]["outcome"] == "running")
+        return bool(self._record) and self._record["attempts"][-1]["outcome"] == "running"
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._start, 2)
@@ -150,7 +144,13 @@ class RunLogCallback(TrainerCallback):
             self._record["attempts"][-1]["seconds"] = self._seconds()
         history = trainer.run_history
         rows = history.rows() if hasattr(history, "rows") else []
-        self._record |= {"progress": trainer.progress.state_dict(), "metrics": rows}
+        sources = [callback for callback in trainer.callback_handler if isinstance(callback, ShowOutputsCallback)]
+        self._record |= {
+            "progress": trainer.progress.state_dict(),
+            "metrics": rows,
+            "goodput": trainer.current_run.goodput.to_dict(),
+            "outputs": sorted(chain.from_iterable(each.shown for each in sources), key=itemgetter("update")),
+        }
         with self._budget.measured():
             text = json.dumps(as_json(self._record), indent=2, allow_nan=False)
             curves = _curves(trainer) if rows else []
@@ -160,10 +160,22 @@ class RunLogCallback(TrainerCallback):
 
 
 def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _git() -> dict[str, Any] | None:
+def setup_of(trainer: TrainerLike, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a record that describes the training, its settings, and its hardware and software."""
+    return {
+        "git": git_commit(),
+        "versions": versions(),
+        "processes": trainer.ranks.world_size,
+        "device": device_name(trainer),
+        **describe(trainer),
+        "config": config,
+    }
+
+
+def git_commit() -> dict[str, Any] | None:
     """Return the commit of the current directory's repository, and whether tracked files have changes."""
     try:
         commit, changes = (
@@ -175,8 +187,9 @@ def _git() -> dict[str, Any] | None:
     return {"commit": commit, "has_changes": bool(changes)}
 
 
-def _versions() -> dict[str, str]:
-    result = {}
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter to training."""
+    result = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             result[package] = version(package)
@@ -196,7 +209,8 @@ def _curves(trainer: TrainerLike) -> list[str]:
         return []
 
 
-def _device(trainer: TrainerLike) -> str:
+def device_name(trainer: TrainerLike) -> str:
+    """Return the device, with the name of a GPU."""
     device = trainer.device
     return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
@@ -219,21 +233,27 @@ def launch_command(trainer: TrainerLike) -> list[str] | None:
 
 def describe(trainer: TrainerLike) -> dict[str, str]:
     """Return one-line descriptions of the model, the loss, the optimizer and the schedule."""
-    model = trainer.get_model(keep_torch_compile=False)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters() if not isinstance(p, UninitializedParameter)]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    total = sum(size for size, _ in sizes)
-    count = f"{total:,} parameters" + (f", {trained:,} of them trainable" if trained != total else "")
     loss = trainer.loss_func
     optimizers = parts_of(trainer.optimizer) or {"": getattr(trainer.optimizer, "optimizer", trainer.optimizer)}
     schedulers = {name: getattr(part, "scheduler", part) for name, part in schedulers_in(trainer.scheduler).items()}
-    kinds = {name: type(part).__name__ for name, part in schedulers.items() if part is not None}
+    schedules = {name: _describe_scheduler(part) for name, part in schedulers.items() if part is not None}
+    described = {name: describe_optimizer(part) for name, part in optimizers.items() if part is not None}
     return {
-        "model": f"{type(model).__name__}, {count}",
+        "model": describe_model(trainer),
         "loss": getattr(loss, "__name__", type(loss).__name__) if loss is not None else "computed by the training step",
-        "optimizer": _by_name({name: describe_optimizer(part) for name, part in optimizers.items()}),
-        "schedule": _by_name(kinds) or "none: the learning rate is constant",
+        "optimizer": _by_name(described) or "none of its own",
+        "schedule": _by_name(schedules) or "none: the learning rate is constant",
     }
+
+
+def describe_model(trainer: TrainerLike) -> str:
+    """Return the class of the model and its number of parameters."""
+    model = trainer.get_model(keep_torch_compile=False)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters() if not isinstance(p, UninitializedParameter)]
+    trainable = sum(size for size, requires_grad in sizes if requires_grad)
+    total = sum(size for size, _ in sizes)
+    count = f"{total:,} parameters" + (f", {trainable:,} of them trainable" if trainable != total else "")
+    return f"{class_of(model).__name__}, {count}"
 
 
 def _by_name(described: Mapping[str, str]) -> str:
@@ -242,16 +262,34 @@ def _by_name(described: Mapping[str, str]) -> str:
 
 def describe_optimizer(optimizer: Any) -> str:
     """Return an optimizer's class, its initial learning rate, and its other settings that are not defaults."""
-    known = inspect.signature(type(optimizer)).parameters
     groups = optimizer.param_groups
-    known_rates = [group.get("initial_lr", group.get("lr")) for group in groups]
-    rates = [float(rate) for rate in known_rates if rate is not None]  # some optimizers find their own
+    initial = [group.get("initial_lr", group.get("lr")) for group in groups]
+    rates = [float(rate) for rate in initial if rate is not None]  # some optimizers choose it themselves
     settings = []
     if rates:
         lowest, highest = format_metric(min(rates)), format_metric(max(rates))
         settings.append(f"lr={lowest}" if lowest == highest else f"lr={lowest} to {highest}")
-    for name, value in groups[0].items():
-        if name in known and name not in ("params", "lr") and value != known[name].default:
-            settings.append(f"{name}={format_metric(value)}")
-    of_groups = f", {len(groups)} parameter groups" if len(groups) > 1 else ""
-    return f"{type(optimizer).__name__}({', '.join(settings)}){of_groups}"
+    settings += _changed_arguments(optimizer, {name: value for name, value in groups[0].items() if name != "lr"})
+    count = f", {len(groups)} parameter groups" if len(groups) > 1 else ""
+    return f"{type(optimizer).__name__}({', '.join(settings)}){count}"
+
+
+def _describe_scheduler(scheduler: Any) -> str:
+    """Return a scheduler's class and its settings that are not defaults, as far as its attributes show them."""
+    values = {name: getattr(scheduler, name, None) for name in inspect.signature(type(scheduler)).parameters}
+    hidden = ("last_epoch", "verbose")  # its position, and what torch no longer has
+    shown = {
+        name: value for name, value in values.items() if isinstance(value, (int, float, str)) and name not in hidden
+    }
+    settings = ", ".join(_changed_arguments(scheduler, shown))
+    return f"{type(scheduler).__name__}({settings})" if settings else type(scheduler).__name__
+
+
+def _changed_arguments(instance: Any, values: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of an instance's class whose values are not the defaults."""
+    parameters = inspect.signature(type(instance)).parameters
+    return [
+        f"{name}={format_metric(value)}"
+        for name, value in values.items()
+        if name in parameters and name != "params" and value != parameters[name].default
+    ]

@@ -1,35 +1,19 @@
-"""The pages of a run: its record in readable form."""
+"""The pages of a run, ``summary.md`` and ``summary.html``, which show its record."""
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from pytorch_accel_lite.base.environment import install_command
-from pytorch_accel_lite.base.templates import render
+from pytorch_accel_lite.base.goodput import describe_fractions
+from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value
-from pytorch_accel_lite.plotting.panels import best_of, direction_of, place_of_each
+from pytorch_accel_lite.plotting.panels import MetricPanel, best_of, direction_of, panels_by_metric
 
-
-class Cell(NamedTuple):
-    """A cell of a table."""
-
-    text: str
-    is_best: bool = False
-
-
-class Table(NamedTuple):
-    """A table.
-
-    :param numbers: indices of the columns that hold numbers, which are right-aligned
-    """
-
-    columns: list[str]
-    rows: list[list[Cell]]
-    numbers: set[int]
+_SHOWN_OUTPUTS = 20  # the latest
 
 
 def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
@@ -40,7 +24,7 @@ def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
     """
     attempts = record["attempts"]
     outcome, _, reason = attempts[-1]["outcome"].partition(": ")
-    main, monitors = _metrics(record)
+    main, monitors = _metric_tables(record)
     command = record["command"]
     values = {
         "name": record["name"],
@@ -52,6 +36,7 @@ def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
         "results": _results(record),
         "facts": _facts(record),
         "tables": {"Epochs": main} if record["metrics"] else {},
+        "outputs": record.get("outputs", [])[: -_SHOWN_OUTPUTS - 1 : -1],
         "command": f"cd {shlex.quote(record['folder'])}\n{shlex.join(command)}" if command else "",
         "how_to_resume": _how_to_resume(record),
         "details": _details(record, monitors),
@@ -66,31 +51,30 @@ def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
 def _lead(record: Mapping[str, Any]) -> str:
     progress = record["progress"]
     epochs = record["config"].get("num_epochs")
-    of_all = f" of {epochs}" if isinstance(epochs, int) else ""
+    planned = f" of {epochs}" if isinstance(epochs, int) else ""
     parts = [
         format_duration(sum(attempt.get("seconds", 0) for attempt in record["attempts"])),
-        f"{progress['epochs_completed']}{of_all} epochs",
+        f"{progress['epochs_completed']}{planned} epochs",
         f"{progress['update']:,} updates",
         f"{progress['samples']:,} samples",
-        f"started {_moment(record['attempts'][0]['started'])}",
+        f"started {_date(record['attempts'][0]['started'])}",
     ]
     return " · ".join(parts)
 
 
-def _moment(text: str) -> str:
+def _date(text: str) -> str:
     return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the best and final values of each metric with a known direction; final only for training metrics."""
-    names = _names(record)
+    """Return the best and final values of each metric whose direction is known; only final ones of training."""
+    directions = record["directions"]
     results = []
-    for name, (_, _, is_monitor, label) in place_of_each(names).items():
-        direction = direction_of(name, record["directions"])
-        if is_monitor or direction is None:
+    for name, panel in panels_by_metric(_names(record)).items():
+        if panel.is_monitor or direction_of(name, directions) is None:
             continue
         rows = [row for row in record["metrics"] if name in row]
-        best = None if label.endswith("train") else best_of([_number(row[name]) for row in rows], direction)
+        best = best_of([row[name] for row in rows], name, panel, directions)
         value, final = (_text(rows[index][name]) for index in (-1 if best is None else best, -1))
         notes = ["final"] if best is None else [f"best, epoch {rows[best]['epoch']}", f"final {final}"]
         results.append({"name": name.removesuffix("_epoch").replace("_", " "), "value": value, "notes": notes})
@@ -98,79 +82,77 @@ def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _facts(record: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
-    """Return what is said of the training and of its environment, by name."""
-    config, git, processes = record["config"], record["git"], record["processes"]
+    """Return the facts about the training and about its environment, by name."""
+    location = [("Host", record["host"]), ("Folder", record["folder"])]
+    return [training_facts(record), [*location, *environment_facts(record)]]
+
+
+def environment_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the facts about the hardware and the software of a training, by name."""
+    git, processes = record["git"], record["processes"]
+    return [
+        ("Device", record["device"] + (f", {processes} processes" if processes > 1 else "")),
+        ("Git commit", git["commit"] + ", with changes" * git["has_changes"] if git else "no repository"),
+        ("Versions", ", ".join(f"{name} {number}" for name, number in record["versions"].items())),
+    ]
+
+
+def training_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the facts about a training, except its environment, by name."""
+    config = record["config"]
     batch, total = config.get("train_per_device_batch_size"), config.get("train_total_batch_size")
     batch_size = "" if batch is None else f"{batch} per process"
     if total != batch:
         batch_size += f", {total} in an update"
-    training = [
+    return [
         *((name.capitalize(), record[name]) for name in ("model", "loss", "optimizer", "schedule")),
         ("Batch size", batch_size),
         ("Precision", "float32" if config.get("mixed_precision") == "no" else str(config.get("mixed_precision"))),
         ("Seed", str(config.get("seed"))),
+        ("Time", describe_fractions(record["goodput"]["fractions"]) if "goodput" in record else ""),
     ]
-    environment = [
-        ("Device", record["device"] + (f", {processes} processes" if processes > 1 else "")),
-        ("Host", record["host"]),
-        ("Folder", record["folder"]),
-        ("Git commit", git["commit"] + ", with changes" * git["has_changes"] if git else "no repository"),
-        ("Versions", ", ".join(f"{name} {number}" for name, number in record["versions"].items())),
-    ]
-    return [training, environment]
 
 
 def _how_to_resume(record: Mapping[str, Any]) -> str:
     if not record["states"]:
         return "The run cannot be resumed: it saves no training states. Add a SaveTrainingStateCallback to save them."
-    again = "The same command resumes the run" if record["command"] else "The run was started in a notebook; it resumes"
-    where = ", ".join(record["states"])
-    return f'{again} from the newest training state in {where}, with train(..., resume_from="latest").'
+    start = "The same command resumes the run" if record["command"] else "The run was started in a notebook; it resumes"
+    locations = ", ".join(record["states"])
+    return f'{start} from the newest training state in {locations}, with train(..., resume_from="latest").'
 
 
-def _details(record: Mapping[str, Any], monitors: Table) -> dict[str, Table]:
-    attempts = [
-        (_moment(it["started"]), format_duration(it.get("seconds", 0)), f"{it['from_update']:,}", it["outcome"])
-        for it in record["attempts"]
-    ]
-    settings = [(name, format_metric(value)) for name, value in record["config"].items()]
-    details = {"Monitors": monitors} if len(monitors.columns) > 1 else {}
+def _details(record: Mapping[str, Any], monitors: list[Column]) -> dict[str, list[Column]]:
+    attempts, config = record["attempts"], record["config"]
+    details = {"Monitors": monitors} if len(monitors) > 1 else {}
     return details | {
-        "Attempts": _plain_table(["started", "duration", "from update", "outcome"], attempts, {1, 2}),
-        "Configuration": _plain_table(["name", "value"], settings),
+        "Attempts": [
+            Column("started", [_date(attempt["started"]) for attempt in attempts]),
+            Column("duration", [format_duration(attempt.get("seconds", 0)) for attempt in attempts], True),
+            Column("from update", [f"{attempt['from_update']:,}" for attempt in attempts], True),
+            Column("outcome", [attempt["outcome"] for attempt in attempts]),
+        ],
+        "Configuration": [Column("name", [*config]), Column("value", [format_metric(v) for v in config.values()])],
     }
-
-
-def _plain_table(columns: list[str], rows: Iterable[Iterable[str]], numbers: Iterable[int] = ()) -> Table:
-    return Table(columns, [[Cell(text) for text in row] for row in rows], set(numbers))
 
 
 def _names(record: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(name for row in record["metrics"] for name in row) if name != "epoch"]
 
 
-def _metrics(record: Mapping[str, Any]) -> tuple[Table, Table]:
+def _metric_tables(record: Mapping[str, Any]) -> tuple[list[Column], list[Column]]:
     """Return a table of the metrics and the learning rate, and a table of the other monitors."""
-    names = _names(record)
-    others = [name for name, panel in place_of_each(names).items() if panel[2] and panel[0] != "learning rate"]
-    return _table(record, [name for name in names if name not in others]), _table(record, others)
+    panels = panels_by_metric(_names(record))
+    others = {name: panel for name, panel in panels.items() if panel.is_monitor and panel.title != "learning rate"}
+    return _table(record, {name: panels[name] for name in panels if name not in others}), _table(record, others)
 
 
-def _table(record: Mapping[str, Any], names: Iterable[str]) -> Table:
-    """Return a table with a row for each epoch and the best value of each column marked."""
-    columns = ["epoch", *names]
-    directions = record["directions"]
-    unmarked = {"epoch"} | {name for name, panel in place_of_each(columns).items() if panel[3].endswith("train")}
-    filled = []
-    for name in columns:
+def _table(record: Mapping[str, Any], panels: Mapping[str, MetricPanel]) -> list[Column]:
+    """Return a table of some metrics, with a row for each epoch and the best value of each column marked."""
+    columns = [Column("epoch", [_text(row["epoch"]) for row in record["metrics"]], True)]
+    for name, panel in panels.items():
         values = [row.get(name) for row in record["metrics"]]
-        best = None if name in unmarked else best_of([_number(v) for v in values], direction_of(name, directions))
-        filled.append([Cell(_text(value), index == best) for index, value in enumerate(values)])
-    return Table(columns, [list(row) for row in zip(*filled, strict=True)], set(range(len(columns))))
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, (int, float)) else math.nan
+        columns.append(Column(name, list(map(_text, values)), True, best_of(values, name, panel, record["directions"])))
+    return columns
 
 
 def _text(value: Any) -> str:

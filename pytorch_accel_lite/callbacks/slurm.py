@@ -6,9 +6,9 @@ import os
 import shutil
 import signal
 import subprocess
-import warnings
 from collections.abc import Mapping
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import RunInterruptedError
 
 #: The signals by which a job asks Slurm to be warned (``sbatch --signal``). SIGTERM is also that of ``scancel``.
@@ -19,7 +19,7 @@ _TIMEOUT = 60
 def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the name of this job for Slurm's commands; ``None`` outside of Slurm.
 
-    A task of an array has a number of its own, too, but the last one has that of the array, which stands for all tasks.
+    A task of an array has a job number, too, but that of the last task is the number of the array: all its tasks.
     """
     array = environment.get("SLURM_ARRAY_JOB_ID")
     task = environment.get("SLURM_ARRAY_TASK_ID")
@@ -27,7 +27,7 @@ def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def check_requeue() -> None:
-    """Check that this job could be returned to the queue; warn if torchrun would not pass on what announces its end.
+    """Check that this job could be returned to the queue; warn if torchrun would not pass on Slurm's warning.
 
     :raises RuntimeError: if this is a job of Slurm on a machine without its commands
     """
@@ -37,12 +37,12 @@ def check_requeue() -> None:
             "the first process of this job runs. Add its directory to PATH, or pass requeue=False."
         )
     passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
-    if job_id() is not None and "TORCHELASTIC_RUN_ID" in os.environ and not {it.name for it in WARNINGS} & {*passed_on}:
-        warnings.warn(
+    passes_none = not any(warning.name in passed_on for warning in WARNINGS)
+    if job_id() is not None and "TORCHELASTIC_RUN_ID" in os.environ and passes_none:
+        warn_outside(
             "requeue=True: Slurm's warning, SIGUSR1 or SIGUSR2, would end torchrun before a state is saved. Set "
             "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 where the job starts torchrun; with torch "
-            "older than 2.10, which does not know it, start one task per GPU with srun instead of torchrun.",
-            stacklevel=2,
+            "older than 2.10, which does not know it, start one task per GPU with srun instead of torchrun."
         )
 
 

@@ -13,10 +13,9 @@ from pytorch_accel_lite.base.validation import check_positive_int
 class StepBasedEvaluationCallback(TrainerCallback):
     """Evaluate every n optimizer updates, in addition to the evaluation after each epoch.
 
-    Losses are recorded as ``intermediate_eval_loss``. With ``train(eval_every_n_epochs=None)``, these are the only
-    evaluations of the run: they are recorded like those after epochs, as ``eval_loss_epoch``, and callbacks that watch
-    a metric look at them. Training is unaffected: the final weights are bit-identical to those of a run without these
-    evaluations.
+    Losses are recorded as ``intermediate_eval_loss``. To evaluate only at intervals, and record the results as those of
+    the run, pass ``evaluate_every`` to ``train()`` instead. Training is unaffected: the final weights are bit-identical
+    to those of a run without these evaluations.
 
     :param eval_every_n_steps: number of optimizer updates between evaluations
     """
@@ -33,4 +32,4 @@ class StepBasedEvaluationCallback(TrainerCallback):
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.progress.update % self.eval_every_n_steps == 0:
-            trainer.run_evaluation(is_intermediate=trainer.current_run.request.eval_every_n_epochs is not None)
+            trainer.run_evaluation()

@@ -15,15 +15,16 @@ import torch
 from pytorch_accel_lite.base.batches import is_number
 from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
 from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.base.validation import check_positive_int, optional
 
 # Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4
 # Number of queued jobs beyond which the run waits: a tracker that does not respond must not fill the memory.
-_JOBS_BEHIND = 1000
+_MAX_JOBS = 1000
 # Seconds that a failing process allows for pending writes while its peers wait for it to exit.
-_PATIENCE = 5.0
+_TIMEOUT = 5.0
 # Columns of every row, whose names step metrics cannot use.
 _COLUMNS = ("update", "epoch", "loss")
 
@@ -32,7 +33,7 @@ class BackgroundWorker:
     """A thread that runs jobs in order. Jobs must not communicate with other processes."""
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_JOBS_BEHIND)
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_JOBS)
         self._failure: BaseException | None = None
         # A daemon, so that a failing process can exit without waiting for it.
         threading.Thread(target=self._run, daemon=True, name="logger").start()
@@ -49,7 +50,7 @@ class BackgroundWorker:
             finally:
                 self._jobs.task_done()
 
-    def do(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         """Run a job after all earlier ones.
 
         :raises BaseException: the error of an earlier job that failed
@@ -63,14 +64,13 @@ class BackgroundWorker:
         :param seconds: timeout
         :raises BaseException: the error of a job that failed
         """
-        done = self._jobs.all_tasks_done
-        with done:
-            done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
+        with self._jobs.all_tasks_done:
+            self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
         self._raise_failure()
 
     def close(self) -> None:
         """End the thread once all jobs are done, without waiting for it."""
-        with suppress(queue.Full):  # the tracker does not respond
+        with suppress(queue.Full):  # a tracker does not respond
             self._jobs.put_nowait(None)
 
     def _raise_failure(self) -> None:
@@ -96,18 +96,21 @@ class StepLogger(TrainerCallback, ABC):
     callback's state waits for all of this, so that every state has its rows and no row is lost or written twice.
 
     :param every_n_updates: number of updates between rows; ``None`` logs no rows
+    :param every: instead, an :class:`~pytorch_accel_lite.Interval` between rows, such as ``"10_000 samples"``
     """
 
-    def __init__(self, every_n_updates: int | None = None) -> None:
-        if every_n_updates is not None:
-            check_positive_int("every_n_updates", every_n_updates)
-        self.every_n_updates = every_n_updates
+    def __init__(self, every_n_updates: int | None = None, every: str | Interval | None = None) -> None:
+        self.every_n_updates = optional(check_positive_int, "every_n_updates", every_n_updates)
+        self.every = optional(parse_interval, "every", every)
+        self._argument = "" if every is None else "every"
+        if self.every is None and every_n_updates is not None:
+            self.every = Interval(every_n_updates, "updates")
         self._trainer: TrainerLike | None = None
         self._loaded_latest: list[dict[str, float]] = []
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
-        #: An epoch and its sums of losses and weights at the last row, from which the next row's mean follows. They are
-        #: negative if the last row was in an epoch before: the part of that epoch after the row is then still to add.
+        #: An epoch and its sums of losses and weights at the last row, which are subtracted for the mean of the next
+        #: one. They are negative if the last row was in an earlier epoch, of which the rest is then added.
         self._sums = (0, 0.0, 0.0)
 
     @abstractmethod
@@ -124,33 +127,39 @@ class StepLogger(TrainerCallback, ABC):
         """Run a job in the background, after the rows so far."""
         if self._background is None:
             self._background = BackgroundWorker()
-        self._background.do(job)
+        self._background.submit(job)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._trainer = trainer
         self._background = None
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
+        if self.every is not None:
+            self.every.start(trainer.current_run, self._argument)
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
-            return
-        self._pending.append(self._begin(trainer))
-        self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
+        if self._begin_row_if_due(trainer):
+            self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
 
-    def _begin(self, trainer: TrainerLike) -> _Row:
-        """Start a row, copying numbers on a device to host memory asynchronously."""
+    def _begin_row_if_due(self, trainer: TrainerLike, ends_epoch: bool = False) -> bool:
+        if self.every is None or not self.every.is_due(trainer.current_run, ends_epoch=ends_epoch):
+            return False
+        self.every.advance(trainer.current_run, ends_epoch=ends_epoch)
+        self._pending.append(self._begin_row(trainer))
+        return True
+
+    def _begin_row(self, trainer: TrainerLike) -> _Row:
+        """Begin a row, copying numbers on a device to host memory asynchronously."""
         tracker = trainer.current_run.loss_trackers["loss"]
         metrics = sorted(trainer.step_metrics.items())
         values = [("", tracker.total_loss), ("", tracker.running_count), *metrics]
-        names = list(dict.fromkeys(name for name, _ in values if name))
         numbers = [_number(name, value) for name, value in values]
         on_device = [value for (_, value), number in zip(values, numbers, strict=True) if number is None]
         copied = None
         if on_device:
             dtype = accumulation_dtype(trainer.device)
             copied = AsyncCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in on_device]))
-        return _Row(trainer.progress.update, trainer.progress.epoch, names, numbers, copied)
+        return _Row(trainer.progress.update, trainer.progress.epoch, [name for name, _ in metrics], numbers, copied)
 
     def _average(self, keep: int) -> None:
         """Average and write pending rows, except the latest ``keep``."""
@@ -161,7 +170,7 @@ class StepLogger(TrainerCallback, ABC):
     def _averaged(self, row: _Row) -> tuple[float, float, dict[str, float]]:
         """Return the sums of losses and weights over all processes, and the means of the step metrics.
 
-        Each is a mean over the processes that have logged it, as their steps decide.
+        Each is a mean over the processes whose steps have logged it.
         """
         assert self._trainer is not None
         ranks = self._trainer.ranks
@@ -191,9 +200,10 @@ class StepLogger(TrainerCallback, ABC):
             self.in_background(lambda: self.write_row(row.update, row.epoch, values))
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._begin_row_if_due(trainer, ends_epoch=True)
         self._average(keep=0)
-        if self.every_n_updates is not None:
-            row = self._begin(trainer)
+        if self.every is not None:
+            row = self._begin_row(trainer)
             total_before, count_before = self._sums_before(row.epoch)
             total, count, _ = self._averaged(row)
             self._sums = row.epoch + 1, total_before - total, count_before - count
@@ -207,7 +217,7 @@ class StepLogger(TrainerCallback, ABC):
             self._average(keep=0)
             self._end_background()
         else:  # the other processes may not be there to average the pending rows
-            self._end_background(_PATIENCE)
+            self._end_background(_TIMEOUT)
 
     def _end_background(self, seconds: float | None = None) -> None:
         background, self._background = self._background, None
@@ -233,7 +243,7 @@ class StepLogger(TrainerCallback, ABC):
         trainer = self._trainer
         if trainer is None:
             return self._loaded_latest
-        if self.every_n_updates is None or trainer.logical is not None:
+        if self.every is None or trainer.logical is not None:
             return []
         local = {name: float(value) for name, value in trainer.step_metrics.items() if is_number(value)}
         gathered: list[dict[str, float]] = trainer.ranks.all_gather_object(local)
@@ -243,7 +253,7 @@ class StepLogger(TrainerCallback, ABC):
         """Load the state returned by :meth:`state_dict`."""
         epoch, total, count = state["sums"]
         self._sums = (int(epoch), total, count)
-        self._loaded_latest = latest = state.get("latest_by_rank", [])  # older states have none
+        self._loaded_latest = latest = state.get("latest_by_rank", [])  # absent from older states
         trainer = self._trainer
         if trainer is not None and len(latest) == trainer.ranks.world_size:
             trainer.step_metrics.update(latest[trainer.ranks.rank])

@@ -26,13 +26,13 @@ class EarlyStoppingCallback(MetricWatcher):
         those without a value of the metric do not count
     :param early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
     :param watch_metric: name of the metric in the run history
-    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
-        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If the metric does not say, smaller values are better,
-        with a warning unless it is a loss. A value that contradicts the metric raises an error.
+    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If it declares nothing, smaller values are better, with
+        a warning unless it is a loss. A value that contradicts the metric raises an error.
     :param reset_on_train: reset the best value and the patience at the start of every training run
-    :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including values
-        within an epoch such as ``intermediate_eval_loss`` of a
-        :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
+    :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those
+        within an epoch, see ``evaluate_every`` of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`. An epoch
+        counts as an improvement if any of its values is one.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class EarlyStoppingCallback(MetricWatcher):
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = early_stopping_threshold
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
-        self._handles_values_within_epochs = patience_in == "evaluations"
         self._run: Run | None = None
         self._message = ""  # printed after the metrics of the epoch
         self._stops_at_once = False  # whether the state from which the run resumed was saved when it was about to stop
@@ -61,6 +60,11 @@ class EarlyStoppingCallback(MetricWatcher):
         """Forget the best value and the patience used."""
         self.best_metric = None
         self.early_stopping_patience_counter = 0
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._has_improved = False  # whether a value of the epoch was an improvement
+        self._without_improvement: float | None = None  # the latest value that was not
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._run = trainer.current_run
@@ -77,14 +81,8 @@ class EarlyStoppingCallback(MetricWatcher):
         super().on_train_step_checkpoint(trainer)
         self._print_message(trainer)
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._print_message(trainer)
-
-    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._print_message(trainer)
-
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
-        """Count a value that is no improvement, and stop the run when patience is used up."""
+        """Note whether a value is an improvement, and stop the run when patience is used up."""
         best = self.best_metric
         if best is None:
             improvement = math.inf if math.isfinite(metric) else -math.inf
@@ -93,7 +91,20 @@ class EarlyStoppingCallback(MetricWatcher):
         if improvement > self.early_stopping_threshold:
             self.best_metric = metric
             self.early_stopping_patience_counter = 0
+            self._has_improved = True
             return
+        self._without_improvement = metric
+        if self.patience_in == "evaluations":
+            self._use_patience(metric)
+
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        super().on_training_run_epoch_end(trainer)
+        metric = None if self._has_improved or self.patience_in == "evaluations" else self._without_improvement
+        self._begin_epoch()
+        if metric is not None:
+            self._use_patience(metric)
+
+    def _use_patience(self, metric: float) -> None:
         self.early_stopping_patience_counter += 1
         used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
         self._message = (
@@ -116,20 +127,28 @@ class EarlyStoppingCallback(MetricWatcher):
                 f"{self._describe_best()}."
             )
 
-    def _print_message(self, trainer: TrainerLike) -> None:
+    def _print_message(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._message:
             trainer.print(wrapped(self._message))
         self._message = ""
+
+    on_epoch_checkpoint = on_stop_training_error = _print_message
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, the patience used so far, and whether the run has been stopped for good."""
         end = None if self._run is None else self._run.end
         stopped = end is not None and end.reason is not None and end.pause is None
-        return {**super().state_dict(), "patience_counter": self.early_stopping_patience_counter, "stopped": stopped}
+        return {
+            **super().state_dict(),
+            "patience_counter": self.early_stopping_patience_counter,
+            "stopped": stopped,
+            "of_epoch": [self._has_improved, self._without_improvement],
+        }
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         """Load the patience used so far; a run that was stopped for good is to be trained further, with all of it."""
         self.early_stopping_patience_counter = state["patience_counter"]
+        self._has_improved, self._without_improvement = state.get("of_epoch", (False, None))
         if not state.get("stopped"):
             self._stops_at_once = True
         elif self.early_stopping_patience_counter >= self.early_stopping_patience:

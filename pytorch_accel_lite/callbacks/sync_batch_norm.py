@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
 
@@ -27,11 +27,10 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
             return
         if trainer.device.type in ("cpu", "mps"):
             if trainer.accelerator.is_main_process:
-                warnings.warn(
+                warn_outside(
                     "ConvertSyncBatchNormCallback: torch cannot synchronise batch norm on "
                     f"{trainer.device.type!r}. The model is left unchanged: each process normalises with the "
-                    "statistics of its own batches.",
-                    stacklevel=2,
+                    "statistics of its own batches."
                 )
             return
         trainer.model = synchronised(trainer.model)

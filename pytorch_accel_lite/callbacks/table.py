@@ -1,4 +1,4 @@
-"""A run as a table, with a row per epoch, or in lines, and a summary at its end."""
+"""Showing a run as a table, with a row for each epoch, or in lines, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
-from pytorch_accel_lite.base.events import RunInterruptedError
+from pytorch_accel_lite.base.events import RunInterruptedError, set_listening
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import table
+from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.bars import NotebookOutput
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
-
 _GAP = "  "
 _WIDTH = 9  # of a column at least, in which numbers fit
 _TIME_WIDTH = len("59.9s")
 _NOTEBOOK_WIDTH = 120
+_LONG_RUN = 60  # seconds of a run after which the summary shows how its time was spent
 _NOTEBOOK_ROWS = 100  # as a notebook gets the whole table again after every epoch
 
 Row = dict[str, Any]  # values by column, among them "epoch" and "time"
@@ -71,11 +70,10 @@ class ProgressTableCallback(LogMetricsCallback):
         self._evaluation_start = 0.0
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            for name in self.metrics or ():
-                request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
+        for name in self.metrics or ():
+            request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
 
-    def _look_for_terminal(self) -> None:
+    def _choose_form(self) -> None:
         self._shows_table = self.show_always or in_notebook() or is_terminal(sys.stdout)
 
     def _announce(self, trainer: TrainerLike, text: str) -> None:
@@ -86,14 +84,14 @@ class ProgressTableCallback(LogMetricsCallback):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
-        self._look_for_terminal()
+        self._choose_form()
         self._announce(trainer, "Starting training run")
         self._table = _RunTable(trainer, self.metrics, self._shows_table)
         self._running_means = {}
         self._row_every = self.row_every_n_updates or _default_interval(trainer)
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
             self._row_every = None  # on all processes, which add up their losses for a row
-        trainer.callback_handler.set_listening(self, self._row_every is not None, "on_update_end")
+        set_listening(trainer, self, self._row_every is not None, "on_update_end")
         trainer.current_run.end.messages.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -107,16 +105,16 @@ class ProgressTableCallback(LogMetricsCallback):
             return
         if not trainer.current_run.is_finished:
             self._running_means = self._table.means_since_last_row(trainer)
-            # An evaluation at this update is for the same row.
-            trainer.callback_handler.set_listening(self, True, "on_train_step_checkpoint")
+            # An evaluation at this update belongs to the same row.
+            set_listening(trainer, self, True, "on_train_step_checkpoint")
 
-    def _take_new(self, trainer: TrainerLike) -> dict[str, Any]:
+    def _new_metrics(self, trainer: TrainerLike) -> dict[str, Any]:
         means, self._running_means = self._running_means, {}
-        return means | super()._take_new(trainer)
+        return means | super()._new_metrics(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._table is not None:
-            self._table.finish_training(trainer)
+            self._table.note_training(trainer)
         if not self._shows_table:
             super().on_train_epoch_end(trainer)
 
@@ -128,14 +126,14 @@ class ProgressTableCallback(LogMetricsCallback):
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
         """Show metrics as a row of the table or as a line."""
         if self._table is None:
-            taken = format_duration(time.monotonic() - self._evaluation_start)
+            duration = format_duration(time.monotonic() - self._evaluation_start)
             values = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
-            trainer.print(wrapped(f"Evaluated in {taken}: {values}"))
+            trainer.print(wrapped(f"Evaluated in {duration}: {values}"))
             return
         self._table.add_row(trainer, metrics)
         if not self._shows_table:
-            within_epoch = {} if self._table.is_trained(trainer) else {"step": trainer.progress.step}
-            super().log_metrics(trainer, within_epoch | metrics)
+            step = {"step": trainer.progress.step} if self._table.is_within_epoch(trainer) else {}
+            super().log_metrics(trainer, step | metrics)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_exception(trainer)
@@ -143,16 +141,16 @@ class ProgressTableCallback(LogMetricsCallback):
         self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
 
     def _end(self, trainer: TrainerLike, failure: str = "") -> None:
-        ended, self._table = self._table, None
-        if ended is not None:
-            ended.end(trainer, failure)
+        run_table, self._table = self._table, None
+        if run_table is not None:
+            run_table.end(trainer, failure)
 
     # ---------------------------------------------------------------------------------------- evaluation
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._table is None:  # within a training run, metrics belong to the next row
             super().on_evaluation_run_start(trainer)
-            self._look_for_terminal()
+            self._choose_form()
             self._announce(trainer, "Starting evaluation run")
             self._evaluation_start = time.monotonic()
 
@@ -162,7 +160,7 @@ class ProgressTableCallback(LogMetricsCallback):
 
 
 class _RunTable:
-    """What is shown of a training run. Adding a row takes the same time however many there are.
+    """The rows and the summary of a training run. The time to add a row does not grow with their number.
 
     :param chosen: names of the metrics that the user wants to see; ``None`` for any
     :param is_drawn: whether rows are shown as those of a table
@@ -172,14 +170,15 @@ class _RunTable:
         self._chosen = chosen
         self._is_drawn = is_drawn
         self._expected = trainer.current_run.request.metrics
-        self._key, self._greater = self._choose_key()
-        self._marked = _title(self._key) if self._key else ""
+        self._marked_metric, self._greater_is_better = self._choose_marked()
+        self._marked_column = _title(self._marked_metric)
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
         self._rates = shown_rates(trainer)
-        self._scientific = set(self._rates)  # columns
-        self._names = dict.fromkeys(self._expected.directions)  # of all metrics so far
+        self._scientific = set(self._rates)  # columns with powers of ten
+        self._names = dict.fromkeys(self._expected.directions)  # of the metrics that are expected or recorded
+        self._recorded: set[str] = set()
         self._layout: dict[str, int] = {}  # widths of the columns that are shown
         self._terminal_width = 0
         self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
@@ -188,8 +187,8 @@ class _RunTable:
         self._trained_epoch = 0
         self._trained: list[tuple[int, float]] = []  # samples and seconds of training, by epoch
         self._samples_before = 0  # the current epoch
-        self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights at the row before
-        self._before = {path: _changed(path) for path in trainer.current_run.request.paths}
+        self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights at the previous row
+        self._times_before = {path: _modification_time(path) for path in trainer.current_run.request.paths}
         self._output: NotebookOutput | None = None
         if is_drawn and in_notebook() and trainer.accelerator.is_local_main_process:
             NotebookOutput.leave(trainer)
@@ -199,12 +198,12 @@ class _RunTable:
 
     # ----------------------------------------------------------------------------------- what is shown
 
-    def _choose_key(self) -> tuple[str | None, bool]:
-        """Return the metric whose best value is marked, and whether larger values are better."""
+    def _choose_marked(self) -> tuple[str, bool]:
+        """Return the metric whose best value is marked, if any, and whether larger values are better."""
         for watched in self._expected.watched:
             return watched.name, bool(watched.greater_is_better)
         losses = [name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name)]
-        return min(losses, key=lambda name: name.startswith("ema_"), default=None), False
+        return min(losses, key=lambda name: name.startswith("ema_"), default=""), False
 
     def _find_earlier_best(self, trainer: TrainerLike) -> None:
         """Find the best value of the epochs before a resumed run."""
@@ -212,16 +211,16 @@ class _RunTable:
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
         for row in history.rows() if hasattr(history, "rows") else ():
             if row["epoch"] > offset:
-                self._is_best(row, f"epoch {row['epoch'] - offset}")
+                self._update_best(row, f"epoch {row['epoch'] - offset}")
 
-    def _is_best(self, metrics: dict[str, Any], where: str) -> bool:
-        """Return whether the value to be marked is the best so far, and remember it if so."""
-        value = float(metrics.get(self._key or "", math.nan))
-        worst = -math.inf if self._greater else math.inf
+    def _update_best(self, metrics: dict[str, Any], position: str) -> bool:
+        """Return whether the value of the marked metric is the best so far, and remember it if so."""
+        value = float(metrics.get(self._marked_metric, math.nan))
+        worst = -math.inf if self._greater_is_better else math.inf
         best = worst if self._best is None else self._best[0]
-        is_better = value > best if self._greater else value < best
+        is_better = value > best if self._greater_is_better else value < best
         if is_better:
-            self._best = value, where
+            self._best = value, position
         return is_better
 
     def _columns(self) -> list[str]:
@@ -239,7 +238,7 @@ class _RunTable:
             return 3 if title in evaluated else 4 if title not in declared else 5
 
         titles = dict.fromkeys([*self._rates, *map(_title, self._names)])
-        titles.pop("time", None)  # of an epoch, which the table has
+        titles.pop("time", None)  # the table has a column for the time of an epoch
         return sorted(titles, key=rank)
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
@@ -248,18 +247,18 @@ class _RunTable:
         self._samples_before = trainer.progress.samples
         self._sums = {}
 
-    def finish_training(self, trainer: TrainerLike) -> None:
+    def note_training(self, trainer: TrainerLike) -> None:
         """Note the learning rates and the speed at the end of the training part of an epoch."""
         self._trained_epoch = trainer.progress.epoch
         self._rates = shown_rates(trainer)
         self._trained.append((trainer.progress.samples - self._samples_before, time.monotonic() - self._epoch_start))
 
-    def is_trained(self, trainer: TrainerLike) -> bool:
-        """Return whether the training part of the current epoch is over."""
-        return self._trained_epoch == trainer.progress.epoch
+    def is_within_epoch(self, trainer: TrainerLike) -> bool:
+        """Return whether the training part of the current epoch is not over."""
+        return self._trained_epoch != trainer.progress.epoch
 
     def means_since_last_row(self, trainer: TrainerLike) -> dict[str, float]:
-        """Return the means of the training losses since the row before in this epoch. Call it on every process."""
+        """Return the means of the training losses since the previous row of this epoch. A collective operation."""
         sums = trainer.current_run.loss_trackers.summed(trainer.ranks)
         means = {}
         for name, (total, weight) in sums.items():
@@ -271,22 +270,25 @@ class _RunTable:
 
     def times_and_rates(self) -> str:
         """Return the time of the epoch, the samples per second of its training part, and the learning rates."""
-        taken = format_duration(time.monotonic() - self._epoch_start)
+        duration = format_duration(time.monotonic() - self._epoch_start)
         rates = [f"{name}: {format_metric(rate)}" for name, rate in self._rates.items()]
-        return ", ".join([f"time: {taken}", f"samples/s: {_speed(self._trained[-1:])}", *rates])
+        return ", ".join([f"time: {duration}", f"samples/s: {_speed(self._trained[-1:])}", *rates])
 
     def add_row(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
-        """Take new metrics of an epoch or of an evaluation within one, and show them as a row of the table."""
-        is_whole = self.is_trained(trainer)
-        step = f"step {trainer.progress.step}"
-        is_best = self._is_best(metrics, f"epoch {trainer.progress.epoch}" + ("" if is_whole else f", {step}"))
+        """Add the new metrics of an epoch, or of an evaluation within one, and show them as a row of the table."""
+        step = f"step {trainer.progress.step}" if self.is_within_epoch(trainer) else ""
+        is_best = self._update_best(metrics, f"epoch {trainer.progress.epoch}" + (f", {step}" if step else ""))
         if not self._is_drawn:
             return
         numbers = {name: to_number(value) for name, value in metrics.items() if format_value(value)}
         self._names |= dict.fromkeys(numbers)
-        row: Row = {**(self._rates if is_whole else shown_rates(trainer))}
-        row |= {_title(name): value for name, value in numbers.items()}  # among them may be the last update's rate
-        row["epoch"] = epoch_of(trainer) if is_whole else step
+        self._recorded |= numbers.keys()
+        if not step:  # a metric that the first epoch lacks can only come from an evaluation
+            possible = self._recorded | self._expected.evaluated.keys()
+            self._names = {name: None for name in self._names if name in possible}
+        row: Row = {**(shown_rates(trainer) if step else self._rates)}
+        row |= {_title(name): value for name, value in numbers.items()}  # may include the rate of the last update
+        row["epoch"] = step or epoch_of(trainer)
         row["time"] = format_duration(time.monotonic() - self._epoch_start)
         self._scientific |= {name for name, value in row.items() if _needs_power(value)}
         self._best_row = row if is_best else self._best_row
@@ -302,22 +304,25 @@ class _RunTable:
 
     # ------------------------------------------------------------------------------------ how it is shown
 
-    def _fit(self, width: int, kept: dict[str, int]) -> dict[str, int]:
-        """Return the widths of as many columns as fit. Those that are kept stay in their places."""
-        layout = kept or {"epoch": self._epoch_width, "time": _TIME_WIDTH}
-        room = width - len(_GAP.join(" " * taken for taken in layout.values()))
+    def _fit(self, width: int, previous: dict[str, int]) -> dict[str, int]:
+        """Return the widths of as many columns as fit, of which new ones are added to the previous ones at the right.
+
+        At least one metric is shown, however narrow the terminal is.
+        """
+        layout = previous or {"epoch": self._epoch_width, "time": _TIME_WIDTH}
+        available = width - sum(layout.values()) - len(_GAP) * (len(layout) - 1)
         added: dict[str, int] = {}
         for column in self._columns():
-            needed = max(len(column), _WIDTH) + (column == self._marked)
-            if column not in layout and (len(_GAP) + needed <= room or not (kept or added)):
+            needed = max(len(column), _WIDTH) + (column == self._marked_column)
+            if column not in layout and (len(_GAP) + needed <= available or not (previous or added)):
                 added[column] = needed
-                room -= len(_GAP) + needed
-        if kept:
-            return kept | added
+                available -= len(_GAP) + needed
+        if previous:
+            return previous | added
         rates_last = {column: added[column] for column in sorted(added, key=lambda name: name in self._rates)}
         return {"epoch": self._epoch_width, **rates_last, "time": _TIME_WIDTH}
 
-    def _note(self, layout: dict[str, int]) -> list[str]:
+    def _omitted(self, layout: dict[str, int]) -> list[str]:
         count = len(set(self._columns()) - layout.keys())
         return [f"({count} more metric{'s are' if count > 1 else ' is'} in trainer.run_history)"] if count else []
 
@@ -328,29 +333,29 @@ class _RunTable:
     def _line(self, row: Row, layout: dict[str, int]) -> str:
         """Return a row as a line of text, the first cell aligned to the left."""
         cells = {column: self._cell(row, column) for column in layout}
-        if cells.get(self._marked):
-            cells[self._marked] += "*" if row is self._best_row else " "
+        if cells.get(self._marked_column):
+            cells[self._marked_column] += "*" if row is self._best_row else " "
         line = _GAP.join(f"{cell:>{layout[column]}}" for column, cell in cells.items() if column != "epoch")
         return f"{cells['epoch']:<{layout['epoch']}}{_GAP}{line}"
 
     def _head(self, layout: dict[str, int]) -> list[str]:
         line = self._line({column: column for column in layout}, layout)
-        return [*self._note(layout), line, "-" * len(line)]
+        return [*self._omitted(layout), line, "-" * len(line)]
 
     def _update(self, output: NotebookOutput, summary: Sequence[str] = ()) -> None:
         """Show the latest rows and the best in a notebook."""
         layout = self._fit(_NOTEBOOK_WIDTH, {})
         columns = list(layout)
         rows = self._rows[-_NOTEBOOK_ROWS:]
-        notes = self._note(layout)
+        notes = self._omitted(layout)
         if len(rows) < len(self._rows):
-            all_rows = f"{len(self._rows):,} rows; all metrics are in trainer.run_history"
-            notes.insert(0, f"(the last {len(rows)} of {all_rows})")
+            total = f"{len(self._rows):,} rows; all metrics are in trainer.run_history"
+            notes.insert(0, f"(the last {len(rows)} of {total})")
             if self._best_row is not None and all(row is not self._best_row for row in rows):
                 rows.insert(0, self._best_row)
         bold = None
-        if self._best_row in rows and self._marked in columns:
-            bold = rows.index(self._best_row), columns.index(self._marked)
+        if self._best_row in rows and self._marked_column in columns:
+            bold = rows.index(self._best_row), columns.index(self._marked_column)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
         output.html = table("", cells, columns, [*notes, *summary], bold)
         lines = (self._line(row, layout) for row in rows)
@@ -366,48 +371,55 @@ class _RunTable:
         """
         if trainer.progress.update == self._first.update and not failure:
             return
-        summary = [*self._summary(trainer, failure or _how_it_ended(trainer)), *self._written_files(trainer)]
+        summary = [*self._summary(trainer, failure or _outcome(trainer)), *self._written_files(trainer)]
         if self._output is None:
             trainer.print("\n".join(["", *summary] if self._is_drawn else summary))
         else:
             self._output.bars.clear()
             self._update(self._output, summary)
 
-    def _summary(self, trainer: TrainerLike, how: str) -> list[str]:
+    def _summary(self, trainer: TrainerLike, outcome: str) -> list[str]:
         progress = trainer.progress
-        if not self.is_trained(trainer):
-            self.finish_training(trainer)
-        if how == "Trained":
+        if self.is_within_epoch(trainer):
+            self.note_training(trainer)
+        if outcome == "Trained":
             first, last = self._first.epochs_completed + 1, progress.epochs_completed
             epochs = f"{last} epoch{'s' * (last > 1)}" if first == 1 else f"epochs {first} to {last}"
             summary = f"Trained {epochs}, {progress.update:,} updates,"
         else:
-            summary = f"{how} in epoch {progress.epoch}, after update {progress.update:,},"
-        taken = format_duration(time.monotonic() - self._start)
-        summary += f" in {taken} ({_speed(self._trained)} samples/s)."
-        best = [] if self._best is None else [f"Best: {self._best[1]}, {self._marked} {format_value(self._best[0])}."]
-        return [wrapped(line) for line in (summary, *best)]
+            summary = f"{outcome} in epoch {progress.epoch}, after update {progress.update:,},"
+        duration = format_duration(time.monotonic() - self._start)
+        lines = [f"{summary} in {duration} ({_speed(self._trained)} samples/s)."]
+        if self._best is not None:
+            lines.append(f"Best: {self._best[1]}, {self._marked_column} {format_value(self._best[0])}.")
+        goodput = trainer.current_run.goodput
+        if goodput.is_resumed or sum(goodput.seconds.values()) >= _LONG_RUN:
+            lines.append(f"Time: {goodput}.")
+        return [wrapped(line) for line in lines]
 
     def _written_files(self, trainer: TrainerLike) -> list[str]:
         """Return a line for each file or directory that the run has written."""
         is_resumed = self._first.update > 0
-        existing = {
-            path: content
+        rows = [
+            (f"  {content}:", path)
             for path, content in trainer.current_run.request.paths.items()
-            if (now := _changed(path)) is not None and (is_resumed or now != self._before.get(path))
-        }
-        width = max(map(len, existing.values()), default=0) + 1
-        return [f"  {content + ':':<{width}} {path}" for path, content in existing.items()]
+            if (changed := _modification_time(path)) and (is_resumed or changed != self._times_before.get(path))
+        ]
+        width = max((len(content) for content, _ in rows), default=0)
+        return [f"{content:<{width}} {path}" for content, path in rows]
 
 
 def _speed(trained: Sequence[tuple[int, float]]) -> str:
-    """Return the samples per second of epochs, of which the samples and seconds are given."""
+    """Return the samples per second of some epochs.
+
+    :param trained: the samples and seconds of each
+    """
     seconds = sum(seconds for _, seconds in trained)
     return f"{sum(samples for samples, _ in trained) / seconds:,.0f}" if seconds else "0"
 
 
 def _default_interval(trainer: TrainerLike) -> int | None:
-    """Return the number of updates between rows within epochs, whose end nobody knows; ``None`` for other epochs."""
+    """Return the number of updates between rows within an epoch of unknown length; ``None`` for other epochs."""
     if find_length(trainer.train_dataloader) is not None:
         return None
     updates = trainer.current_run.request.max_num_train_steps
@@ -415,10 +427,10 @@ def _default_interval(trainer: TrainerLike) -> int | None:
 
 
 def _num_steps(trainer: TrainerLike) -> int:
-    """Return an upper bound of the steps of an epoch, as far as it is known, or else a usual number."""
+    """Return an upper bound of the steps of an epoch if it is known, or else a usual number."""
     request = trainer.current_run.request
-    most = (request.max_num_train_steps or 0) * request.gradient_accumulation_steps
-    return max(find_length(trainer.train_dataloader) or most, 100)
+    limit = (request.max_num_train_steps or 0) * trainer.current_run.accumulation.largest
+    return max(find_length(trainer.train_dataloader) or limit, 100)
 
 
 def _needs_power(value: Any) -> bool:
@@ -427,14 +439,14 @@ def _needs_power(value: Any) -> bool:
     return len(text) > _WIDTH or "e" in text
 
 
-def _how_it_ended(trainer: TrainerLike) -> str:
+def _outcome(trainer: TrainerLike) -> str:
     end = trainer.current_run.end
     if end.pause is not None:
         return "Interrupted" if isinstance(end.pause, RunInterruptedError) else "Paused"
     return "Trained" if end.reason is None else "Stopped"
 
 
-def _changed(path: str) -> int | None:
+def _modification_time(path: str) -> int | None:
     """Return the modification time of a file or directory in ns, or ``None`` if it does not exist."""
     return os.stat(path).st_mtime_ns if os.path.exists(path) else None
 

@@ -1,29 +1,25 @@
-"""Measuring where the time of a run goes."""
+"""Measuring how the time of a run is spent."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.devices import DeviceTimer, is_asynchronous
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.text import align
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
-
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
-# Number of GPU steps after which the events of finished steps are read.
-_STEPS_BEHIND = 100
 
 
 class TimingCallback(TrainerCallback):
@@ -31,8 +27,8 @@ class TimingCallback(TrainerCallback):
 
     The phases are: waiting for data (on average, and on the process that waited most), forward pass, backward pass,
     optimizer (including averaging over an accumulation window, clipping and the schedule), evaluation, saving
-    (checkpoints, weights and training states, as far as the run waits for them), each class of callbacks, excluding
-    what it saves or evaluates, and the rest. On a GPU, forward, backward and optimizer are measured with device events
+    (the time that the run waits for checkpoints, weights and training states), each class of callbacks, excluding
+    its evaluations and saving, and the rest. On a GPU, forward, backward and optimizer are measured with device events
     that are read later, so nothing waits for the device.
 
     Recorded per epoch in seconds: ``time_data``, ``time_data_max``, ``time_forward``, ``time_backward``,
@@ -46,16 +42,15 @@ class TimingCallback(TrainerCallback):
     def __init__(self, show: bool = True) -> None:
         self.show = show
         self.totals: dict[str, float] = {}
-        self._is_running = self._on_gpu = False
+        self._is_running = False
         self._clear()
 
     def _clear(self) -> None:
         self._phases: dict[str, float] = defaultdict(float)
         self._callbacks: dict[str, float] = defaultdict(float)
-        self._events: deque[list[Any]] = deque()
-        self._of_step: list[Any] = []
         #: All seconds counted so far, so that nested times are not counted twice.
         self._counted = 0.0
+        self._device_mark: Any = None
         self._mark = self._mark_counted = self._epoch_start = 0.0
         self._callbacks_before = 0.0
 
@@ -67,9 +62,8 @@ class TimingCallback(TrainerCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
-        self._device = trainer.device
         self._is_running = True
-        self._on_gpu = is_asynchronous(trainer.device)
+        self._timer = DeviceTimer(trainer.device) if is_asynchronous(trainer.device) else None
         self._epoch_start = time.perf_counter()
         trainer.callback_handler.timer = self._time
 
@@ -81,40 +75,46 @@ class TimingCallback(TrainerCallback):
         try:
             yield
         finally:
-            own = time.perf_counter() - start
-            if part is not self:  # this callback's own laps count time before the event
-                own -= self._counted - counted
+            seconds = time.perf_counter() - start
+            if part is not self:  # the laps of this callback count the time before the event
+                seconds -= self._counted - counted
             if isinstance(part, str):
-                self._phases[part] += own
+                self._phases[part] += seconds
             else:
-                self._callbacks[type(part).__name__] += own
-            self._counted += own
+                self._callbacks[type(part).__name__] += seconds
+            self._counted += seconds
 
     def _lap(self, phase: str | None) -> None:
         """Add the time since the last mark that is not yet counted to a phase, and reset the mark."""
         now = time.perf_counter()
         if phase is not None:
-            passed = max(now - self._mark - (self._counted - self._mark_counted), 0.0)
-            self._phases[phase] += passed
-            self._counted += passed
+            seconds = max(now - self._mark - (self._counted - self._mark_counted), 0.0)
+            self._phases[phase] += seconds
+            self._counted += seconds
         self._mark = now
         self._mark_counted = self._counted
 
     def _lap_of_device(self, phase: str) -> None:
-        if not self._on_gpu:
+        if self._timer is None:
             self._lap(phase)
             return
-        self._of_step.append((phase, record_event(self._device, enable_timing=True)))
+        now = self._timer.now()
+        self._timer.add(phase, self._device_mark, now)
+        self._device_mark = now
         self._lap(None)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap(None)
 
+    on_eval_epoch_start = on_train_epoch_start
+
+    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+        self._lap(None)
+
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap("data")
-        self._of_step = []
-        if self._on_gpu:
-            self._lap_of_device("start")
+        if self._timer is not None:
+            self._device_mark = self._timer.now()
 
     def on_backward_start(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         self._lap_of_device("forward")
@@ -125,21 +125,6 @@ class TimingCallback(TrainerCallback):
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap_of_device("optimizer")
 
-    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
-        if self._on_gpu:
-            self._events.append(self._of_step)
-            while len(self._events) > _STEPS_BEHIND and self._events[0][-1][1].query():
-                self._read_events()
-        self._lap(None)
-
-    def _read_events(self) -> None:
-        """Read the events of the earliest step, which has finished."""
-        for (_, before), (phase, event) in pairwise(self._events.popleft()):
-            self._phases[phase] += before.elapsed_time(event) / 1e3
-
-    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._lap(None)
-
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap("evaluation")
 
@@ -149,23 +134,22 @@ class TimingCallback(TrainerCallback):
 
     def _count(self, trainer: TrainerLike) -> dict[str, float]:
         """Return the means over all processes since the last call, and add them to the totals."""
-        if self._events:
-            self._events[-1][-1][1].synchronize()  # does not block: the epoch's losses have already been read
-        while self._events:
-            self._read_events()
+        if self._timer is not None:
+            for phase, seconds in self._timer.take().items():  # without waiting: the losses have already been read
+                self._phases[phase] += seconds
         now = time.perf_counter()
         callbacks = sum(self._callbacks.values())
-        mine = [self._phases[phase] for phase in _PHASES]
-        mine += [callbacks - self._callbacks_before, now - self._epoch_start]
-        *phases, in_callbacks, passed = (value / trainer.ranks.world_size for value in trainer.ranks.sum(mine))
-        (slowest,) = trainer.ranks.max(mine[:1])
-        measured = dict(zip(_PHASES, phases, strict=True)) | {"data_max": slowest}
-        for name, seconds in (measured | {"run": passed}).items():
+        local = [self._phases[phase] for phase in _PHASES]
+        local += [callbacks - self._callbacks_before, now - self._epoch_start]
+        *phases, in_callbacks, epoch = (value / trainer.ranks.world_size for value in trainer.ranks.sum(local))
+        (longest_wait,) = trainer.ranks.max(local[:1])
+        measured = dict(zip(_PHASES, phases, strict=True)) | {"data_max": longest_wait}
+        for name, seconds in (measured | {"run": epoch}).items():
             self.totals[name] += seconds
         self._callbacks_before = callbacks
         self._epoch_start = now
         self._phases.clear()
-        return measured | {"callbacks": in_callbacks, "epoch": passed}
+        return measured | {"callbacks": in_callbacks, "epoch": epoch}
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._is_running:  # an error ended the run before it began
@@ -188,9 +172,8 @@ class TimingCallback(TrainerCallback):
         by_time = sorted(self._callbacks.items(), key=lambda item: item[1], reverse=True)
         rows += [(name, seconds) for name, seconds in by_time if seconds >= 0.001 * whole]
         rows.append(("other", max(whole - sum(seconds for _, seconds in rows), 0.0)))
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {seconds:>9.2f} s  {seconds / whole:>6.1%}" for name, seconds in rows]
-        return "\n".join(["Where the time went:", *lines, f"{'the whole run':<{width}}  {whole:>9.2f} s"])
+        cells = [(name, f"{seconds:.2f} s", f"{seconds / whole:.1%}") for name, seconds in rows]
+        return "\n".join(["Where the time went:", *align([*cells, ("the whole run", f"{whole:.2f} s", "")], 1)])
 
 
 class ProfilerCallback(TrainerCallback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -11,14 +12,15 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.engine.history import NewMetrics
 
-#: What makes trackers with accounts write only to this machine.
-_WITHOUT_ACCOUNT = {
+#: Settings with which trackers that need an account write only to this machine.
+_OFFLINE = {
     "wandb": "init_kwargs={'mode': 'offline'}",
     "swanlab": "init_kwargs={'mode': 'offline'}",
     "comet_ml": "init_kwargs={'online': False}",
@@ -42,6 +44,7 @@ class TrackerCallback(StepLogger):
     :param project_dir: directory for trackers that write files
     :param every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other
         callbacks; ``None`` logs only epochs
+    :param every: instead, log these rows at an :class:`~pytorch_accel_lite.Interval`, such as ``"10_000 samples"``
     :param config: your own hyper-parameters, logged with the run's configuration
     :param init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets
         Weights & Biases and SwanLab write to this machine only, without an account
@@ -57,8 +60,10 @@ class TrackerCallback(StepLogger):
         every_n_updates: int | None = 50,
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        every: str | Interval | None = None,
     ) -> None:
-        super().__init__(every_n_updates)
+        super().__init__(every_n_updates, every)
         if isinstance(tracker, str):
             _check_tracker(tracker)
         elif not isinstance(tracker, GeneralTracker):
@@ -69,9 +74,9 @@ class TrackerCallback(StepLogger):
         self.config = dict(config or {})
         self.init_kwargs = dict(init_kwargs or {})
         self.run_id: str | None = None
-        self._started: Any = None
+        self._active: Any = None
         self._client: Any = None
-        self._is_over = True
+        self._is_finished = True
         self._new = NewMetrics()
         self._evaluated = False
         self._logged_steps: dict[str, set[int]] = {}  # by metric
@@ -79,10 +84,10 @@ class TrackerCallback(StepLogger):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
-        self._started = None
+        self._active = None
         self._logged_steps = {}
         self._first_update = trainer.progress.update
-        self._is_over = False
+        self._is_finished = False
         self.run_id = None
         self._new.skip(trainer.run_history)
         self._evaluated = False
@@ -98,11 +103,11 @@ class TrackerCallback(StepLogger):
         else:
             job()
 
-    # Called at first use: the resumed state is known only after on_training_run_start.
+    # Called at first use, as the state of a resumed run is loaded after on_training_run_start.
     def _start(self) -> None:
         trainer = self._trainer
         assert trainer is not None
-        if self._started is not None or not trainer.accelerator.is_main_process:
+        if self._active is not None or not trainer.accelerator.is_main_process:
             return
         if self.tracker == "tensorboard" and self._first_update:
             time.sleep(1)  # it reads the files of attempts in the order of the seconds in which they were created
@@ -110,20 +115,20 @@ class TrackerCallback(StepLogger):
             tracker = self._create(trainer)
             tracker.start()
         except Exception as error:
-            if self.tracker not in _WITHOUT_ACCOUNT:
+            if self.tracker not in _OFFLINE:
                 raise
             raise RuntimeError(
                 f"TrackerCallback({self.tracker!r}) could not start: {str(error).rstrip('.')}. To log to this machine "
-                f"only, without an account, pass {_WITHOUT_ACCOUNT[self.tracker]}."
+                f"only, without an account, pass {_OFFLINE[self.tracker]}."
             ) from error
-        self._started = tracker
+        self._active = tracker
         trainer.accelerator.trackers.append(tracker)
         if not self._first_update:
             configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
-            self._started.store_init_configuration(
+            self._active.store_init_configuration(
                 {name: as_number_or_text(value) for name, value in {**configuration, **self.config}.items()}
             )
-        self._remember_run()
+        self._note_run()
 
     def _create(self, trainer: TrainerLike) -> Any:
         if not isinstance(self.tracker, str):
@@ -140,14 +145,14 @@ class TrackerCallback(StepLogger):
         directory = [self.project_dir] if tracker_class.requires_logging_directory else []
         return tracker_class(self.project_name, *directory, **arguments)
 
-    def _remember_run(self) -> None:
-        """Remember the run's id, and the steps it already has."""
+    def _note_run(self) -> None:
+        """Note the run's id, and the steps that it already has."""
         if self.tracker == "wandb":
-            self.run_id = self._started.run.id
+            self.run_id = self._active.run.id
         elif self.tracker == "mlflow":
             from mlflow.tracking import MlflowClient
 
-            self.run_id = self._started.active_run.info.run_id
+            self.run_id = self._active.active_run.info.run_id
             self._client = MlflowClient()
             for name in self._client.get_run(self.run_id).data.metrics:
                 history = self._client.get_metric_history(self.run_id, name)
@@ -160,43 +165,52 @@ class TrackerCallback(StepLogger):
         self._evaluated = True
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._evaluated:  # in the middle of the epoch
+        if self._evaluated:  # within the epoch
             self._log_new(trainer)
-
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._log_new(trainer)
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not self._is_over:
+        if not self._is_finished:
             self._log_new(trainer)
 
-    def _log_new(self, trainer: TrainerLike) -> None:
-        self._average(keep=0)  # trackers do not accept rows of earlier updates afterwards
-        new = self._new.take(trainer.run_history)
+    def on_outputs(self, trainer: TrainerLike, outputs: Mapping[str, str], **kwargs: Any) -> None:
+        """Log what a :class:`ShowOutputsCallback` shows."""
+        self._log_after_rows(trainer, dict(outputs))
+
+    def _log_new(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._evaluated = False
-        if new:
-            update = trainer.progress.update
-            values = {name: as_number_or_text(value) for name, value in new.items()}
-            if trainer.accelerator.is_main_process:
-                self.in_background(lambda: self._log(values, update))
+        new = self._new.take(trainer.run_history)
+        self._log_after_rows(trainer, {name: as_number_or_text(value) for name, value in new.items()})
+
+    on_epoch_checkpoint = _log_new
+
+    def _log_after_rows(self, trainer: TrainerLike, values: dict[str, Any]) -> None:
+        self._average(keep=0)  # trackers do not accept rows of earlier updates afterwards
+        update = trainer.progress.update
+        if values and trainer.accelerator.is_main_process:
+            self.in_background(lambda: self._log(values, update))
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log values, unless the tracker has them already, also from an earlier attempt. Runs in the background."""
+        """Log values that the tracker does not have yet, also not from an earlier attempt. Runs in the background."""
         new = {name: value for name, value in values.items() if step not in self._logged_steps.setdefault(name, set())}
         for name in new:
             self._logged_steps[name].add(step)
         if self.tracker != "mlflow":
             if new:
-                self._started.log(new, step=step)
+                self._active.log(new, step=step)
             return
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
         metrics = [Metric(name, float(value), now, step) for name, value in new.items() if not isinstance(value, str)]
         self._client.log_batch(self.run_id, metrics=metrics)
+        for name, text in new.items():
+            if isinstance(text, str):
+                self._client.log_text(
+                    self.run_id, text, f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:60]}-{step:09d}.txt"
+                )
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._is_over:
+        if self._is_finished:
             return
         try:
             self._log_new(trainer)
@@ -205,7 +219,7 @@ class TrackerCallback(StepLogger):
             self._finish(trainer)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._is_over:
+        if self._is_finished:
             return
         try:
             super().on_exception(trainer, **kwargs)
@@ -215,23 +229,23 @@ class TrackerCallback(StepLogger):
             self._finish(trainer)
 
     def _finish(self, trainer: TrainerLike) -> None:
-        self._is_over = True
-        tracker = self._started
-        self._started = None
+        self._is_finished = True
+        tracker = self._active
+        self._active = None
         if tracker is not None:
             trainer.accelerator.trackers.remove(tracker)
             tracker.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Write pending rows, and return the run's id and what was logged last."""
-        trainer = None if self._is_over else self._trainer
+        trainer = None if self._is_finished else self._trainer
         if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
-            self._log_new(trainer)  # the state may be taken before this callback's turn
+            self._log_new(trainer)  # the state may be taken before this callback has handled the event
         state = super().state_dict() | {"logged": dict(self._new.counts)}
-        if self._started is not None and self.tracker == "tensorboard":
-            self._started.writer.flush()  # buffered records would be lost if the program were killed
+        if self._active is not None and self.tracker == "tensorboard":
+            self._active.writer.flush()  # buffered records would be lost if the program were killed
         run_id = self.run_id
-        if self._trainer is not None:  # only the first process knows it
+        if self._trainer is not None:  # only the first process has it
             run_id = self._trainer.ranks.broadcast_object(lambda: self.run_id)
         return state | {"run_id": run_id}
 
@@ -245,8 +259,8 @@ class TrackerCallback(StepLogger):
 
 
 def _check_tracker(name: str) -> None:
-    known = list(LOGGER_TYPE_TO_CLASS)
-    if name not in known:
-        raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, known)} Choose from: {', '.join(known)}.")
-    installed = ", ".join(repr(other) for other in known if find_spec(other)) or "none"
+    names = list(LOGGER_TYPE_TO_CLASS)
+    if name not in names:
+        raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, names)} Choose from: {', '.join(names)}.")
+    installed = ", ".join(repr(other) for other in names if find_spec(other)) or "none"
     import_extra(name, name.replace("_", "-"), f"tracker={name!r} (installed: {installed})")  # some are extras

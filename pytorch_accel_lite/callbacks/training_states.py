@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
-from pytorch_accel_lite.base.events import RunPausedError, TrainerCallback
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.events import RunPausedError, TrainerCallback, set_listening
+from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.text import SHOWS_NOTES, add_note, wrapped
+from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
-from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, is_multiple, optional
+from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import StrPath, parse_location
@@ -24,6 +26,45 @@ from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
+
+# Seconds that the first state is expected to take, and number of states whose mean is expected of the next.
+_FIRST_PAUSE = 0.05
+_NUM_PAUSES = 5
+
+
+class SavingPace(Interval):
+    """An interval that adapts, so that training waits for states no longer than a share of the run's time.
+
+    It is derived from the pauses for the latest states, on the slowest process. If states have taken more or less than
+    their share so far, the interval is longer or shorter, by a factor of two at most.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__(_FIRST_PAUSE / share, "seconds")
+        self.pauses: list[float] = []  # the latest
+        self._share = share
+        self._paused = 0.0
+
+    def start(self, run: Any, argument: str = "") -> None:
+        """Start counting in a run that has not saved yet."""
+        super().start(run)
+        self._paused = 0.0
+
+    def note_pause(self, seconds: float, run: Any) -> None:
+        """Record how long training has waited for a state, and choose when the next one is due."""
+        self.pauses = [*self.pauses, seconds][-_NUM_PAUSES:]
+        self._paused += seconds
+        usual = self.expect(self.pauses)
+        remaining = self._paused / self._share + usual - run.clock
+        self.amount = max(min(max(remaining, usual / 2), 2 * usual), 1.0)
+        self.advance(run)
+
+    def expect(self, pauses: Sequence[float]) -> float:
+        """Expect the next pause to be as long as the mean of some earlier ones; return the resulting interval."""
+        self.pauses = list(pauses)
+        if pauses:
+            self.amount = max(sum(pauses) / len(pauses) / self._share, 1.0)
+        return float(self.amount)
 
 
 @suggest_arguments
@@ -40,6 +81,10 @@ class SaveTrainingStateCallback(TrainerCallback):
     :param save_every_n_epochs: save every n epochs
     :param save_every_n_steps: save every n optimizer updates
     :param save_every_n_minutes: save when this many minutes have passed since the last state
+    :param save_every: save at an :class:`~pytorch_accel_lite.Interval`, such as ``"500 updates"``, ``"0.25 epochs"``,
+        ``"100_000 samples"`` or ``"10 minutes"``; the arguments above are short forms of it. ``"auto"`` saves as often
+        as ``overhead`` allows, and at most once a second.
+    :param overhead: with ``save_every="auto"``, the fraction of the run's time that training may wait for saving
     :param save_at_end: save when the run ends or is stopped early
     :param max_checkpoints: number of newest states to keep; ``None`` keeps all
     :param save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1, SIGUSR2 (Slurm's warnings) and Ctrl-C.
@@ -67,6 +112,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         max_checkpoints: int | None = None,
         *,
         save_every_n_minutes: float | None = None,
+        save_every: str | Interval | None = None,
+        overhead: float = 0.02,
         save_on_signal: bool = True,
         requeue: bool = False,
         asynchronous: bool = False,
@@ -82,6 +129,13 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.save_every_n_epochs = optional(check_positive_int, "save_every_n_epochs", save_every_n_epochs)
         self.save_every_n_steps = optional(check_positive_int, "save_every_n_steps", save_every_n_steps)
         self.save_every_n_minutes = optional(check_positive_number, "save_every_n_minutes", save_every_n_minutes)
+        self.overhead = check_range("overhead", overhead, above=0, most=0.5)
+        self._pace = SavingPace(self.overhead) if save_every == "auto" else None
+        self.save_every = self._pace or optional(parse_interval, "save_every", save_every)
+        counts = {"epochs": save_every_n_epochs, "updates": save_every_n_steps, "minutes": save_every_n_minutes}
+        self._intervals = [Interval(n, unit) for unit, n in counts.items() if n is not None and n != math.inf]
+        if self.save_every is not None:
+            self._intervals.append(self.save_every)
         self.save_at_end = save_at_end
         self.max_checkpoints = optional(check_positive_int, "max_checkpoints", max_checkpoints)
         self.save_on_signal = save_on_signal
@@ -97,21 +151,24 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        self._saved: dict[str, Any] | None = None  # what was saved last
-        self._saved_clock = 0.0
+        self._saved: dict[str, Any] | None = None  # the progress that was saved last
         self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        if request.kind == "training":
-            request.saves_training_states = True
-            request.ends_at_signals = request.ends_at_signals or self.save_on_signal
-            request.state_sources.append(self)
-            request.claim_path(self, "save_dir", self.save_dir, "training states")
+        request.saves_training_states = True
+        request.ends_at_signals = request.ends_at_signals or self.save_on_signal
+        request.state_sources.append(self)
+        request.claim_path(self, "save_dir", self.save_dir, "training states")
+
+    def _claim(self, trainer: TrainerLike) -> None:
+        """Lock the place of the states, and check that all processes reach it."""
+        if trainer.ranks.broadcast_object(self._store.lock):
+            self._store.check_is_shared(trainer.ranks)
 
     def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
         """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
-        trainer.ranks.broadcast_object(self._store.lock)
+        self._claim(trainer)
         try:
             return self._store.read_latest(trainer.ranks, trainer.print)
         except Exception:
@@ -121,7 +178,7 @@ class SaveTrainingStateCallback(TrainerCallback):
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:
             return
-        trainer.ranks.broadcast_object(self._store.lock)
+        self._claim(trainer)
         if self.trainable_only and trainer.run_config is None:  # no state has been restored yet
             self._created_weights = model_fingerprints(trainer.get_model(keep_torch_compile=False))
 
@@ -136,18 +193,21 @@ class SaveTrainingStateCallback(TrainerCallback):
         path, resumed = self._store.path_for(trainer.progress.update), trainer.current_run.resumed
         if resumed is not None and resumed.directory == path:
             self._complete = path, trainer.progress.update
+            if self._store.alive_at is not None:
+                trainer.current_run.goodput.note_sign_of_life(resumed.metadata["saved_at"], self._store.alive_at)
         self._newest_time = trainer.ranks.broadcast_object(self._store.newest_time)
         self._resumed_at = trainer.progress.samples or None
-        if not is_overridden(self, "on_train_step_checkpoint"):
-            counts_steps = self.save_every_n_steps is not None or self.save_every_n_minutes is not None
-            trainer.callback_handler.set_listening(self, counts_steps, "on_train_step_checkpoint")
+        for interval in self._intervals:
+            interval.start(trainer.current_run, "save_every" if interval is self.save_every else "")
+        is_within_epochs = any(interval.is_within_epochs for interval in self._intervals)
+        set_listening(trainer, self, is_within_epochs, "on_train_step_checkpoint")
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:
             trainer.ranks.broadcast_object(lambda: self._check_requeue(trainer))
 
     def next_time(self) -> float:
-        """Return the time of the state to be saved now: later than that of all others, whatever the clock says."""
+        """Return the time of the state to be saved now: later than that of all others, even if the clock is wrong."""
         self._newest_time = max(time.time(), self._newest_time + 0.001)
         return self._newest_time
 
@@ -163,13 +223,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._resumed_at = None
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        minutes = self.save_every_n_minutes
-        is_time = minutes is not None and trainer.current_run.clock - self._saved_clock >= 60 * minutes
-        if is_time or is_multiple(trainer.progress.update, self.save_every_n_steps):
+        if any(interval.is_due(trainer.current_run) for interval in self._intervals):
             self._save(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        is_due = is_multiple(trainer.progress.epochs_completed, self.save_every_n_epochs)
+        is_due = any(interval.is_due(trainer.current_run) for interval in self._intervals if not interval.is_time)
         if is_due or (self.save_at_end and trainer.current_run.is_finished):
             self._save(trainer)
 
@@ -178,7 +236,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         if not (self.save_at_end or trainer.current_run.end.pause is not None):
             return
-        if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
+        if trainer.progress.samples == self._resumed_at:  # the state that it resumed from remains
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
             return
         if not trainer.current_run.window.is_between_updates:
@@ -192,12 +250,12 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
-            if self._writer is not None:
-                self._attempt(trainer, self._writer.wait)
+            with self._handling_errors(trainer):
+                if self._writer is not None:
+                    self._writer.wait()
             if trainer.progress.samples == self._resumed_at:  # killed after its last save, it may have left old states
-                self._attempt(
-                    trainer, lambda: trainer.ranks.broadcast_object(lambda: self._rotate(trainer.progress.update))
-                )
+                with self._handling_errors(trainer):
+                    trainer.ranks.broadcast_object(lambda: self._rotate(trainer.progress.update))
         finally:
             self._writer = None
             self._store.unlock()
@@ -206,7 +264,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
                 end.messages.append(lambda: self._requeue(trainer))
-            end.messages.append(lambda: _tell_how_to_resume(trainer, complete, pause))
+            end.messages.append(lambda: _explain_how_to_resume(trainer, complete, pause))
 
     def _requeue(self, trainer: TrainerLike) -> None:
         if message := slurm.requeue_after(trainer.current_run.end.pause):
@@ -214,46 +272,52 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
-            if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: no wait for them
-                self._attempt(trainer, self._writer.wait)
+            if self._writer is not None and trainer.ranks.world_size == 1:  # other processes may have failed
+                with self._handling_errors(trainer):
+                    self._writer.wait()
         finally:
             self._store.unlock()
             complete, self._complete = self._complete, None
-            _tell_how_to_resume(trainer, complete, kwargs["exception"])
+            _explain_how_to_resume(trainer, complete, kwargs["exception"])
 
     def _save(self, trainer: TrainerLike) -> None:
-        moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
-        if moment == self._saved:  # already saved
+        begin = time.monotonic()
+        for interval in self._intervals:
+            interval.advance(trainer.current_run)
+        progress = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
+        if progress == self._saved:
             return
         trainer.check_weights()
         if self._writer is not None:
-            self._attempt(trainer, self._writer.wait)
+            with trainer.current_run.goodput.counting("saving"), self._handling_errors(trainer):
+                self._writer.wait()
         update = trainer.progress.update
         path = self._store.path_for(update)
-        how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
+        options: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
-            how["sharded"] = True
+            options["sharded"] = True
 
         def finish() -> None:
             self._complete = path, update
             if trainer.ranks.rank == 0:
                 self._rotate(update)
 
-        def save() -> None:
+        self._saved = progress
+        with self._handling_errors(trainer):
             self._store.check_lock(trainer.ranks)
-            trainer.save_training_state(path, writer=self._writer, then=finish, **how)
-
-        self._saved = moment
-        self._saved_clock = trainer.current_run.clock
-        self._attempt(trainer, save)
+            trainer.save_training_state(path, writer=self._writer, then=finish, **options)
+        if self._pace is not None:
+            (pause,) = trainer.ranks.max([time.monotonic() - begin])
+            self._pace.note_pause(pause, trainer.current_run)
 
     def _rotate(self, update: int) -> None:
         self._store.rotate(self.max_checkpoints, {state_name(update)})
 
-    def _attempt(self, trainer: TrainerLike, action: Callable[[], object]) -> None:
-        """Run an action that may fail for lack of disk space or permissions."""
+    @contextmanager
+    def _handling_errors(self, trainer: TrainerLike) -> Iterator[None]:
+        """Handle errors in a block that may fail for lack of disk space or permissions."""
         try:
-            action()
+            yield
         except OSError as error:
             self._saved = None
             if not self.continue_on_error:
@@ -261,15 +325,17 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: that of earlier versions held the best epochs."""
-        return {}
+        """Return how long training waited for the latest states, with ``save_every="auto"``."""
+        return {} if self._pace is None else {"pauses": self._pace.pauses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state of an earlier version."""
+        """Load the state returned by :meth:`state_dict`; that of an earlier version is ignored."""
+        if self._pace is not None:
+            self._pace.expect(state.get("pauses", ()))
 
 
-def _tell_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:
-    """Tell where an unfinished run was last saved, if it was: in a note, or by printing it if notes are not shown.
+def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:
+    """Say where an unfinished run was last saved: in a note, or printed if there is no traceback.
 
     :param complete: path and update of the state
     :param error: what has ended the run
@@ -282,7 +348,7 @@ def _tell_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | No
         'arguments and resume_from="latest".'
     )
     has_no_traceback = isinstance(error, (RunPausedError, SystemExit)) and getattr(error, "signum", 0) != signal.SIGINT
-    if has_no_traceback or not SHOWS_NOTES:
+    if has_no_traceback:
         trainer.print(wrapped(text))
     else:
         add_note(error, text)

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
 from pytorch_accel_lite.optimizers.freezing import ModelFreezer, parameters_by_group
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
-from pytorch_accel_lite.optimizers.operations import is_made
+from pytorch_accel_lite.optimizers.operations import is_created
 
 
 class GradualUnfreezingCallback(TrainerCallback):
@@ -33,7 +33,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         groups already in the optimizer keep theirs
     :param freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
         are trained from the beginning
-    :param groups: the layer groups from the input to the head, if not those that ``ModelFreezer`` finds itself
+    :param groups: the layer groups from the input to the head; defaults to those of ``ModelFreezer``
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class GradualUnfreezingCallback(TrainerCallback):
         model = trainer.get_model(keep_torch_compile=False)
         ModelFreezer(model, groups=self.groups)  # raises an error for a model that it cannot unfreeze
         groups = parameters_by_group(model, self.groups)
-        if is_made(trainer.optimizer):
+        if is_created(trainer.optimizer):
             self._add_to_optimizer(trainer.optimizer, groups)
             self._unfreeze(model, 1)
-        else:  # it is made of what requires gradients when the model is prepared, and the epoch freezes afterwards
+        else:  # it will be created from the parameters that require gradients, and the epoch freezes them afterwards
             self._unfreeze(model, len(groups))
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -79,28 +79,27 @@ class GradualUnfreezingCallback(TrainerCallback):
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         # Depends on the epoch alone, so a resumed run needs no state.
-        wanted = self._num_trained(trainer.progress.epoch)
-        if self._unfreeze(trainer.get_model(keep_torch_compile=False), wanted):
+        if self._unfreeze(trainer.get_model(keep_torch_compile=False), self._num_trained(trainer.progress.epoch)):
             trainer.rewrap_model()
 
     def _num_trained(self, epoch: int) -> int:
-        """Return how many groups are meant to be trained in an epoch, if there are as many."""
+        """Return the number of groups to train in an epoch, which may be more than there are."""
         return 1 + (epoch - 1) // self.every_n_epochs
 
-    def _unfreeze(self, model: nn.Module, wanted: int) -> bool:
+    def _unfreeze(self, model: nn.Module, count: int) -> bool:
         """Freeze all but the last groups with parameters; return whether the set of trained parameters changed."""
         before = [parameter.requires_grad for parameter in model.parameters()]
         freezer = ModelFreezer(model, self.freeze_batch_norms, groups=self.groups)
         indices = [index for index, group in enumerate(find_groups(model, self.groups)) if group.parameters]
-        first = indices[-wanted] if wanted < len(indices) else 0
+        first = indices[-count] if count < len(indices) else 0
         if first > 0:
             freezer.freeze(0, first - 1, set_modules_as_eval=True)
         freezer.unfreeze(first, -1)
         return before != [parameter.requires_grad for parameter in model.parameters()]
 
     def _add_to_optimizer(self, optimizer: Any, groups: list[list[nn.Parameter]]) -> None:
-        owners = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        head = next((owners[parameter] for parameter in groups[-1] if parameter in owners), None)
+        existing = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        head = next((existing[parameter] for parameter in groups[-1] if parameter in existing), None)
         if head is None:
             raise ValueError(
                 "GradualUnfreezingCallback trains the model's last layer group first, but the optimizer has none of "
@@ -108,6 +107,6 @@ class GradualUnfreezingCallback(TrainerCallback):
             )
         lr = head.get("initial_lr", head["lr"])  # an earlier run's scheduler may have changed the latter
         for distance, group in enumerate(reversed(groups)):
-            missing = [parameter for parameter in group if parameter not in owners]
+            missing = [parameter for parameter in group if parameter not in existing]
             if missing:
                 optimizer.add_param_group({"params": missing, "lr": lr * self.lr_decay**distance})

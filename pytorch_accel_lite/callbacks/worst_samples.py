@@ -89,7 +89,7 @@ class WorstSamplesCallback(TrainerCallback):
 
     def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
-        if indices == []:  # a batch that only keeps ranks in step
+        if indices == []:  # a filler batch, which only keeps the processes in step
             return
         outputs, targets = self.transform(batch, batch_output)
         size = len(targets) if isinstance(targets, torch.Tensor) else int(batch_output["batch_size"])
@@ -100,8 +100,8 @@ class WorstSamplesCallback(TrainerCallback):
         if self._kept is not None:
             columns = tuple(map(_join, self._kept, columns))
         ranking = torch.nan_to_num(columns[1], nan=math.inf, posinf=math.inf)
-        best = ranking.topk(min(self.k, len(ranking))).indices
-        self._kept = tuple(_choose(column, best) for column in columns)
+        largest = ranking.topk(min(self.k, len(ranking))).indices
+        self._kept = tuple(_select(column, largest) for column in columns)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         local_samples: list[WorstSample] = []
@@ -118,12 +118,11 @@ class WorstSamplesCallback(TrainerCallback):
 
     def __str__(self) -> str:
         """Return the samples as a table."""
-        rows = [("index", "loss", "prediction", "target")]
-        rows += [
+        rows = [
             (f"{s.dataset} {s.index}".strip(), f"{s.loss:.4g}", _short(s.prediction), _short(s.target))
             for s in self.samples
         ]
-        return "\n".join(align(rows))
+        return "\n".join(align([("index", "loss", "prediction", "target"), *rows]))
 
     def plot(
         self, dataset: Any, path: str | os.PathLike[str] | None = None, classes: list[str] | None = None
@@ -166,7 +165,7 @@ def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
         loss_func.reduction = "none"
         return loss_func  # type: ignore[no-any-return]
     with suppress(TypeError, ValueError):  # not written in Python
-        if "reduction" in inspect.signature(loss_func).parameters:  # as of torch.nn.functional's
+        if "reduction" in inspect.signature(loss_func).parameters:  # like functions of torch.nn.functional
             return partial(loss_func, reduction="none")
     raise ValueError(
         f"WorstSamplesCallback: cannot get per-sample losses from the loss function {loss_func!r}. Pass loss=, a "
@@ -205,10 +204,8 @@ def _join(kept: Any, new: Any) -> Any:
     return torch.cat([kept, new]) if is_regular else [*kept, *new]
 
 
-def _choose(values: Any, positions: torch.Tensor) -> Any:
-    return (
-        values[positions] if isinstance(values, torch.Tensor) else [values[position] for position in positions.tolist()]
-    )
+def _select(values: Any, positions: torch.Tensor) -> Any:
+    return values[positions] if isinstance(values, torch.Tensor) else [values[i] for i in positions.tolist()]
 
 
 def _plain(value: Any) -> Any:

@@ -24,9 +24,9 @@ class WSDCheckpointCallback(TrainerCallback):
     :param save_dir: directory for the checkpoints
     :param save_optimizer: include the optimizer's state in post-decay checkpoints
     :param save_scheduler: include the scheduler's state in post-decay checkpoints
-    :param initial_checkpoint: checkpoint to start from: its weights and, if present, its optimizer state and base
-        learning rates; the schedule and all counts start at 0. A run that resumes from a training state does not load
-        it.
+    :param initial_checkpoint: checkpoint to start from, or directory with the weights of a model: its weights and, if
+        present, its optimizer state and base learning rates; the schedule and all counts start at 0. A run that resumes
+        from a training state does not load it.
     :raises ValueError: at the start of a run without a ``WSDLrScheduler``, or of one that would overwrite
         ``initial_checkpoint``
     """
@@ -42,7 +42,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.save_optimizer = save_optimizer
         self.save_scheduler = save_scheduler
         self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
-        self._kinds: set[tuple[int, str]] = set()  # when to save, in updates, and which kind of checkpoint
+        self._due: set[tuple[int, str]] = set()  # updates after which to save, and kinds of checkpoints
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not hasattr(trainer.scheduler, "get_decay_info"):
@@ -51,19 +51,14 @@ class WSDCheckpointCallback(TrainerCallback):
                 "create_scheduler_fn=WSDLrScheduler.create_scheduler_fn() to train()."
             )
         periods = trainer.scheduler.get_decay_info()
-        self._kinds = {(period["pre_decay_step"], _PRE) for period in periods}
-        self._kinds |= {(period["period_end"], _POST) for period in periods}
+        self._due = {(period["pre_decay_step"], _PRE) for period in periods}
+        self._due |= {(period["period_end"], _POST) for period in periods}
         if self.initial_checkpoint is not None and not trainer.progress.update:
             self._load(trainer, self.initial_checkpoint)
         self._save_due(trainer)  # a run may have been killed between saving its training state and this checkpoint
 
     def _load(self, trainer: TrainerLike, path: Path) -> None:
-        if path.is_dir():
-            raise ValueError(
-                f"initial_checkpoint={str(path)!r} is a directory. Pass a file written by WSDCheckpointCallback; to "
-                "resume from a training state, use train(resume_from=...)."
-            )
-        if path.resolve() in {self._path(*kind).resolve() for kind in self._kinds}:
+        if path.resolve() in {self._path(*checkpoint).resolve() for checkpoint in self._due}:
             raise ValueError(
                 f"initial_checkpoint={str(path)!r} would be overwritten by this run. Choose a save_dir other than "
                 f"{str(self.save_dir)!r}."
@@ -72,14 +67,12 @@ class WSDCheckpointCallback(TrainerCallback):
         trainer.scheduler.continue_from(checkpoint.get("scheduler_state_dict"))
         trainer.print(f"Starting from the weights in {os.fspath(path)!r}")
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._save_due(trainer)
-
-    def _save_due(self, trainer: TrainerLike) -> None:
-        num_updates = trainer.scheduler.num_updates
+    def _save_due(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for kind in (_POST, _PRE):
-            if (num_updates, kind) in self._kinds:
+            if (trainer.scheduler.num_updates, kind) in self._due:
                 self._save(trainer, kind)
+
+    on_train_step_checkpoint = _save_due
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.current_run.is_finished:

@@ -8,32 +8,34 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from torch.utils._pytree import tree_map_only
 
+from pytorch_accel_lite.checkpoint.files import map_nested
 from pytorch_accel_lite.distributed import Ranks
 
 
 class HostMemory:
-    """Host memory for copies of tensors, kept for the next copy: allocating it again takes longer than copying."""
+    """Host memory for copies of tensors, reused for the next copy: allocating it takes longer than copying."""
 
     def __init__(self) -> None:
-        self._held: dict[Any, list[torch.Tensor]] = {}
+        self._buffers: dict[Any, list[torch.Tensor]] = {}
 
     def copy(self, state: Any) -> Any:
-        """Return a state with its tensors copied to host memory. It overwrites the copy that was made before."""
-        free, self._held = self._held, {}
+        """Return a state with its tensors copied to host memory. Overwrites the previous copy."""
+        free, self._buffers = self._buffers, {}
 
-        def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.detach()
+        def copy_tensor(path: tuple[Any, ...], value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            tensor = value.detach()
             if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
                 return tensor.to("cpu", copy=True)
             kind = tensor.dtype, tensor.shape, tensor.stride()
-            again = free.get(kind)
-            copied = again.pop() if again else torch.empty_like(tensor, device="cpu")
-            self._held.setdefault(kind, []).append(copied)
-            return copied.copy_(tensor)
+            unused = free.get(kind)
+            buffer = unused.pop() if unused else torch.empty_like(tensor, device="cpu")
+            self._buffers.setdefault(kind, []).append(buffer)
+            return buffer.copy_(tensor)
 
-        return tree_map_only(torch.Tensor, copy_tensor, state)
+        return map_nested(copy_tensor, state)
 
 
 class BackgroundWriter:
@@ -43,10 +45,10 @@ class BackgroundWriter:
     all ranks, so they can share one process group.
 
     :ivar ranks: the processes, with a group that is used only by background threads
-    :ivar memory: for copies of what is to be written
+    :ivar memory: memory for copies of what is to be written
     """
 
-    _newest: ClassVar[threading.Thread | None] = None  # over all writers
+    _newest: ClassVar[threading.Thread | None] = None  # of all writers
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.ranks = Ranks(accelerator, "background writing")

@@ -1,4 +1,4 @@
-"""What the last bits of a run depend on besides code, data and seed: the device and the versions that compute it."""
+"""The hardware and software on which the last bits of a run depend, besides its code, data and seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 
 
 def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
-    """Return what computes the run of a trainer, in JSON types."""
+    """Return the device, the versions and the settings with which a trainer computes, in JSON types."""
     device = trainer.device
     with deterministic_kernels(trainer.deterministic):
         settings = describe_settings(device.type == "cuda")
@@ -31,7 +31,7 @@ def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
 def describe_changes(trainer: TrainerLike, metadata: Mapping[str, Any]) -> str:
     """Return what differs from the machine on which a state was saved, if that may change the run's last bits.
 
-    Empty if nothing does, or if the run would not be the same anyway, as the number of processes has changed.
+    Empty if nothing does, or if the run differs anyway because the number of processes has changed.
 
     :param metadata: from the manifest of the state
     """

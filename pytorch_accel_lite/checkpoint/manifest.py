@@ -14,11 +14,11 @@ import torch
 
 from pytorch_accel_lite.checkpoint.files import StrPath, checksum, hash_files
 
-#: Since 2, checksums are those of pieces, and large tensors beside the weights are in a file of their own.
+#: Since version 2, checksums are those of pieces, and large tensors besides the weights are in a separate file.
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256_of_pieces"
-_WHOLE_CHECKSUM = "sha256"  # of a file in states of format 1
+_FILE_CHECKSUM = "sha256"  # of a file in states of format 1
 
 
 class DamagedStateError(ValueError):
@@ -28,12 +28,12 @@ class DamagedStateError(ValueError):
 def manifest_text(entries: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
     """Return the manifest of a state.
 
-    :param entries: those of each rank's files
+    :param entries: entries of each rank's files
     """
     manifest = {
         "format_version": FORMAT_VERSION,
         "versions": {"torch": str(torch.__version__), "accelerate": accelerate.__version__},
-        "files": {name: entry for of_rank in entries for name, entry in of_rank.items()},
+        "files": {name: entry for rank_entries in entries for name, entry in rank_entries.items()},
         **metadata,
     }
     manifest["checksum"] = _manifest_checksum(manifest)
@@ -126,12 +126,12 @@ def verify_state(directory: StrPath) -> dict[str, Any]:
 
 def stored_checksum(entry: Mapping[str, Any]) -> str:
     """Return the checksum of a file from its entry in the manifest."""
-    stored: str = entry.get(CHECKSUM) or entry[_WHOLE_CHECKSUM]
+    stored: str = entry.get(CHECKSUM) or entry[_FILE_CHECKSUM]
     return stored
 
 
-def or_damage(verify: Callable[[], dict[str, Any]]) -> dict[str, Any] | DamagedStateError:
-    """Return a verified manifest, or the error that the state is damaged, for all ranks to raise the same."""
+def catch_damage(verify: Callable[[], dict[str, Any]]) -> dict[str, Any] | DamagedStateError:
+    """Return a verified manifest, or the error if the state is damaged, so that all ranks can raise the same error."""
     try:
         return verify()
     except DamagedStateError as error:

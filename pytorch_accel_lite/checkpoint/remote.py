@@ -1,8 +1,8 @@
 """Training states in a remote store, such as S3, through fsspec: the machines of a job need no shared disk.
 
 Each rank writes its files to a temporary directory of its machine and uploads them. The manifest is uploaded last, as a
-single object, and makes the state complete. The files of each save lie in a folder of their own, which the manifest
-names, so a state is replaced in one step as well. To be read, a state is fetched once per machine and verified there.
+single object, and makes the state complete. The files of each save are in a separate folder, which the manifest names,
+so a state is replaced in one step as well. To be read, a state is fetched once per machine and verified there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,8 +26,8 @@ from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.checkpoint.manifest import (
     MANIFEST,
     DamagedStateError,
+    catch_damage,
     manifest_text,
-    or_damage,
     read_manifest,
     verify_state,
 )
@@ -40,9 +41,10 @@ from pytorch_accel_lite.checkpoint.training_state import (
     write_directory,
     write_files,
 )
+from pytorch_accel_lite.checkpoint.weights import CARD, WEIGHTS
 from pytorch_accel_lite.distributed import Ranks
 
-_OWNER = ".owner.json"  # says which run saves here
+_OWNER = ".owner.json"  # names the run that saves here
 _PREFIX = "training-state-"
 _SECONDS_UNTIL_REMOVED = 24 * 60 * 60  # far more than it takes to upload a state
 
@@ -51,26 +53,35 @@ class RemoteFolder:
     """A folder in a remote store. Its errors are ``OSError`` and name the address.
 
     :param url: such as ``s3://bucket/run``
+    :param argument: name of the argument with the URL, for the error
     :raises ImportError: if the package for this kind of store is not installed
-    :raises ValueError: if fsspec knows no such kind of store
+    :raises ValueError: if fsspec does not know this kind of store
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, argument: str = "The address") -> None:
         self.url = url
         import_extra("fsspec", "s3", f"The address {url!r}")
         from fsspec.core import url_to_fs
 
-        self._store, self._path = url_to_fs(url)
+        try:
+            self._store, self._path = url_to_fs(url)
+        except ValueError as error:
+            raise ValueError(
+                f"{argument}={url!r} names no store that fsspec knows ({error}). Pass a path, or a URL that begins as "
+                "s3://, gs:// or hf:// do."
+            ) from error
         self._created: set[PurePosixPath] = set()
 
     @contextmanager
-    def _explaining(self, name: str = "") -> Iterator[str]:
-        """Yield the path of an object; errors say where and why."""
+    def _accessing(self, name: str = "", writes: bool = False) -> Iterator[str]:
+        """Yield the path of an object without using the cache of the store; errors say where and why they occurred."""
         try:
+            self._store.invalidate_cache()
             yield f"{self._path}/{name}".rstrip("/")
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"There is no {self.url}/{name}: {error}") from error
-        except Exception as error:  # each kind of store has errors of its own
+            problem = f"{self.url}/{name} cannot be written" if writes else f"There is no {self.url}/{name}"
+            raise FileNotFoundError(f"{problem}: {error}") from error
+        except Exception as error:  # each kind of store has its own errors
             raise OSError(
                 f"{self.url}/{name} cannot be reached: {type(error).__name__}: {error}. Check the address, and the "
                 "credentials in the environment or in fsspec's configuration."
@@ -81,36 +92,36 @@ class RemoteFolder:
 
         :raises FileNotFoundError: if it does not exist
         """
-        with self._explaining(name) as path:
+        with self._accessing(name) as path:
             content: bytes = self._store.cat_file(path)
             return content
 
     def fetch(self, name: str, file: Path) -> None:
         """Copy an object to a file."""
-        with self._explaining(name) as path:
+        with self._accessing(name) as path:
             self._store.get_file(path, os.fspath(file))
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, or replace it."""
-        with self._explaining(name) as path:
+        with self._accessing(name, writes=True) as path:
             self._create_parent(path)
             self._store.pipe_file(path, content)
 
     def upload(self, file: Path, name: str) -> None:
         """Copy a file to an object."""
-        with self._explaining(name) as path:
+        with self._accessing(name, writes=True) as path:
             self._create_parent(path)
             self._store.put_file(os.fspath(file), path)
             self._store.invalidate_cache()
-            there, here = self._store.info(path)["size"], file.stat().st_size
-            if there != here:
-                raise OSError(f"{there} of {here} bytes have arrived")
+            remote_size, local_size = self._store.info(path)["size"], file.stat().st_size
+            if remote_size != local_size:
+                raise OSError(f"{remote_size} of {local_size} bytes have arrived")
 
     def _create_parent(self, path: str) -> None:
         """Create the folders of a path in stores that have folders; a bucket that does not exist is an error."""
-        own = PurePosixPath(self._path)
-        within = [folder for folder in PurePosixPath(path).parents if own in folder.parents]
-        for folder in (own, *reversed(within)):
+        root = PurePosixPath(self._path)
+        subfolders = [folder for folder in PurePosixPath(path).parents if root in folder.parents]
+        for folder in (root, *reversed(subfolders)):
             if folder not in self._created:
                 with suppress(FileExistsError):
                     self._store.mkdir(str(folder), create_parents=False)
@@ -118,27 +129,26 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         """Return the names of what the folder contains; none if it does not exist."""
-        with self._explaining() as path:
-            self._store.invalidate_cache()
+        with self._accessing() as path:
             try:
-                found = self._store.ls(path, detail=False)
+                entries = self._store.ls(path, detail=False)
             except FileNotFoundError:
                 return []
-            return sorted({PurePosixPath(entry).name for entry in found})
+            return sorted({PurePosixPath(entry).name for entry in entries})
 
     def remove(self, name: str) -> None:
         """Remove an object, or a folder with everything in it, if it exists."""
-        with self._explaining(name) as path, suppress(FileNotFoundError):
+        with self._accessing(name) as path, suppress(FileNotFoundError):
             self._store.rm(path, recursive=True)
 
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Yield an empty directory for the files of a state; those that killed processes have left here are removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    """Yield an empty directory for the files of a state, after removing those of killed processes."""
+    for leftover in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if time.time() - old.stat().st_mtime > _SECONDS_UNTIL_REMOVED:
-                shutil.rmtree(old)
+            if time.time() - leftover.stat().st_mtime > _SECONDS_UNTIL_REMOVED:
+                shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
         yield Path(directory)
 
@@ -146,33 +156,33 @@ def _temporary_directory() -> Iterator[Path]:
 def _upload(url: str, ranks: Ranks, captured: CapturedState) -> None:
     """Upload a training state. All ranks take part, and all raise an error if one fails."""
     folder = RemoteFolder(url)
-    files_of_this_save = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
+    subfolder = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
 
     def upload() -> dict[str, dict[str, Any]]:
         with _temporary_directory() as directory:
             entries = write_files(directory, ranks.rank, captured)
             for name in entries:
-                folder.upload(directory / name, f"{files_of_this_save}/{name}")
+                folder.upload(directory / name, f"{subfolder}/{name}")
         return entries
 
     try:
         entries = ranks.run_together(upload)
-        text = manifest_text(entries, {**captured.metadata, "folder": files_of_this_save})
+        text = manifest_text(entries, {**captured.metadata, "folder": subfolder})
         ranks.run_together(lambda: folder.write(MANIFEST, text.encode()), only_first=True)
     except BaseException:
         if ranks.rank == 0:
             with suppress(OSError):
-                folder.remove(files_of_this_save)
+                folder.remove(subfolder)
         raise
     if ranks.rank == 0:
         with suppress(OSError):
             for name in folder.names():
-                if name not in (MANIFEST, files_of_this_save):  # of an earlier or an interrupted save
+                if name not in (MANIFEST, subfolder):  # of an earlier or an interrupted save
                     folder.remove(name)
 
 
 def _download(url: str, directory: Path) -> dict[str, Any]:
-    """Copy a state to an empty directory, and return its manifest once every byte of it is verified."""
+    """Copy a state to an empty directory, verify every byte, and return its manifest."""
     folder = RemoteFolder(url)
     try:
         (directory / MANIFEST).write_bytes(folder.read(MANIFEST))
@@ -195,14 +205,14 @@ def _fetch(url: str, ranks: Ranks) -> TrainingState:
     with _temporary_directory() as directory:
 
         def download() -> tuple[Path, dict[str, Any] | DamagedStateError] | None:
-            is_first_here = PartialState().is_local_main_process
-            return (directory, or_damage(lambda: _download(url, directory))) if is_first_here else None
+            is_local_main = PartialState().is_local_main_process
+            return (directory, catch_damage(lambda: _download(url, directory))) if is_local_main else None
 
         outcomes = ranks.run_together(download)
         for outcome in outcomes:
             if outcome is not None and isinstance(outcome[1], DamagedStateError):
                 raise outcome[1]
-        # The first process of this machine is the last one before this that has fetched the state.
+        # The first process of this machine is the last one up to this that has fetched the state.
         fetched, manifest = [outcome for outcome in outcomes[: ranks.rank + 1] if outcome is not None][-1]
         states: list[TrainingState] = []
 
@@ -217,21 +227,19 @@ def _fetch(url: str, ranks: Ranks) -> TrainingState:
 
 
 class RemoteStore(StateStore):
-    """The states of a run at a URL. The newest run takes over: a lock would outlive one whose machine has died."""
+    """The states of a run at a URL. The newest run takes over, as a lock would outlive a run whose machine has died."""
 
     location: str
 
     def __init__(self, url: str) -> None:
         self.location = url
-        self._connected: RemoteFolder | None = None
-        self._owner: dict[str, Any] | None = None
-        self._incomplete: list[str] = []  # when it was claimed
 
-    @property
+        self._owner: dict[str, Any] | None = None
+        self._incomplete: list[str] = []  # states that were incomplete when the URL was claimed
+
+    @cached_property
     def _folder(self) -> RemoteFolder:
-        if self._connected is None:
-            self._connected = RemoteFolder(self.location)
-        return self._connected
+        return RemoteFolder(self.location, "save_dir")
 
     def _path(self, name: str) -> str:
         return f"{self.location}/{name}"
@@ -245,7 +253,7 @@ class RemoteStore(StateStore):
         return [name for name in self._folder.names() if STATE_NAME.fullmatch(name)]
 
     def saved_at(self, name: str) -> float:
-        """Return when a state was saved; now if that is unknown, so that a damaged one is reported first."""
+        """Return when a state was saved; the current time if unknown, so that a damaged state is reported first."""
         manifest = self._manifest(name) or {}
         return float(manifest.get("saved_at", time.time()))
 
@@ -258,20 +266,21 @@ class RemoteStore(StateStore):
         self._folder.remove(f"{name}/{MANIFEST}")
         self._folder.remove(name)
 
-    def lock(self) -> None:
+    def lock(self) -> bool:
         """Claim the URL until :meth:`unlock`, or until another run claims it."""
         if self._owner is not None:
-            return
+            return False
         owner = {"token": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid()}
         self._folder.write(_OWNER, json.dumps(owner).encode())
         self._owner = owner
         self._incomplete = [name for name in self._all_names() if self._manifest(name) is None]
+        return True
 
     def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest states, and what killed runs have left.
+        """Remove all but the newest states, and incomplete states of killed runs.
 
-        The latter only now that a state of this run is complete: a run that it has taken over from may have been alive,
-        and saving. That one has ended since, or completes its state.
+        The latter only now that a state of this run is complete: the run that it took over from may still have been
+        saving. By now, that run has ended or completed its state.
         """
         super().rotate(keep, protected)
         for name in self._incomplete:
@@ -335,6 +344,46 @@ def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
     :raises OSError: if the store cannot be reached
     """
     return read_directory(location, ranks) if isinstance(location, Path) else _fetch(location, ranks)
+
+
+@contextmanager
+def open_folder(location: Path | str) -> Iterator[Path]:
+    """Yield a directory to write files into: that of a path, or a temporary one whose files are uploaded to a URL.
+
+    The temporary one has the model card at the URL, if there is one, which is uploaded again only if it has changed.
+    """
+    if isinstance(location, Path):
+        yield location
+        return
+    folder = RemoteFolder(location, "path")
+    with _temporary_directory() as directory:
+        card = b""
+        with suppress(FileNotFoundError):
+            card = folder.read(CARD)
+            (directory / CARD).write_bytes(card)
+        yield directory
+        for file in sorted(directory.iterdir(), reverse=True):  # the card last, as it describes the others
+            if file.name != CARD or file.read_bytes() != card:
+                folder.upload(file, file.name)
+
+
+@contextmanager
+def fetched_weights(url: str) -> Iterator[Path]:
+    """Yield a temporary directory with the safetensors files at a URL, or with the one file that it names.
+
+    :raises FileNotFoundError: if there are none
+    """
+    address, name = os.path.split(url) if url.endswith(".safetensors") else (url, WEIGHTS)
+    folder = RemoteFolder(address, "checkpoint_path")
+    names = [name for name in folder.names() if name.endswith((".safetensors", ".safetensors.index.json"))]
+    if name in names or address != url:
+        names = [name] if name in names else []
+    if not names:
+        raise FileNotFoundError(f"There is no checkpoint at {url!r}: it has no weights as safetensors.")
+    with _temporary_directory() as directory:
+        for name in names:
+            folder.fetch(name, directory / name)
+        yield directory
 
 
 @contextmanager

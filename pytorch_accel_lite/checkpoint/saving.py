@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.beside_model import (
+from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
     load_attribute_states,
     load_loss_state,
     loss_state,
 )
+from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
     StrPath,
@@ -30,10 +31,12 @@ from pytorch_accel_lite.checkpoint.files import (
     write_tensors,
 )
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
-from pytorch_accel_lite.checkpoint.remote import read_state, write_state
+from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_learned
 from pytorch_accel_lite.checkpoint.weights import (
+    WEIGHTS,
+    LoadedWeights,
     check_has_trainable,
     describe_other_weights,
     fit_model_state,
@@ -48,17 +51,21 @@ from pytorch_accel_lite.optimizers import attributes
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
     """Warn on the first process if the weights that are being saved are not finite. Call it on every process."""
-    if not attributes.weights_are_finite(trainer) and trainer.accelerator.is_main_process:
+    with trainer.ranks.naming(f"{method}()"):
+        are_finite = attributes.weights_are_finite(trainer)
+    if not are_finite and trainer.accelerator.is_main_process:
         warn_outside(
             f"{method}() saves weights that are infinite or NaN, as they are after update {trainer.progress.update}. "
             "check_weights() raises an error instead."
         )
 
 
-def _timed(trainer: TrainerLike) -> AbstractContextManager[None]:
-    """Return a context that the callback handler's timer, if any, counts as saving."""
+@contextmanager
+def _timed(trainer: TrainerLike) -> Iterator[None]:
+    """Count a block as saving."""
     timer = trainer.callback_handler.timer
-    return nullcontext() if timer is None else timer("saving")
+    with nullcontext() if timer is None else timer("saving"), trainer.current_run.goodput.counting("saving"):
+        yield
 
 
 def save_checkpoint(
@@ -89,23 +96,23 @@ def save_checkpoint(
         check_has_trainable(model)
     with _timed(self), attributes.evaluating_optimizers(self):
         _warn_of_weights(self, "save_checkpoint")
-        here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
-        weights = model_state(model, here)
+        writes = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
+        weights = model_state(model, writes)
         checkpoint: dict[str, Any] = {"model_state_dict": weights}
-        if trainable_only and here:
+        if trainable_only and writes:
             checkpoint[FROZEN] = leave_out_frozen(model, weights)
         state = None if self.optimizer is None or not save_optimizer else self.optimizer.state_dict()
-        if state is not None:  # as it is of an optimizer that is yet to be made
-            checkpoint["optimizer_state_dict"] = full_state_dict(state, here)
+        if state is not None:  # an optimizer that has yet to be created has none
+            checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
         if save_scheduler and self.scheduler is not None:
             checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
         if learned := loss_state(self):
             checkpoint["loss_func_state_dict"] = learned
-        if states := attribute_states(self, here, save_optimizer, save_scheduler):
+        if states := attribute_states(self, writes, save_optimizer, save_scheduler):
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs or {})
         self.ranks.barrier()  # others may still be reading the file that is replaced
-        self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if here else None)
+        self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if writes else None)
 
 
 def load_checkpoint(
@@ -118,36 +125,33 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file.
 
-    Also loads those of the loss function and of the trainer's attributes, if both the file and the trainer have them.
-    Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they are not those that the
-    saved model had.
+    Also loads the states of the loss function and of the trainer's attributes, if both the file and the trainer have
+    them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ from
+    those of the saved model.
 
-    :param checkpoint_path: path of the file; one that :meth:`save_model` wrote must end in ``.safetensors``. Or a
-        directory of safetensors files, of which each process reads only its own shards if the model is sharded. Or
-        a training state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
+    :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads only
+        its own shards if the model is sharded. What :meth:`save_model` wrote may be named by its URL. Or a training
+        state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
     :param load_optimizer: whether to load the state of the optimizer, if it was saved
     :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
     :param strict: ``False`` to load only the weights that fit, and warn of the others
     :return: the full content of the file
     :raises ValueError: if it does not fit the model; lists missing and unexpected keys
     """
-    self.ranks.barrier()
+    with self.ranks.naming("load_checkpoint()"):
+        self.ranks.barrier()
     model = self.get_model(keep_torch_compile=False)
-    if (Path(checkpoint_path) / MANIFEST).is_file():
-        if load_optimizer or load_scheduler:
-            raise ValueError(
-                f"{os.fspath(checkpoint_path)!r} is a training state. Load it with "
-                "trainer.load_training_state(directory), or resume the run with train(resume_from=directory)."
-            )
-        checkpoint = read_learned(checkpoint_path)
-    elif Path(checkpoint_path).is_dir():
-        checkpoint = read_pretrained(Path(checkpoint_path), model)
-    else:
-        checkpoint = read_checkpoint(checkpoint_path)
+    location = parse_location(checkpoint_path)
+    if isinstance(location, Path) and (location / MANIFEST).is_file() and (load_optimizer or load_scheduler):
+        raise ValueError(
+            f"{os.fspath(checkpoint_path)!r} is a training state. Load it with "
+            "trainer.load_training_state(directory), or resume the run with train(resume_from=directory)."
+        )
+    checkpoint = _read(location, model)
     left_out = checkpoint.get(FROZEN, {})
     weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict, left_out)
     if left_out and (others := describe_other_weights(model, left_out, checkpoint_path)):
-        warnings.warn(f"{others} Create the model from the same pretrained weights.", stacklevel=2)
+        warn_outside(f"{others} Create the model from the same pretrained weights.")
     with attributes.evaluating_optimizers(self):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if self.optimizer is None:
@@ -156,39 +160,60 @@ def load_checkpoint(
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
             load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
-            self.current_run.schedule.rates_left = []  # the rates were loaded, not set by hand
+            self.current_run.schedule.final_rates = []  # the rates were loaded, not set by hand
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
         states = checkpoint.get("attribute_state_dicts", {})
         load_attribute_states(self, states, checkpoint_path, load_optimizer, load_scheduler, strict)
         model.load_state_dict(weights, strict=strict and not left_out)
+    numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}
+    self.current_run.loaded = LoadedWeights(os.path.basename(location), numbers, self.progress.update)
+    self.current_run.evaluation = None
     return checkpoint
 
 
-def save_model(self: TrainerLike, path: StrPath, *, trainable_only: bool = False) -> None:
-    """Save only the weights, as safetensors, for use in other programs. Written atomically, once in the job.
+def _read(location: Path | str, model: nn.Module) -> dict[str, Any]:
+    """Return the content of a checkpoint, of a directory of weights for a model, or of a training state."""
+    if isinstance(location, str):
+        with fetched_weights(location) as directory:
+            return read_pretrained(directory, model)
+    if (location / MANIFEST).is_file():
+        return read_learned(location)
+    return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location)
 
-    Call it on every process. Sharded weights are gathered in the host memory of the first.
 
-    :param path: path of the file, usually ending in ``.safetensors``; missing folders are created
-    :param trainable_only: whether to leave out frozen parameters. :meth:`load_checkpoint` then leaves those of the
-        model as they are.
-    :raises ValueError: if ``trainable_only`` would leave out everything
+def save_weights(
+    trainer: TrainerLike, path: StrPath, trainable_only: bool, describe: Callable[[Path], object] | None
+) -> None:
+    """Save the weights as safetensors, in a directory with a description, or as one file. Call it on every process.
+
+    :param path: path or URL of the directory, or of the file
+    :param describe: called on the first process with the directory, once the weights are in it; ``None`` for one file
     """
-    model = self.get_model(keep_torch_compile=False)
+    location = parse_location(path)
+    folder, name = (location, WEIGHTS) if describe is not None else os.path.split(location)
+    model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
-    with _timed(self), attributes.evaluating_optimizers(self):
-        _warn_of_weights(self, "save_model")
-        weights = model_state(model, keep=self.accelerator.is_main_process)
+    with _timed(trainer), attributes.evaluating_optimizers(trainer):
+        _warn_of_weights(trainer, "save_model")
+        weights = model_state(model, keep=trainer.accelerator.is_main_process)
 
         def write() -> None:
+            if describe is not None and isinstance(location, Path) and location.is_file():
+                raise ValueError(
+                    f"path={os.fspath(path)!r} is a file, but should be a directory for a model and its card. Pass "
+                    "another path, or move the file."
+                )
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
-            with replacing(Path(path)) as temporary:
-                write_tensors(weights, temporary, {FROZEN: json.dumps(left_out)} if left_out else None)
+            with open_folder(parse_location(folder)) as directory:
+                with replacing(directory / name) as temporary:
+                    write_tensors(weights, temporary, {FROZEN: json.dumps(left_out)} if left_out else None)
+                if describe is not None:
+                    describe(directory)
 
-        self.ranks.run_together(write, only_first=True)
+        trainer.ranks.run_together(write, only_first=True)
 
 
 def check_weights(self: TrainerLike) -> None:
@@ -266,7 +291,7 @@ def save_training_state(
     check_states_are_possible(self.accelerator)
     with _timed(self):
         if writer is not None:
-            writer.wait()  # its memory is used again
+            writer.wait()  # its memory is reused
         captured = capture(self, dict(checkpoint_kwargs or {}), created_weights, sharded)
         ranks = self.ranks if writer is None else writer.ranks
 
@@ -291,7 +316,7 @@ def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]
     :raises ValueError: if it does not fit the model or the optimizer
     """
     resumed = self.current_run.resumed
-    if resumed is not None and resumed.directory == parse_location(input_dir):  # read, and finished later, by the run
+    if resumed is not None and resumed.directory == parse_location(input_dir):  # the run has read it, and finishes it
         state = resumed
         restore(self, state, with_scheduler=not self.current_run.schedule.is_recreated)
     else:

@@ -1,8 +1,8 @@
-"""Tensors in files of their own: sharded ones, of which each process writes and reads its part, and large ones.
+"""Tensors in separate files: sharded ones, of which each process writes and reads its part, and large ones.
 
-The files have the form of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter``), which its
-``HuggingFaceStorageReader`` reads, too. Files of whole tensors, such as those of pretrained models, are read as well.
-Nothing is gathered, and nothing but safetensors is read.
+The files have the format of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter``), which its
+``HuggingFaceStorageReader`` reads, too. Files of unsharded tensors, such as those of pretrained models, are read as
+well. Nothing is gathered, and nothing but safetensors is read.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import KeyEntry, MappingKey, tree_leaves, tree_map_with_path
+from torch.utils._pytree import KeyEntry, MappingKey, tree_map_with_path
 
-from pytorch_accel_lite.checkpoint.files import open_tensors, write_tensors
+from pytorch_accel_lite.checkpoint.files import map_nested, open_tensors, write_tensors
 
 _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _OFFSETS = "saved_offsets"
 _MARK = "in the shards, as"  # the only key of a dict that stands for a tensor
-_LARGE = 1 << 16  # bytes from which a tensor is worth an entry in a file of tensors
+_LARGE = 1 << 16  # minimum size in bytes of a tensor that is moved to a file of tensors
 
-#: For each tensor, where this process's part of it begins, and that part.
+#: For each tensor, the offsets of this process's part, and that part.
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 
 
@@ -43,14 +43,17 @@ def fits_safetensors(value: Any) -> bool:
 def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.Tensor]) -> Any:
     """Return nested dicts, lists and tuples with each sharded or large tensor replaced by a mark.
 
-    Files of tensors are written and read faster than pickled ones, but lack what some tensors have: memory that they
-    share, gaps or another order of elements in memory, rare types. Such tensors stay where they are.
+    Files of tensors are written and read faster than pickled ones, but cannot represent shared memory, strides or rare
+    types. Tensors with these stay where they are.
 
     :param sharded: gets the sharded tensors, by name
     :param large: gets the large ones
     """
-    tensors = [value for value in tree_leaves(state) if type(value) is torch.Tensor and fits_safetensors(value)]
-    owners = Counter(value.untyped_storage().data_ptr() for value in tensors)
+    owners: Counter[int] = Counter()
+
+    def count(path: tuple[Any, ...], value: Any) -> None:
+        if type(value) is torch.Tensor and fits_safetensors(value):
+            owners[value.untyped_storage().data_ptr()] += 1
 
     def is_large(value: Any) -> bool:
         return (
@@ -63,25 +66,26 @@ def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.
             and owners[value.untyped_storage().data_ptr()] == 1
         )
 
-    def extract(path: tuple[KeyEntry, ...], value: Any) -> Any:
+    def extract(path: tuple[Any, ...], value: Any) -> Any:
         if not is_sharded(value) and not is_large(value):
             return value
-        name = ".".join(map(str, _keys(path)))
+        name = ".".join(map(str, path))
         while name in sharded or name in large:  # a key may have dots, too
             name += "'"
         (sharded if is_sharded(value) else large)[name] = value
         return {_MARK: name}
 
-    return tree_map_with_path(extract, state)
+    map_nested(count, state)
+    return map_nested(extract, state)
 
 
 def restore_tensors(
     state: Any, stored: Mapping[str, StoredTensor], find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None
 ) -> Any:
-    """Return what :func:`extract_tensors` was given.
+    """Return the state that was passed to :func:`extract_tensors`.
 
-    :param find_like: returns the tensor like which to shard that for a path of keys, if there is one; by default
-        tensors are whole
+    :param find_like: returns, for a path of keys, the tensor whose sharding to use, if any; by default, tensors are not
+        sharded
     """
 
     def restore(path: tuple[KeyEntry, ...], value: Any) -> Any:
@@ -99,7 +103,7 @@ def _keys(path: tuple[KeyEntry, ...]) -> tuple[Any, ...]:
 
 
 def local_parts(tensors: Mapping[str, Any]) -> Parts:
-    """Return the parts of sharded tensors that this process writes; a part that several hold, only the first writes.
+    """Return the parts of sharded tensors that this process writes; only the first of several copies is written.
 
     Call it on every process.
     """
@@ -107,17 +111,17 @@ def local_parts(tensors: Mapping[str, Any]) -> Parts:
     for name, sharded in tensors.items():
         tensor = _with_one_part(sharded)
         start, shape = _bounds(tensor)
-        here = tensor.device_mesh.get_coordinate()
-        repeats = any(placement.is_replicate() and here[dim] for dim, placement in enumerate(tensor.placements))
+        coordinate = tensor.device_mesh.get_coordinate()
+        repeats = any(placement.is_replicate() and coordinate[dim] for dim, placement in enumerate(tensor.placements))
         if 0 not in shape and not repeats:
             parts[name] = start, tensor.to_local().detach()
     return parts
 
 
 def _with_one_part(tensor: Any) -> Any:
-    """Return a sharded tensor such that each process holds one contiguous part of it. May communicate.
+    """Return a sharded tensor of which each process holds one contiguous part. May communicate.
 
-    ``fully_shard`` over a tensor-parallel dimension leaves several.
+    With ``fully_shard`` over a tensor-parallel dimension, processes hold several parts.
     """
     from torch.distributed.tensor import Shard
 
@@ -129,7 +133,7 @@ def _with_one_part(tensor: Any) -> Any:
 
 
 def _bounds(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where this process's part of a sharded tensor begins, and its sizes."""
+    """Return the offsets and the shape of this process's part of a sharded tensor."""
     shape = tuple(tensor.to_local().shape)
     chunks = tensor.__create_chunk_list__() if 0 not in shape else []  # the protocol of torch.distributed.checkpoint
     return tuple(chunks[0].offsets) if chunks else (0,) * len(shape), shape
@@ -147,9 +151,9 @@ def write_parts(parts: Parts, path: Path) -> None:
 
 @dataclass(eq=False, repr=False)
 class StoredTensor:
-    """A tensor in open files, whole or in parts.
+    """A tensor in open files, in one or several parts.
 
-    :ivar parts: for each part, where it begins in each dimension, its sizes, and the file
+    :ivar parts: the offsets, the shape and the file of each part
     """
 
     name: str
@@ -157,7 +161,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         ends = [tuple(a + size for a, size in zip(start, sizes, strict=True)) for start, sizes, _ in self.parts]
         return tuple(map(max, zip(*ends, strict=True)))
 
@@ -165,13 +169,13 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         """The type of the elements."""
         file = self.parts[0][2]
-        some = file.get_slice(self.name)[:0] if self.shape else file.get_tensor(self.name)
-        return some.dtype  # type: ignore[no-any-return]
+        sample = file.get_slice(self.name)[:0] if self.shape else file.get_tensor(self.name)
+        return sample.dtype  # type: ignore[no-any-return]
 
     def read(self, like: Any = None) -> Any:
         """Read the tensor, sharded like another one of its shape: each process reads only its own part.
 
-        Whole if that is not sharded, or has another shape. May communicate.
+        Reads the full tensor if the other is not sharded or has another shape. May communicate.
         """
         if not is_sharded(like) or tuple(like.shape) != self.shape:
             return self._read((0,) * len(self.shape), self.shape)
@@ -179,23 +183,23 @@ class StoredTensor:
 
         target = _with_one_part(torch.empty_like(like, dtype=self.dtype))
         part = self._read(*_bounds(target)).to(like.device)
-        made = DTensor.from_local(part, like.device_mesh, target.placements, shape=like.shape, stride=like.stride())
-        return made if made.placements == like.placements else made.redistribute(placements=like.placements)
+        tensor = DTensor.from_local(part, like.device_mesh, target.placements, shape=like.shape, stride=like.stride())
+        return tensor if tensor.placements == like.placements else tensor.redistribute(placements=like.placements)
 
     def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Read a part of the tensor."""
         for begin, sizes, file in self.parts:
             if (begin, sizes) == (start, shape):
                 mapped: torch.Tensor = file.get_tensor(self.name)
-                return mapped.clone()  # its pages would be lost with the file
+                return mapped.clone()  # the mapping ends with the file
         result = torch.empty(shape, dtype=self.dtype)
         for begin, sizes, file in self.parts:
             first = [max(a, b) for a, b in zip(start, begin, strict=True)]
             last = [min(a + n, b + m) for a, n, b, m in zip(start, shape, begin, sizes, strict=True)]
             if all(a < b for a, b in zip(first, last, strict=True)):
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
-                here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start, strict=True))
-                result[here] = file.get_slice(self.name)[there]
+                source = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
+                target = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start, strict=True))
+                result[target] = file.get_slice(self.name)[source]
         return result
 
 

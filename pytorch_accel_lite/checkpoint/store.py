@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.checkpoint.files import remove, try_lock
+from pytorch_accel_lite.checkpoint.files import check_is_shared, remove, try_lock
 from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, read_manifest, recover
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_directory
 from pytorch_accel_lite.distributed import Ranks
 
 _LOCK = ".lock"
+_HEARTBEAT_SECONDS = 5.0
 STATE_NAME = re.compile(r"update-\d{9,}")
-_WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
+_REMAINS = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
 
 
 def state_name(update: int) -> str:
@@ -26,13 +28,27 @@ def state_name(update: int) -> str:
     return f"update-{update:09d}"
 
 
+def _send_heartbeats(path: str, is_unlocked: threading.Event) -> None:
+    """Touch a file at intervals, so that its time shows when the run was last alive."""
+    while not is_unlocked.wait(_HEARTBEAT_SECONDS):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _release(lock: Any, is_unlocked: threading.Event) -> None:
+    is_unlocked.set()
+    lock.close()
+
+
 class StateStore(ABC):
-    """The states of a run. Whatever else there is is left alone.
+    """The states of a run. Anything else in the same place is left alone.
 
     :ivar location: the directory, or the URL
+    :ivar alive_at: when an earlier run was last known to be alive, if at all
     """
 
     location: Path | str
+    alive_at: float | None = None
 
     def path_for(self, update: int) -> Path | str:
         """Return the path or URL of the state after an update."""
@@ -47,7 +63,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def saved_at(self, name: str) -> float:
-        """Return when a state was saved, by the clock of the machine that did so, also if it is damaged."""
+        """Return when a state was saved, even if it is damaged, by the clock of the machine that saved it."""
 
     @abstractmethod
     def read(self, name: str, ranks: Ranks) -> TrainingState:
@@ -58,14 +74,21 @@ class StateStore(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a state. It stops being one at once, however long that takes."""
+        """Remove a state. However long that takes, it is no longer listed from the beginning."""
 
     @abstractmethod
-    def lock(self) -> None:
-        """Claim the place until :meth:`unlock`, and remove remains of killed runs. Does nothing if it is claimed.
+    def lock(self) -> bool:
+        """Claim the location until :meth:`unlock`, and remove remains of killed runs. Does nothing if it is claimed.
 
+        :return: whether it was not claimed before
         :raises RuntimeError: if another live run has locked it
         :raises OSError: if it cannot be written
+        """
+
+    def check_is_shared(self, ranks: Ranks) -> None:  # noqa: B027
+        """Check that all ranks reach the same location, as they do by a URL. All ranks take part.
+
+        :raises OSError: on all ranks, if some do not
         """
 
     @abstractmethod
@@ -107,7 +130,7 @@ class StateStore(ABC):
         if problems:
             raise DamagedStateError(
                 f"All training states in {os.fspath(self.location)!r} are damaged: {' '.join(problems)} Remove them to "
-                "start afresh."
+                "start over."
             )
         return None
 
@@ -126,6 +149,7 @@ class DirectoryStore(StateStore):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.location = Path(directory)
         self._lock: Any = None
+        self._is_unlocked = threading.Event()
 
     def _path(self, name: str) -> Path:
         return self.location / name
@@ -152,10 +176,10 @@ class DirectoryStore(StateStore):
         self._path(name).rename(removed)
         remove(removed)
 
-    def lock(self) -> None:
+    def lock(self) -> bool:
         """Lock the directory until :meth:`unlock` or the end of the process."""
         if self._lock is not None:
-            return
+            return False
         try:
             self.location.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -172,21 +196,33 @@ class DirectoryStore(StateStore):
                 f"Another run (process {owner}) is saving its training states in {os.fspath(self.location)!r}. Wait "
                 "for it, end it, or give this run another save_dir."
             )
+        if file.tell():  # written by an earlier run
+            self.alive_at = os.stat(file.name).st_mtime
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
-        self._closing = weakref.finalize(self, file.close)  # a run that fails before it begins never unlocks
+        self._is_unlocked = threading.Event()
+        threading.Thread(
+            target=_send_heartbeats, args=(file.name, self._is_unlocked), daemon=True, name="signs-of-life"
+        ).start()
+        # A run that fails before it begins never unlocks.
+        self._finalizer = weakref.finalize(self, _release, file, self._is_unlocked)
         for path in self.location.iterdir():
-            if match := _WAITING.fullmatch(path.name):
+            if match := _REMAINS.fullmatch(path.name):
                 recover(self._path(match[1]))
                 remove(path)
+        return True
+
+    def check_is_shared(self, ranks: Ranks) -> None:
+        """Check that all ranks have the same directory, where each writes its part."""
+        check_is_shared(self.location, f"save_dir={os.fspath(self.location)!r}", ranks)
 
     def unlock(self) -> None:
         """Give up the claim."""
         if self._lock is not None:
-            self._lock.close()
-            self._closing.detach()  # it would hold the file of each run for as long as the callback lives
+            _release(self._lock, self._is_unlocked)
+            self._finalizer.detach()  # otherwise it would keep the file of each run as long as the callback exists
             self._lock = None
 
     def _check_lock(self) -> None:

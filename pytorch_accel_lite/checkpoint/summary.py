@@ -1,4 +1,4 @@
-"""What a training state contains, in words."""
+"""Describing the contents of training states."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
-from pytorch_accel_lite.checkpoint.beside_model import (
+from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
     load_attribute_states,
     load_each,
@@ -56,7 +56,7 @@ def capture(
 ) -> CapturedState:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
-    :param created: fingerprints of weights that are left out while they are frozen and have them
+    :param created: fingerprints of weights; frozen weights that match them are left out
     :param sharded: whether each rank keeps its shards; by default they are gathered
     :raises TypeError: if a value cannot be stored without pickle; names the path to it
     """
@@ -67,9 +67,9 @@ def capture(
     if created is not None and (is_first or sharded):
         shared[FROZEN] = leave_out_frozen(model, weights, created)
     shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded(value)}
-    whole = {name: value for name, value in weights.items() if not is_sharded(value)}
-    tensors = {name: value for name, value in whole.items() if fits_safetensors(value)}
-    shared["model_extra"] = {name: value for name, value in whole.items() if name not in tensors}
+    full = {name: value for name, value in weights.items() if not is_sharded(value)}
+    tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
+    shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
     if trainer.logical is not None:
         shared["logical"] = trainer.logical.capture(trainer)
     large: dict[str, torch.Tensor] = {}
@@ -77,9 +77,8 @@ def capture(
     history: Any = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
-    local = storable(
-        {"losses": losses, "generators": capture_generators(), **_position(trainer, is_local=True)}, "state"
-    )
+    local = {"losses": losses, "generators": capture_generators(), **_position(trainer, is_local=True)}
+    local = storable(local, "state")
     parts = local_parts(shards) if sharded else None
     if not is_first:
         return CapturedState(local, parts)
@@ -92,19 +91,24 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
     def gather(state: Any) -> Any:
         return state if sharded else full_state_dict(state, is_first)
 
+    run = trainer.current_run
     callbacks = _named(trainer.callback_handler, "state_dict")
     return {
-        **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
+        **{
+            name: None if owner is None else gather(owner.state_dict())
+            for name, owner in _updated_objects(trainer).items()
+        },
         "optimizer_classes": {name: class_names(optimizer) for name, optimizer in _optimizers(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
-        "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
-        **trainer.current_run.step.state_dict(),
-        "schedule_shift": trainer.current_run.schedule.shift,
-        "items_per_batch": trainer.current_run.window.items_per_batch,
-        "set_apart": {name: sorted(numbers) for name, numbers in trainer.current_run.set_apart.items()},
+        "losses": run.loss_trackers.summed(trainer.data_ranks),
+        **run.step.state_dict(),
+        "schedule_shift": run.schedule.shift,
+        "items_per_batch": run.window.items_per_batch,
+        "evaluations": None if run.evaluations is None else run.evaluations.state_dict(run),
+        "set_apart": {name: sorted(numbers) for name, numbers in run.set_apart.items()},
         **_position(trainer, is_local=False),
     }
 
@@ -118,8 +122,8 @@ def _position(trainer: TrainerLike, is_local: bool) -> dict[str, Any]:
     return {"position": loader.position(), "source_batch_size": size if isinstance(size, int) else None}
 
 
-def _stepped(trainer: TrainerLike) -> dict[str, Any]:
-    """Return the objects that updates step, with ``None`` for those that the trainer does not have."""
+def _updated_objects(trainer: TrainerLike) -> dict[str, Any]:
+    """Return the objects that an update steps, with ``None`` for those that the trainer does not have."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
@@ -130,7 +134,7 @@ def _optimizers(trainer: TrainerLike) -> dict[str, Any]:
 
 
 def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None:
-    """Raise an error if an optimizer is of another class than in the state; older states do not know the class."""
+    """Raise an error if an optimizer is of another class than in the state; older states lack the class."""
     saved = state.shared.get("optimizer_classes", {})
     for name, optimizer in _optimizers(trainer).items():
         groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
@@ -156,7 +160,7 @@ def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
 
 
 def check_history(history: object) -> None:
-    """Warn if training states do not hold a history, as it is the user's own, without methods for its state."""
+    """Warn if training states do not hold a user-defined history because it lacks methods for its state."""
     if not _is_saved(history):
         name = type(history).__name__
         warn_outside(
@@ -170,27 +174,24 @@ def _is_saved(history: object) -> bool:
     return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
 
 
-def _time_of_saving(trainer: TrainerLike) -> float:
-    """Return the time, or one right after those of the states there are: the clock may be behind the one before."""
-    sources = trainer.current_run.request.state_sources
-    times: list[float] = [source.next_time() for source in sources if hasattr(source, "next_time")]
-    return max([time.time(), *times])
-
-
 def _collect_metadata(trainer: TrainerLike) -> dict[str, Any]:
     """Return the facts about the run for the manifest of a state, in JSON types."""
+    run = trainer.current_run
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
+    sources = [source for source in run.request.state_sources if hasattr(source, "next_time")]
     return {
-        "saved_at": _time_of_saving(trainer),
+        # Later than all existing states, even if the clock is behind that of the machine that saved them.
+        "saved_at": max([time.time(), *(source.next_time() for source in sources)]),
+        "goodput": run.goodput.state_dict(),
         "progress": trainer.progress.state_dict(),
-        "stop_reason": trainer.current_run.end.reason,
-        "stopped_by": trainer.current_run.end.stopped_by,
-        "epoch_phase": 0 if trainer.current_run.end.reason is None else trainer.current_run.epoch_phase,
-        "interrupted": trainer.current_run.end.pause is not None,
+        "stop_reason": run.end.reason,
+        "stopped_by": run.end.stopped_by,
+        "epoch_phase": 0 if run.end.reason is None else run.epoch_phase,
+        "interrupted": run.end.pause is not None,
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
-        "data_seed": trainer.current_run.data.seed,
-        "first_epoch": trainer.current_run.data.first_epoch,
+        "data_seed": run.data.seed,
+        "first_epoch": run.data.first_epoch,
         "logical_processes": None if trainer.logical is None else trainer.logical.count,
         "machine": fingerprint(trainer),
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
@@ -213,7 +214,7 @@ def find_state(trainer: TrainerLike, sources: list[Any], resume_from: StrPath) -
         latest = [state for source in sources if (state := source.find_latest(trainer)) is not None]
         if not latest:
             folders = " or ".join(repr(os.fspath(source.save_dir)) for source in sources)
-            trainer.print(f"No training state in {folders}: starting afresh")
+            trainer.print(f"No training state in {folders}: starting a new run")
             return None
         state = max(latest, key=lambda state: state.metadata["saved_at"])
     progress = state.metadata["progress"]
@@ -224,28 +225,28 @@ def find_state(trainer: TrainerLike, sources: list[Any], resume_from: StrPath) -
 
 
 def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = True) -> None:
-    """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
+    """Restore the weights, optimizer, progress, history and, unless disabled, the scheduler."""
     _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
-    own = without_compile(model.state_dict())
+    current = without_compile(model.state_dict())
     groups = getattr(trainer.optimizer, "param_groups", ())
     optimized = dict(enumerate(parameter for group in groups for parameter in group["params"]))
 
     def find_like(keys: tuple[Any, ...]) -> Any:
         if keys[:2] == ("optimizer", "state"):
             return optimized.get(keys[2])
-        return own.get(keys[-1])  # averaged weights, for example
+        return current.get(keys[-1])  # averaged weights, for example
 
     state.read_tensors(find_like)
     shared = state.shared
     left_out = shared.get(FROZEN, {})
-    weights = fit_model_state(model, state.read_weights(own), state.directory, left_out=left_out)
+    weights = fit_model_state(model, state.read_weights(current), state.directory, left_out=left_out)
     if left_out and (others := describe_other_weights(model, left_out, state.directory)):
         raise ValueError(
             f"{others} Create the model as it was in the run that saved the state: from the same pretrained weights, "
             "or with the same seed."
         )
-    for name, owner in _stepped(trainer).items():
+    for name, owner in _updated_objects(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
             load_state(name, owner, shared[name], state.directory)
     model.load_state_dict(weights, strict=not left_out)
@@ -262,7 +263,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
 
 
 def _restore_history(trainer: TrainerLike, shared: Mapping[str, Any]) -> None:
-    """Restore the history and what refers to its values, or at least the epoch of one that is not saved."""
+    """Restore the history and what refers to its values, or only the epoch of a history that is not saved."""
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])

@@ -27,6 +27,7 @@ from pytorch_accel_lite.checkpoint.files import (
     naming,
     open_tensors,
     remove,
+    require_shared,
     sync,
     write_plain,
     write_tensors,
@@ -35,8 +36,8 @@ from pytorch_accel_lite.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
     DamagedStateError,
+    catch_damage,
     manifest_text,
-    or_damage,
     previous_path,
     verify_state,
 )
@@ -48,7 +49,7 @@ TRAINER = "trainer.pt"
 TENSORS = "trainer.safetensors"
 RANK = "rank{:05d}.pt"
 SHARDS = "shards{:05d}.safetensors"
-#: In the name of a sharded tensor of the model, which other tensors follow by their own names.
+#: Prefix of the names of the model's sharded tensors.
 SHARD_OF_MODEL = "model."
 _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 
@@ -61,8 +62,8 @@ class TrainingState:
     :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
     :param local: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
         by a different number of processes
-    :param weights: the weights, if they have been read already: nothing is left of the copy of a remote state
-    :param tensors: large tensors, and sharded ones, in open files, by name; their places in ``shared`` are marked
+    :param weights: the weights, if they have been read already, as the local copy of a remote state is removed
+    :param tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
     """
 
     directory: Path | str
@@ -75,7 +76,8 @@ class TrainingState:
     def read_weights(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state of the model, by name.
 
-        :param like: the weights of a model, like which those saved in shards are sharded; by default they are whole
+        :param like: the weights of a model, whose sharding is used for weights saved in shards; by default, none is
+            sharded
         """
         weights = read_model(Path(self.directory)) if self.weights is None else self.weights
         sharded = {
@@ -88,7 +90,7 @@ class TrainingState:
     def read_tensors(self, find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None) -> None:
         """Read the large and the sharded tensors in ``shared``.
 
-        :param find_like: returns the tensor like which to shard that for a path of keys; by default all are whole
+        :param find_like: returns, for a path of keys, the tensor whose sharding to use; by default, none is sharded
         """
         self.shared = restore_tensors(self.shared, self.tensors, find_like)
 
@@ -100,7 +102,7 @@ class CapturedState:
     :param parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
     :param weights: tensors of the model by name, tied ones once
     :param tied: the other names of tied weights, mapped to the names under which they are kept
-    :param tensors: large tensors by name, whose places in ``shared`` are marked
+    :param tensors: large tensors by name, marked in ``shared``
     """
 
     local: dict[str, Any]
@@ -112,7 +114,7 @@ class CapturedState:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_host(self, memory: HostMemory) -> CapturedState:
-        """Return a copy in host memory that later updates do not change, but the next copy to that memory does."""
+        """Return a copy in host memory, which updates do not change, but the next copy to that memory overwrites."""
         return CapturedState(**memory.copy(vars(self)))
 
 
@@ -129,9 +131,13 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
         remove(temporary)
         temporary.mkdir(parents=True)
 
+    def write() -> dict[str, dict[str, Any]]:
+        require_shared(temporary, repr(os.fspath(directory.parent)))
+        return write_files(temporary, ranks.rank, captured)
+
     try:
         ranks.run_together(make_empty, only_first=True)
-        entries = ranks.run_together(lambda: write_files(temporary, ranks.rank, captured))
+        entries = ranks.run_together(write)
         ranks.run_together(lambda: _commit(temporary, directory, entries, captured.metadata), only_first=True)
     except BaseException:
         if ranks.rank == 0:
@@ -179,7 +185,7 @@ def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
 
     :raises DamagedStateError: on all ranks, if it is damaged; names the file
     """
-    manifest = ranks.broadcast_object(lambda: or_damage(lambda: verify_state(directory)))
+    manifest = ranks.broadcast_object(lambda: catch_damage(lambda: verify_state(directory)))
     if isinstance(manifest, DamagedStateError):
         raise manifest
     return read_verified(directory, manifest, ranks)
@@ -194,7 +200,7 @@ def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> Tr
 
 
 def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
-    """Read what is shared by all ranks, except the weights. Files of large tensors are opened, but not read."""
+    """Read the part shared by all ranks, except the weights. Files of large tensors are opened, but not read."""
     names = [name for name in sorted(metadata["files"]) if name == TENSORS or name.startswith("shards")]
     shared = load_plain(directory / TRAINER)
     shared["history"] = unpack_numbers(shared["history"])
@@ -202,7 +208,7 @@ def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
 
 
 def read_learned(directory: StrPath) -> dict[str, Any]:
-    """Return what a training state has learned, as the content of a checkpoint without optimizers and schedulers.
+    """Return the learned part of a training state, as the content of a checkpoint without optimizers and schedulers.
 
     :raises DamagedStateError: if the state is damaged; names the file
     """
@@ -226,7 +232,7 @@ def read_model(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def pack_numbers(value: Any) -> Any:
-    """Return nested dicts in which long lists of floats or integers are tensors: one by one, they would take long."""
+    """Return nested dicts in which long lists of floats or integers are tensors, which are faster to write and read."""
     if isinstance(value, Mapping):
         return {name: pack_numbers(item) for name, item in value.items()}
     if type(value) is list and len(value) >= 16 and {*map(type, value)} in ({float}, {int}):
@@ -237,7 +243,7 @@ def pack_numbers(value: Any) -> Any:
 
 
 def unpack_numbers(value: Any) -> Any:
-    """Return what was given to :func:`pack_numbers`."""
+    """Return the value that was passed to :func:`pack_numbers`."""
     if isinstance(value, Mapping):
         return {name: unpack_numbers(item) for name, item in value.items()}
     return value[1].tolist() if isinstance(value, tuple) and value[:1] == (_NUMBERS,) else value

@@ -11,24 +11,41 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import sums_of_bits
-from pytorch_accel_lite.checkpoint.files import FROZEN
+from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded
 
-_INDEX = "model.safetensors.index.json"  # of the files of a large model, as the Hugging Face Hub has it
+#: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
+WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+#: The file that describes the model in a directory, as on the Hugging Face Hub.
+CARD = "README.md"
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
+
+
+class LoadedWeights(NamedTuple):
+    """Weights that were loaded into the model.
+
+    :param file: name of the file or directory
+    :param numbers: the numbers in the file, such as the epoch and the metric of a best model
+    :param update: the number of updates of the run at that time
+    """
+
+    file: str
+    numbers: dict[str, float]
+    update: int
 
 
 def full_state_dict(state: Any, keep: bool) -> Any:
@@ -37,13 +54,13 @@ def full_state_dict(state: Any, keep: bool) -> Any:
     :param keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
     """
 
-    def gather(tensor: Any) -> Any:
-        if not is_sharded(tensor):
-            return tensor
-        full = tensor.full_tensor()
+    def gather(path: tuple[Any, ...], value: Any) -> Any:
+        if not is_sharded(value):
+            return value
+        full = value.full_tensor()
         return full.to("cpu") if keep else None
 
-    return tree_map_only(torch.Tensor, gather, state)
+    return map_nested(gather, state)
 
 
 def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
@@ -68,45 +85,45 @@ def fit_model_state(
     Prefixes that wrappers have left in the names are ignored.
 
     :param strict: ``False`` to warn of entries that do not fit and return the rest
-    :param left_out: entries that the state lacks on purpose: the model must have them, and keeps its own
+    :param left_out: entries that the state lacks on purpose: the model must have them, and keeps them
     :raises ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     current = model.state_dict()
     names = {key.replace(_COMPILED, ""): key for key in current}
-    own = without_compile(current)
-    state = _without_wrappers(state, own)
+    local = without_compile(current)
+    state = _without_wrappers(state, local)
     shapes = {
-        key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
-        for key in own.keys() & state.keys()
+        key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(local[key].shape)})"
+        for key in local.keys() & state.keys()
         # Lazy layers have no shape before their first batch, and extra state never has one.
-        if isinstance(own[key], torch.Tensor) and not is_lazy(own[key]) and state[key].shape != own[key].shape
+        if isinstance(local[key], torch.Tensor) and not is_lazy(local[key]) and state[key].shape != local[key].shape
     }
     problems = {
-        "missing in the checkpoint": own.keys() - state.keys() - set(left_out),
-        "not in the model": (state.keys() | set(left_out)) - own.keys(),
+        "missing in the checkpoint": local.keys() - state.keys() - set(left_out),
+        "not in the model": (state.keys() | set(left_out)) - local.keys(),
         "of a different shape": shapes.values(),
     }
     if any(problems.values()):
         text = f"The checkpoint {os.fspath(source)!r} does not fit the model {type(model).__name__}: "
-        text += "; ".join(f"{problem}: {listed(keys)}" for problem, keys in problems.items() if keys)
+        text += "; ".join(f"{problem}: {listed(sorted(keys), 10)}" for problem, keys in problems.items() if keys)
         if strict:
             raise ValueError(
                 f"{text}. Create the model as it was when it was saved, or use load_checkpoint(..., strict=False) to "
                 "load only the weights that fit."
             )
-        warnings.warn(f"{text}. The rest is loaded.", stacklevel=3)
-    fitting = [key for key in state if key in own and key not in shapes]
-    fitted = OrderedDict((names[key], sharded_like(own[key], state[key])) for key in fitting)
+        warn_outside(f"{text}. The rest is loaded.")
+    fitting = [key for key in state if key in local and key not in shapes]
+    fitted = OrderedDict((names[key], sharded_like(local[key], state[key])) for key in fitting)
     vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # versions, which some modules need
     return fitted
 
 
-def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the prefixes of ``torch.compile`` and ``DistributedDataParallel``, as many as fit the model best."""
+def _without_wrappers(state: Mapping[str, Any], model_names: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel`` as fits the model best."""
     candidates = [without_compile(state)]
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
-    return max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
+    return max(candidates, key=lambda candidate: len(candidate.keys() & model_names.keys()))
 
 
 def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
@@ -116,8 +133,10 @@ def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
     :raises FileNotFoundError: if the directory has no weights, or not all that its index names
     :raises ValueError: if a file is damaged
     """
-    index = json.loads((directory / _INDEX).read_text()) if (directory / _INDEX).is_file() else {}
-    names = sorted(set(index.get("weight_map", {}).values()))
+    is_single_file = (directory / WEIGHTS).is_file()
+    has_index = not is_single_file and (directory / _INDEX).is_file()
+    index = json.loads((directory / _INDEX).read_text()) if has_index else {}
+    names = [WEIGHTS] if is_single_file else sorted(set(index.get("weight_map", {}).values()))
     files = [directory / name for name in names] or sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
@@ -126,27 +145,22 @@ def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise FileNotFoundError(f"{missing[0]} is missing in {os.fspath(directory)!r}, whose index names it.")
-    own = without_compile(model.state_dict())
-    weights = {name: stored.read(own.get(name)) for name, stored in find_tensors(files).items()}
+    metadata = open_tensors(files[0])[1] if is_single_file else index.get("metadata", {})
+    current = without_compile(model.state_dict())
+    weights = {name: stored.read(current.get(name)) for name, stored in find_tensors(files).items()}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tensors = without_compile(dict(named))
     read = {id(tensors[name]): value for name, value in weights.items() if name in tensors}
-    tied = {name: read[id(tensor)] for name, tensor in tensors.items() if name in own and id(tensor) in read}
-    return {"model_state_dict": tied | weights, FROZEN: json.loads(index.get("metadata", {}).get(FROZEN, "{}"))}
-
-
-def listed(names: Collection[str], most: int = 10) -> str:
-    """Return the first of the sorted names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(sorted(names)[:most])}{more}"
+    tied = {name: read[id(tensor)] for name, tensor in tensors.items() if name in current and id(tensor) in read}
+    return {"model_state_dict": tied | weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
 
 
 def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load the whole state of an optimizer, whose parameters may be sharded.
+    """Load the full state of an optimizer, whose parameters may be sharded.
 
     :raises ValueError: when it does not fit the optimizer's groups and parameters
     """
-    groups = getattr(optimizer, "param_groups", ())  # of one that is yet to be made: it keeps the state as it is
+    groups = getattr(optimizer, "param_groups", ())  # an optimizer that has yet to be created keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
@@ -154,23 +168,23 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     }
     had = [group.keys() for group in groups]
     optimizer.load_state_dict({**state, "state": sharded})
-    # What a newer torch has added to a class of optimizers, that class has filled in.
+    # Options that a newer torch has added to an optimizer class are filled in by that class.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
 
 
-def sharded_like(own: Any, value: Any) -> Any:
-    """Return a whole tensor spread over the processes as a parameter is, or as it is beside one that is not."""
-    is_whole = isinstance(value, torch.Tensor) and value.ndim > 0 and not is_sharded(value)
-    if not is_sharded(own) or not is_whole:  # a step count is not sharded, though its parameter is
+def sharded_like(like: Any, value: Any) -> Any:
+    """Return a full tensor sharded like a parameter, or unchanged if the parameter is not sharded."""
+    is_unsharded = isinstance(value, torch.Tensor) and value.ndim > 0 and not is_sharded(value)
+    if not is_sharded(like) or not is_unsharded:  # a step count is not sharded, though its parameter is
         return value
-    from torch.distributed.tensor import DTensor, Replicate  # take longer to import than all else here
+    from torch.distributed.tensor import DTensor, Replicate  # slow to import
 
-    mesh = own.device_mesh
-    whole = DTensor.from_local(value.to(own.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=own.placements)  # each process cuts out its own shard
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=like.placements)  # each process keeps its shard
 
 
 def fingerprints(tensors: Mapping[str, Any]) -> dict[str, int]:
@@ -178,14 +192,10 @@ def fingerprints(tensors: Mapping[str, Any]) -> dict[str, int]:
 
     Skips tensors without values, and sparse ones. A collective operation if they are sharded.
     """
-    with_values = {name: value for name, value in tensors.items() if _has_values(value)}
-    whole = (full_state_dict(value, keep=True) for value in with_values.values())  # one at a time
-    return dict(zip(with_values, sums_of_bits(whole), strict=True))
-
-
-def _has_values(value: Any) -> bool:
-    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return is_plain and not value.is_meta and not is_lazy(value)
+    strided = {n: v for n, v in tensors.items() if isinstance(v, torch.Tensor) and v.layout is torch.strided}
+    with_values = {name: value for name, value in strided.items() if not value.is_meta and not is_lazy(value)}
+    full = (full_state_dict(value, keep=True) for value in with_values.values())  # one at a time
+    return dict(zip(with_values, sums_of_bits(full), strict=True))
 
 
 def model_fingerprints(model: nn.Module) -> dict[str, int]:
@@ -229,14 +239,14 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int], source
 
     A collective operation if they are sharded.
     """
-    own = {name: value for name, value in _parameters(model).items() if name in left_out}
-    current = fingerprints(own)
+    frozen = {name: value for name, value in _parameters(model).items() if name in left_out}
+    current = fingerprints(frozen)
     others = [name for name, number in left_out.items() if current.get(name, number) != number]
     if not others:
         return ""
     return (
         f"{os.fspath(source)!r} holds only what was trained, and the frozen weights of {type(model).__name__} are not "
-        f"those that it was trained with. They differ in {listed(others)}."
+        f"those that it was trained with. They differ in {listed(sorted(others), 10)}."
     )
 
 

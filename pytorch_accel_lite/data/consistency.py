@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -21,43 +20,44 @@ _DRAW_FROM = (
     "epoch that set_epoch(epoch) is given."
 )
 #: What to do if processes read different data on purpose.
-IF_OWN_PART = "If each process should read its own part, pass OwnShard(DataLoader(...))."
+PASS_OWN_SHARD = "If each process should read its own part, pass OwnShard(DataLoader(...))."
 
 
 class OtherOrderError(WrongLengthError):
-    """A sampler gives another order than it must. Never skipped, like one of another length."""
+    """A sampler gives a wrong order. Never skipped as a failed batch, like :class:`WrongLengthError`."""
 
 
 def check_same_data(dataset: Any, ranks: Ranks) -> None:
-    """Check that a map dataset has the same samples on all processes, as far as that can be told without reading them.
+    """Check that a map dataset has the same samples on all processes, as far as possible without reading them.
 
-    Compares lengths, the indices of subsets, and a few rows of Hugging Face's tables, also of datasets that are
-    attributes of others. Call it on every process.
+    Compares lengths, the indices of subsets, and a few rows of Hugging Face's tables, including those of datasets that
+    are attributes of others. Call it on every process.
 
     :raises ValueError: on all processes, for example after a ``random_split`` that was not seeded
     """
-    of_all = ranks.all_gather_object(_identity(dataset))
-    if any(other != of_all[0] for other in of_all):
+    parts = nested_in(dataset, lambda value: isinstance(value, Dataset) or _is_table(value))
+    gathered = ranks.all_gather_object((find_length(dataset), [_described(part) for part in parts]))
+    if any(other != gathered[0] for other in gathered):
         raise ValueError(
-            f"The processes have datasets with different rows, of lengths {[length for length, _ in of_all]}. Each "
+            f"The processes have datasets with different rows, of lengths {[length for length, _ in gathered]}. Each "
             "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
             "every process: call torch.manual_seed before random_split, and do not split by rank, as "
-            f"split_dataset_by_node and shard() do: the trainer shards the data. {IF_OWN_PART}"
+            f"split_dataset_by_node and shard() do: the trainer shards the data. {PASS_OWN_SHARD}"
         )
 
 
 def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
     """Check that a sampler has drawn the same order, or piece of one, on all processes, and return its checksum.
 
-    :raises OtherOrderError: on all processes, for example if it has a generator of its own, or gives a part by rank
+    :raises OtherOrderError: on all processes, for example if it has its own generator, or gives a part by rank
     """
     local = len(order), checksum(order)
-    of_all = ranks.all_gather_object(local)
-    if any(other != local for other in of_all):
+    gathered = ranks.all_gather_object(local)
+    if any(other != local for other in gathered):
         raise OtherOrderError(
             f"The sampler {type(sampler).__name__} gives another order on each process, of lengths "
-            f"{[length for length, _ in of_all]}. Each would read only a share of its own order, so samples would be "
-            f"lost and others repeated. {_DRAW_FROM} {IF_OWN_PART}"
+            f"{[length for length, _ in gathered]}. Each would read only a share of its own order, so samples would be "
+            f"lost and others repeated. {_DRAW_FROM} {PASS_OWN_SHARD}"
         )
     return local[1]
 
@@ -65,12 +65,12 @@ def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
 def check_order(
     sampler: Any, order: list[Any] | None, ranks: Ranks, drawn: dict[str, Any], resumed: dict[str, Any] | None
 ) -> None:
-    """Check the order of an epoch, which each process has drawn itself, and note in ``drawn`` what identifies it.
+    """Check the order of an epoch, which each process has drawn itself, and store in ``drawn`` what identifies it.
 
-    :param order: that of a user's sampler; ``None`` for others, which are functions of their length
-    :param drawn: the ``"length"`` of the order, if it consists of indices; of orders of users' samplers, their
-        ``"checksum"`` and the ``"batch_size"`` of the sampler, if it has one, are added
-    :param resumed: the same of the training state, if the epoch is resumed in its middle
+    :param order: the order of a user's sampler; ``None`` for other samplers, whose orders depend only on the length
+    :param drawn: the ``"length"`` of the order, if it consists of indices; for a user's sampler, the ``"checksum"`` of
+        the order and the ``"batch_size"`` of the sampler, if any, are added
+    :param resumed: the same from the training state, if the epoch is resumed in its middle
     :raises OtherOrderError: if the sampler gives another order than on other processes or in the state
     :raises WrongLengthError: if the data have another length than in the state
     """
@@ -94,7 +94,7 @@ def check_order(
 
 
 def checksum(indices: Any) -> int:
-    """Return a number to compare indices by, also those in batches; other objects count by what they show."""
+    """Return a checksum of indices, also in batches; other objects are compared by their ``repr``."""
     if isinstance(indices, torch.Tensor):
         indices = indices.detach().cpu().numpy()
     if isinstance(indices, range):
@@ -105,9 +105,9 @@ def checksum(indices: Any) -> int:
     return number
 
 
-def checksum_of_batches(batches: list[Any], sizes: Sequence[int] = ()) -> int:
-    """Return a number to compare batches by, which is not 0: from their sizes, and a few of their values."""
-    number = crc32(str(sizes).encode())
+def checksum_of_batches(batches: list[Any]) -> int:
+    """Return a nonzero checksum of a few of the values in batches."""
+    number = crc32(b"()")  # as training states have been saved with
     for tensor in tensors_in(batches):
         if tensor.layout is torch.strided and not tensor.is_nested:
             few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]
@@ -129,27 +129,18 @@ def _bytes_of(index: Any) -> bytes:
     return (type(index).__qualname__ if shows_address else repr(index)).encode()
 
 
-def _is_dataset(value: Any) -> bool:
-    return isinstance(value, Dataset) or _is_table(value)
-
-
 def _is_table(value: Any) -> bool:
     """Whether an object is a ``Dataset`` of Hugging Face."""
     return all(hasattr(type(value), name) for name in ("with_format", "num_rows"))
 
 
 def is_prepared(loader: Any) -> bool:
-    """Whether Accelerate has prepared a loader, which then gives each process a part."""
+    """Whether Accelerate has prepared a loader, which then gives each process a part of the data."""
     return any(base.__module__.startswith("accelerate.") for base in type(loader).__mro__)
 
 
-def _identity(dataset: Any) -> tuple[int | None, list[tuple[str, int]]]:
-    """Return the length of a map dataset, and what identifies it and the datasets inside it."""
-    return find_length(dataset), [_described(part) for part in nested_in(dataset, _is_dataset)]
-
-
 def _described(dataset: Any) -> tuple[str, int]:
-    """Return the type of a dataset, and a number to compare its samples by if it is a subset or a table."""
+    """Return the type of a dataset, and a checksum if it is a subset or a table."""
     compared = 0
     if isinstance(dataset, Subset):
         compared = checksum(dataset.indices)

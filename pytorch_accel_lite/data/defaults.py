@@ -14,8 +14,8 @@ from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatas
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
 from pytorch_accel_lite.data.workers import start_method
 
-#: Arguments that give an order of the user's own.
-_OWN_ORDER = ("sampler", "batch_sampler")
+#: Arguments with a user-defined order.
+_ORDER_ARGUMENTS = ("sampler", "batch_sampler")
 
 
 def default_num_workers(dataset: Any, processes: int) -> int:
@@ -72,14 +72,14 @@ def loader_for(
 
 
 def _merged(dataset: Any, defaults: dict[str, Any], arguments: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the user's arguments merged with all defaults that are compatible with them."""
+    """Return the user's arguments and all defaults that are compatible with them."""
     arguments = dict(arguments or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
         arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
-    elif isinstance(dataset, Mixture) and defaults.get("shuffle") and arguments.keys().isdisjoint(_OWN_ORDER):
+    elif isinstance(dataset, Mixture) and defaults.get("shuffle") and arguments.keys().isdisjoint(_ORDER_ARGUMENTS):
         arguments["sampler"] = MixtureSampler(dataset, arguments.pop("shuffle", True))
     excluded = set()
-    if not arguments.keys().isdisjoint(_OWN_ORDER):
+    if not arguments.keys().isdisjoint(_ORDER_ARGUMENTS):
         excluded = {"shuffle"}
     if "batch_sampler" in arguments:
         excluded |= {"batch_size", "drop_last", "sampler"}

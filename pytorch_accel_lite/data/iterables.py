@@ -1,8 +1,7 @@
-"""Batches of sources that cannot be indexed: streams, and iterables that already differ between processes."""
+"""Batches from sources that cannot be indexed: streams, and iterables that already differ between processes."""
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
@@ -13,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.batches import Batch, find_batch_size, tensors_in
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
 from pytorch_accel_lite.data.consistency import checksum_of_batches
@@ -22,8 +22,8 @@ from pytorch_accel_lite.data.position import cannot_split, last_samples, skip_ba
 from pytorch_accel_lite.data.shares import skip_samples, with_last
 from pytorch_accel_lite.distributed import Ranks
 
-#: Name under which the position in a source without a state holds what identifies the first batch of the epoch.
-_FIRST = "first_batch_of_the_epoch"
+#: Key, in the position in a source without a state, of what identifies the first batch of the epoch.
+_FIRST_BATCH = "first_batch_of_the_epoch"
 
 
 class OwnShard:
@@ -32,8 +32,8 @@ class OwnShard:
     Pass it in place of a dataset, or return it from ``create_train_dataloader``, for example for a ``DataLoader`` over
     an ``IterableDataset`` that shards itself, or for a list of ready batches.
 
-    What that method returns other than a ``torch.utils.data.DataLoader``, and subclasses with an ``__iter__`` of their
-    own, are read as if they were sharded already; without this mark, a message says so.
+    If that method returns anything but a ``torch.utils.data.DataLoader``, or a subclass that overrides ``__iter__``, it
+    is read as if it were sharded already; without this mark, a message says so.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -47,7 +47,7 @@ class OwnShard:
 
 
 class ReadInTurn(ShardedLoader):
-    """Reads its source in turn. To resume in the middle of an epoch, it returns to where a stateful source was.
+    """Reads its source sequentially. To resume in the middle of an epoch, it restores the state of a stateful source.
 
     Otherwise it reads the source from the beginning and discards what has already been seen.
     """
@@ -56,20 +56,20 @@ class ReadInTurn(ShardedLoader):
         super().__init__(source, ranks, device, options)
         self._may_resume = options.fill and options.seed is not None
         self._tracker = track_position(source, keeps=self._may_resume)
-        self._first: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
-        self._first_before: list[int] | None = None  # the same of the state that the next epoch resumes
-        self._batches_per_step = 1  # that this process reads
+        self._first_batch: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
+        self._resumed_first_batch: list[int] | None = None  # the same in the state that the next epoch resumes
+        self._batches_per_step = 1  # number of batches that this process reads
         self._reader = ranks.rank  # the random numbers in a stream differ between readers
 
     def position(self) -> Any:
-        return {_FIRST: self._first} if self._tracker is None else self._tracker.position
+        return {_FIRST_BATCH: self._first_batch} if self._tracker is None else self._tracker.position
 
     def move_to(self, position: Any) -> str:
         tracker = self._tracker
         if tracker is None:
-            self._first_before = position.get(_FIRST) if isinstance(position, dict) else None
+            self._resumed_first_batch = position.get(_FIRST_BATCH) if isinstance(position, dict) else None
             return ""
-        if isinstance(position, dict) and _FIRST in position:  # the source had no state_dict then
+        if isinstance(position, dict) and _FIRST_BATCH in position:  # the source had no state_dict when it was saved
             position = None
         tracker.position = position
         if position is not None:
@@ -79,19 +79,19 @@ class ReadInTurn(ShardedLoader):
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._set_epoch(epoch)
-        steps = self._steps_alone(start) if self._is_alone else self._steps_together(start)
-        return self._seeding(steps) if self._is_seeded else steps
+        steps = self._steps_alone(start) if self._reads_alone else self._steps_together(start)
+        return self._seed_steps(steps) if self._is_seeded else steps
 
     @property
     @abstractmethod
-    def _is_alone(self) -> bool:
+    def _reads_alone(self) -> bool:
         """Whether this process reads by itself, without the others."""
 
     @abstractmethod
     def _steps_together(self, start: int) -> Iterator[Batch]: ...
 
     def _set_epoch(self, epoch: int) -> None:
-        """Tell a stream or a sampler that shuffles itself which epoch begins; otherwise it might repeat an order."""
+        """Tell a stream or a sampler that shuffles itself which epoch begins, so that it does not repeat an order."""
         source = self.source
         samplers = [getattr(source, name, None) for name in ("sampler", "batch_sampler")]
         inner = [getattr(sampler, "sampler", None) for sampler in samplers]
@@ -133,35 +133,35 @@ class ReadInTurn(ShardedLoader):
         it therefore discards the number of batches seen.
         """
         if not start:
-            return self._noting_first(self._open(0))
+            return self._check_first_batch(self._open(0))
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
-        by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, self.batch_size_before, start / done)
+        by_batches = self._ranks.world_size == 1 and done > 0 and size in (None, self.batch_size_before, start / done)
         with preserving_generators():
-            batches = self._noting_first(self._open(0))
-            if by_steps:
+            batches = self._check_first_batch(self._open(0))
+            if by_batches:
                 skip_batches(batches, done, start, is_certain=size is not None)
                 return batches
             return skip_samples(batches, start, find_batch_size, last_samples)
 
-    def _noting_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Note what identifies the first batch, and warn if an epoch that is resumed began with another."""
+    def _check_first_batch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Remember what identifies the first batch, and warn if a resumed epoch began with a different one."""
         if not self._may_resume or not self._is_seeded or self._tracker is not None:
             return batches
         first = list(islice(batches, 1))
-        before, self._first_before = self._first_before, None
+        before, self._resumed_first_batch = self._resumed_first_batch, None
         rows = next(map(len, tensors_in(first)), 0)
-        self._first = [rows, checksum_of_batches(first)]
-        has_own_size = not isinstance(self.source, DataLoader)  # not the user's batch_size
-        if before not in (None, self._first) and (has_own_size or before[0] == rows):
-            warnings.warn(_other_batches(self.source), stacklevel=2)
+        self._first_batch = [rows, checksum_of_batches(first)]
+        has_no_batch_size = not isinstance(self.source, DataLoader)  # not the user's batch_size
+        if before not in (None, self._first_batch) and (has_no_batch_size or before[0] == rows):
+            warn_outside(_describe_other_batches(self.source))
         return chain(first, batches)
 
     def _open(self, first: int) -> Iterator[Any]:
-        """Begin to read the source, whose next batch is number ``first`` of the epoch."""
+        """Start reading the source, whose next batch is number ``first`` of the epoch."""
         if not self._is_seeded:
             return self._start_reading(self.source)
-        seed = self._seed_of_reader()
+        seed = mix(self.options.seed or 0, self._epoch, self._reader)
         if isinstance(self.source, DataLoader) and self.source.generator is not None:
             self.source.generator.manual_seed(seed >> 1)
         with preserving_generators():
@@ -174,11 +174,8 @@ class ReadInTurn(ShardedLoader):
         """Whether the source is read with generators seeded for each batch; reading a list draws nothing."""
         return self.options.seed is not None and type(self.source) not in (list, tuple)
 
-    def _seed_of_reader(self) -> int:
-        return mix(self.options.seed or 0, self._epoch, self._reader)
-
-    def _seeding(self, steps: Iterator[Batch]) -> Iterator[Batch]:
-        """Seed Python's and NumPy's generators for each step: reading ahead has drawn from them, or seeded them."""
+    def _seed_steps(self, steps: Iterator[Batch]) -> Iterator[Batch]:
+        """Seed Python's and NumPy's generators for each step, as reading ahead draws from them or seeds them."""
         epoch_seed = mix(self.options.seed or 0, self._epoch, self._ranks.rank)
         for number, step in enumerate(steps, start=self._steps_done):
             seed_generators(~mix(number, after=epoch_seed), with_torch=False)
@@ -188,10 +185,11 @@ class ReadInTurn(ShardedLoader):
 class PreShardedLoader(ReadInTurn):
     """The batches of any other iterable, assumed to be this process's own.
 
-    In training, the processes agree on how many samples each step has, for several steps at once and while they compute
-    the one before. A process that has no batch left repeats its last one with zero weight until the others are done.
+    In training, the processes agree on the number of samples in each step, for several steps at once and while they
+    compute the previous one. A process that has no batch left repeats its last one with zero weight until the others
+    are done.
 
-    :param shared_by: name of the mechanism by which a stream shards itself, if that was detected
+    :param shared_by: name of the mechanism by which a stream shards itself, if detected
     """
 
     has_own_position = True
@@ -210,7 +208,7 @@ class PreShardedLoader(ReadInTurn):
         self._length = int(ranks.max([-1 if length is None else length])[0])
 
     @property
-    def _is_alone(self) -> bool:
+    def _reads_alone(self) -> bool:
         return self._ranks.world_size == 1 or not self.options.fill
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
@@ -226,7 +224,7 @@ class PreShardedLoader(ReadInTurn):
     def _in_step(self, start: int) -> Iterator[Batch]:
         """Yield the steps from the position of a stateful source, or from the beginning if ``start`` is 0."""
         tracker = self._tracker
-        source = islice(self._read_when_asked(start), self._left if start else self.limit)
+        source = islice(self._read_lazily(start), self._left if start else self.limit)
         batch = None
         for step in Lockstep(source, self._ranks, find_batch_size):
             if batch is None and step.without:
@@ -239,12 +237,12 @@ class PreShardedLoader(ReadInTurn):
                 tracker.position = None  # to resume, the last batch must be read again
             yield Batch(batch, step.number, step.total, step.is_last)
 
-    def _read_when_asked(self, start: int) -> Iterator[Any]:
-        """Open the source when its first batch is asked for: a failure is announced like one of reading that."""
+    def _read_lazily(self, start: int) -> Iterator[Any]:
+        """Open the source when its first batch is read, so that a failure is handled like one of reading that batch."""
         yield from self._read_identically(start)
 
     def _filler(self, first: AgreedStep) -> Any:
-        """Return what a process computes that has no batch of its own, if some have none in the first step."""
+        """Return a batch for a process that has none, if some processes have none in the first step."""
         raise ValueError(
             f"{first.without} of {self._ranks.world_size} processes have no training batch at all. Give every process "
             "at least one."
@@ -258,13 +256,13 @@ def _refuse_to_split(batch: Batch, count: int) -> Batch:
     raise cannot_split("the batches of several processes")
 
 
-def _other_batches(source: Any) -> str:
-    """Return what to say of a source that does not give what it gave before the run was interrupted."""
+def _describe_other_batches(source: Any) -> str:
+    """Return the warning for a source that does not repeat the batches of the interrupted run."""
     dataset = getattr(source, "dataset", source)
     return (
         f"The training data, a {type(dataset).__name__}, give other batches than when the training state was saved in "
         "the middle of this epoch, so some samples will be seen twice in it and others not at all. An iterable must "
-        "begin each iteration afresh and draw its order from torch's, NumPy's or Python's global generators, which are "
+        "restart with each iteration and draw its order from torch's, NumPy's or Python's global generators, which are "
         "seeded for it, or from the epoch that set_epoch(epoch) is given; or else have the methods state_dict() and "
         "load_state_dict(state)."
     )

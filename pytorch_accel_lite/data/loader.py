@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -67,7 +66,7 @@ class ShardedLoader(ABC):
 
     Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) are available here, too.
 
-    :ivar seconds_waited: seconds that the latest epoch has waited for its batches, if measured
+    :ivar seconds_waited: seconds that training has waited in the latest epoch for its batches after the first
     :ivar batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
     :ivar shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
     :ivar undivided: name of the kind of iterable, of which each of several processes reads all batches
@@ -104,6 +103,11 @@ class ShardedLoader(ABC):
     @abstractmethod
     def _num_steps(self) -> int: ...
 
+    @property
+    def num_samples(self) -> int | None:
+        """The number of samples in an epoch, those that are dropped included; ``None`` if unknown."""
+        return None
+
     def ends_in_one_sample(self, steps: float) -> bool:
         """Whether the first ``steps`` steps of an epoch are known to end with a batch of a single sample."""
         return False
@@ -127,14 +131,11 @@ class ShardedLoader(ABC):
         :return: what the user should know about it
         """
 
-    def steps(
-        self, epoch: int, start: int = 0, steps_done: int = 0, measured: bool = False, min_share: int = 1
-    ) -> Iterator[Batch]:
+    def steps(self, epoch: int, start: int = 0, steps_done: int = 0, min_share: int = 1) -> Iterator[Batch]:
         """Return the steps of an epoch, starting after ``start`` samples of all processes.
 
         :param epoch: with a seed, determines the order and the randomness in the dataset
         :param steps_done: number of steps already taken in this epoch, which count towards the limit
-        :param measured: whether to measure in ``seconds_waited`` how long the epoch waits for batches after the first
         :param min_share: if the source can be indexed, the least number of samples a process gets in a step if it gets
             any, capped at a full batch and at the samples available; must be the same on all processes
         """
@@ -146,16 +147,7 @@ class ShardedLoader(ABC):
         steps = placed(steps, None if self._is_placed else self._device, self.options.channels_last)
         if self.options.shares is not None and self.options.fill:
             steps = whole_steps(steps)
-        return self._measured(steps) if measured else steps
-
-    def _measured(self, steps: Iterator[Batch]) -> Iterator[Batch]:
-        yield from islice(steps, 1)  # the first batch takes the time of starting workers
-        self.seconds_waited = 0.0
-        begin = time.perf_counter()
-        for step in steps:
-            self.seconds_waited += time.perf_counter() - begin
-            yield step
-            begin = time.perf_counter()
+        return steps
 
     def __iter__(self) -> Iterator[Any]:
         return (step.data for step in self.steps(self._epoch))
@@ -210,7 +202,7 @@ class ShardedLoader(ABC):
         return getattr(self.source, name)
 
 
-def like(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a copy of a loader with other attributes, which torch refuses to set as others may depend on them."""
     other = copy.copy(loader)
     vars(other).update(changes)

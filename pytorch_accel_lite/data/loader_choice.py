@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.data.consistency import check_same_data
 from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, like
-from pytorch_accel_lite.data.map import MapLoader
+from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.order import of_all_processes
-from pytorch_accel_lite.data.stream_shards import find_self_sharding, part_of_this_process
+from pytorch_accel_lite.data.stream_shards import find_self_sharding, package_of, part_of_this_process
 from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
 from pytorch_accel_lite.distributed import Ranks
 
@@ -35,35 +35,35 @@ _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pi
 
 
 def is_loader(data: Any) -> bool:
-    """Whether the user has passed a loader, which gives batches, in place of a dataset."""
+    """Whether the user has passed a loader, which yields batches, in place of a dataset."""
     return isinstance(data, (DataLoader, OwnShard))
 
 
 def dataset_of(data: Any) -> Any:
-    """Return the dataset that a loader reads; other batches, and anything but a loader, as they are."""
+    """Return the dataset that a loader reads; other batches, and anything but a loader, unchanged."""
     batches = data.batches if isinstance(data, OwnShard) else data
     return batches.dataset if isinstance(batches, DataLoader) else batches
 
 
 def options_of(loader: Any) -> dict[str, Any]:
-    """Return the options of a loader by which it reads its dataset, as far as it has any."""
+    """Return the options with which a loader reads its dataset, if any."""
     batches = loader.batches if isinstance(loader, OwnShard) else loader
     return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
 
 
 def with_batch_size(data: Any, size: int) -> Any:
-    """Return a loader like one that has a ``batch_size``, with another size; data that are no loader as they are."""
+    """Return a copy of a loader with another ``batch_size``; data other than a loader unchanged."""
     if not isinstance(data, DataLoader):
         return data
     kind: Any = type(data.batch_sampler)
     batches = kind(data.sampler, size, data.drop_last)
-    return like(data, batch_size=size, batch_sampler=batches)
+    return copy_loader(data, batch_size=size, batch_sampler=batches)
 
 
 def shard(
     source: Any, ranks: Ranks, device: torch.device, seed: int | None, training: bool, **options: Any
 ) -> ShardedLoader:
-    """Return a loader that gives this process its share of any source of batches.
+    """Return a loader that yields this process's share of any source of batches.
 
     :param source: a ``DataLoader``, or any other iterable of batches (see :class:`OwnShard`)
     :param training: whether every process must take the same number of steps; in evaluation, a process may take fewer
@@ -73,20 +73,22 @@ def shard(
         return source
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
-    chosen = LoaderOptions(seed, training, **options)
-    is_of_torch = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
+    resolved = LoaderOptions(seed, training, **options)
+    # Including torchdata's StatefulDataLoader, which has the same options.
+    packages = ("torch", "torchdata")
+    is_of_torch = isinstance(source, DataLoader) and package_of(type(source).__iter__) in packages
     if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
-        if chosen.shares is not None:
+        if resolved.shares is not None:
             dataset = getattr(source, "dataset", source)
             raise ValueError(
-                f"logical_processes={chosen.shares.total} needs data that can be indexed, in a DataLoader, to give "
+                f"logical_processes={resolved.shares.total} needs data that can be indexed, in a DataLoader, to give "
                 f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
                 "__len__ and __getitem__."
             )
-        return _read_in_turn(source, ranks, device, chosen, is_of_torch)
+        return _read_in_turn(source, ranks, device, resolved, is_of_torch)
     if ranks.world_size > 1:
         check_same_data(source.dataset, ranks)
-    return MapLoader(source, ranks, device, chosen)
+    return MapLoader(source, ranks, device, resolved)
 
 
 def _read_in_turn(
@@ -99,7 +101,7 @@ def _read_in_turn(
     if not is_of_torch:
         return PreShardedLoader(source, ranks, device, options)
     if ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
-        source = like(source, sampler=of_all_processes(source.sampler, ranks.world_size))
+        source = copy_loader(source, sampler=of_all_processes(source.sampler, ranks.world_size))
     shared_by = find_self_sharding(source.dataset, ranks)
     if shared_by:
         return PreShardedLoader(source, ranks, device, options, shared_by)
@@ -107,8 +109,3 @@ def _read_in_turn(
     if part is not None:
         return DividedLoader(source, part, ranks, device, options)
     return StreamLoader(source, ranks, device, options)
-
-
-def _is_of_torch(method: Any) -> bool:
-    """Whether a method is torch's own, or that of torchdata's ``StatefulDataLoader``, which has the same options."""
-    return method.__module__.partition(".")[0] in ("torch", "torchdata")

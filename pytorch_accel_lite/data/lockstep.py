@@ -1,4 +1,4 @@
-"""What processes tell each other of what they read, a few steps ahead: how much each has, or the batches themselves."""
+"""Exchanging what the processes read, a few steps ahead: the number of samples, or the batches themselves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pytorch_accel_lite.distributed.messages import Message, decode
 
 T = TypeVar("T")
 
-#: Steps about which the processes agree at once: at first one, then twice as many each time, up to these bounds.
-_MOST_STEPS = 8
-_LEAST_STEPS = 2  # of which one is computed while the processes agree
-#: Bytes of batches that a process reads ahead for that, if they are more than those of the fewest steps.
-_MOST_BYTES = 2**25
+#: Bounds of the number of steps on which the processes agree at once: at first one, then twice as many each time.
+_MAX_STEPS = 8
+_MIN_STEPS = 2  # one of them is computed while the processes agree
+#: Bytes of batches that a process reads ahead, unless the minimum number of steps has more.
+_MAX_BYTES = 2**25
 
 
 class AgreedStep(NamedTuple):
     """A step for which any process has read something.
 
-    :param item: what this process has read; ``None`` if its source has ended
-    :param number: the number that describes it; 0 if there is none
+    :param item: the item that this process has read; ``None`` if its source has ended
+    :param number: the number that describes the item; 0 if there is none
     :param total: the sum of the numbers of all processes
     :param without: number of processes that have read nothing
     """
@@ -44,7 +44,7 @@ class AgreedStep(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class _Round(Generic[T]):
-    """Steps about which the processes agree at once: what this process has read for them, with a number for each."""
+    """Steps on which the processes agree at once: what this process has read for them, with a number for each."""
 
     steps: int
     items: deque[T] = field(default_factory=deque)
@@ -52,11 +52,11 @@ class _Round(Generic[T]):
 
 
 class Lockstep(Generic[T]):
-    """Reads in step with the other processes, which are told about each item that is read.
+    """Reads in step with the other processes, and informs them about each item.
 
-    While the steps that the processes know about are computed, those that follow are read little by little.
+    While the steps that the processes have agreed on are computed, the following ones are read gradually.
 
-    :param source: what is read in each step
+    :param source: yields an item for each step
     :param describe: returns a number for an item
     """
 
@@ -74,7 +74,9 @@ class Lockstep(Generic[T]):
         has_next = self._any_has_read(next_reports, 0)
         while has_next:
             current, reports = following, next_reports
-            following = _Round(self._steps_after(current, reports))
+            largest = max(size for _, _, size, *_ in reports)
+            limit = max(min(_MAX_BYTES // max(largest, 1), _MAX_STEPS), _MIN_STEPS)
+            following = _Round(min(2 * current.steps, limit))
             pauses = max(current.steps - 1, 1)
             for index in range(current.steps):
                 if index < pauses:
@@ -104,10 +106,10 @@ class Lockstep(Generic[T]):
             self._source = iter(())
 
     def _begin_reporting(self, steps: _Round[T]) -> Callable[[], list[list[int]]]:
-        """Begin to tell the other processes what has been read for some steps.
+        """Start telling the other processes what has been read for some steps.
 
-        :return: waits for the reports of all: how many items each has read, whether it failed to read more, the bytes
-            of an item, and the number for each step
+        :return: a function that waits for the reports of all: how many items each has read, whether it failed to read
+            more, the bytes of an item, and the number for each step
         """
         count = len(steps.items)
         steps.numbers = steps.numbers[:count] + [0] * (steps.steps - count)
@@ -120,30 +122,24 @@ class Lockstep(Generic[T]):
         :raises Exception: on all processes, if one of them could not read for this step
         """
         if any(has_failed and count == index for count, has_failed, *_ in reports):
-            self._ranks.run_together(self._fail)
+            self._ranks.run_together(self._raise_error)
         return any(count > index for count, *_ in reports)
 
-    def _steps_after(self, steps: _Round[T], reports: list[list[int]]) -> int:
-        """Return the number of steps about which to agree after others."""
-        largest = max(size for _, _, size, *_ in reports)
-        most = min(_MOST_BYTES // max(largest, 1), _MOST_STEPS)
-        return min(2 * steps.steps, max(most, _LEAST_STEPS))
-
-    def _fail(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
 
 def _size_of(part: Any) -> int:
-    """Return the number of bytes of a part of a batch; for a sparse tensor, which has fewer, those of a dense one."""
+    """Return the number of bytes of a part of a batch; for a sparse tensor, that of a dense one."""
     return part.numel() * part.element_size() if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
 
 
 class _Dealt(NamedTuple):
-    """What the first process has read for a step: the batches of all, its own, and the messages to the others."""
+    """The batches that the first process has read for a step, its own batch, and the messages to the others."""
 
     group: list[Any]
-    own: Batch
+    local: Batch
     messages: list[Message | None]
 
     @property
@@ -153,10 +149,9 @@ class _Dealt(NamedTuple):
 
 
 def deal(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
-    """Yield this process's batch of each step, and how many batches it has itself read for the step.
+    """Yield this process's batch of each step, and the number of batches that it has read for the step.
 
-    The first process reads all, and sends the others their batches, which they receive while they compute the step
-    before.
+    The first process reads all batches, and sends the others theirs while they compute the previous step.
 
     :param groups: the batches of all processes in each step, which only the first process reads
     :param fill: whether a process that has no samples left in a step is sent a filler batch
@@ -168,9 +163,9 @@ def deal(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[tupl
 
 
 def _prepared(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[_Dealt]:
-    sent_to_first = ranks.replicas > 1  # to those that share its batches; it needs no message itself
+    sent_to_first = ranks.replicas > 1  # for processes that share its batches; it needs no message itself
     while True:
-        # Generators that must be the same on processes that do not read are left as they are.
+        # With processes that do not read, the generators must not be advanced, so that they stay the same on all.
         with preserving_generators() if ranks.replicas > 1 else nullcontext():
             group = next(groups, None)
         if group is None:
@@ -184,9 +179,9 @@ def _prepared(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator
 
 
 def _begin_receiving(step: AgreedStep, ranks: Ranks) -> Callable[[], tuple[Batch, int]]:
-    """Begin to send and receive the batches of a step.
+    """Start sending and receiving the batches of a step.
 
-    :return: waits for this process's batch, and returns it with the number of batches that it has read
+    :return: a function that waits for this process's batch, and returns it with the number of batches it has read
     """
     dealt: _Dealt | None = step.item
     pieces = None
@@ -199,7 +194,7 @@ def _begin_receiving(step: AgreedStep, ranks: Ranks) -> Callable[[], tuple[Batch
 
     def finish() -> tuple[Batch, int]:
         piece = receive()
-        batch, num_read = (decode(piece), 0) if dealt is None else (dealt.own, len(dealt.group))
+        batch, num_read = (decode(piece), 0) if dealt is None else (dealt.local, len(dealt.group))
         return batch._replace(is_last=step.is_last), num_read
 
     return finish

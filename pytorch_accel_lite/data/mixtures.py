@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler
 
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import mix
+from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
 
@@ -65,8 +65,8 @@ class Mixture(ConcatDataset[Any]):
         shares = [weight / total for weight in self.weights.values()]
         counts = [max(math.ceil(share * (self.num_samples - len(shares)) - 0.5), 0) for share in shares]
         while sum(counts) < self.num_samples:
-            next_one = min(range(len(shares)), key=lambda k: (counts[k] + 0.5) / shares[k])
-            counts[next_one] += 1
+            following = min(range(len(shares)), key=lambda k: (counts[k] + 0.5) / shares[k])
+            counts[following] += 1
         if 0 in counts:
             raise ValueError(
                 f"The dataset {self.names[counts.index(0)]!r} has so small a weight that none of the "
@@ -92,9 +92,9 @@ class MixtureSampler(Sampler[int]):
         return self.mixture.num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        """Give the order of the current epoch; without a seed of the run, one is drawn for all epochs."""
+        """Return the order of the current epoch; without a seed of the run, one is drawn for all epochs."""
         if self._seed is None:
-            self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            self._seed = draw_seed()
         return iter(self.order_of_epoch(self._seed, self._epoch).tolist())
 
     def set_epoch(self, epoch: int) -> None:
@@ -109,23 +109,19 @@ class MixtureSampler(Sampler[int]):
             count = self.mixture.samples_per_epoch[name]
             first = (epoch - 1) * count
             passes = range(first // size, -(-(first + count) // size))
-            orders = torch.cat([self._order_of_pass(size, mix(seed, number, index)) for index in passes])
+            generators = (generator_with(mix(seed, number, index)) for index in passes)
+            orders = [torch.randperm(size, generator=g) if self.shuffle else torch.arange(size) for g in generators]
             start = first - passes.start * size
-            samples.append(begin + orders[start : start + count])
+            samples.append(begin + torch.cat(orders)[start : start + count])
             times.append((torch.arange(count, dtype=torch.float64) + 0.5) / count)
             begin += size
         return torch.cat(samples)[torch.cat(times).argsort(stable=True)]
 
-    def _order_of_pass(self, size: int, seed: int) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(size)
-        return torch.randperm(size, generator=torch.Generator().manual_seed(seed >> 1))
 
-
-def _sizes_of(datasets: Mapping[str, Any], otherwise: str) -> dict[str, int]:
+def _sizes_of(datasets: Mapping[str, Any], advice: str) -> dict[str, int]:
     """Check map datasets by name, and return their lengths.
 
-    :param otherwise: what to do with other datasets
+    :param advice: what to do with other datasets
     """
     check_are_named(datasets)
     sizes: dict[str, int] = {}
@@ -133,9 +129,9 @@ def _sizes_of(datasets: Mapping[str, Any], otherwise: str) -> dict[str, int]:
         is_loader = isinstance(dataset, DataLoader)
         size = None if is_loader or isinstance(dataset, IterableDataset) else find_length(dataset)
         if size is None:
-            otherwise = "Pass its dataset." if is_loader else otherwise
+            advice = "Pass its dataset." if is_loader else advice
             raise ValueError(
-                f"The dataset {name!r} ({type(dataset).__name__}) cannot be indexed or has no length. {otherwise}"
+                f"The dataset {name!r} ({type(dataset).__name__}) cannot be indexed or has no length. {advice}"
             )
         if not size:
             raise ValueError(f"The dataset {name!r} is empty.")
@@ -157,9 +153,9 @@ def check_weights(weights: Mapping[str, float], names: list[str]) -> dict[str, f
         raise TypeError(f"weights must be a dict of numbers by name of the dataset, not {type(weights).__name__}.")
     for name, value in weights.items():
         if name not in names:
-            known = ", ".join(map(repr, names))
+            existing = ", ".join(map(repr, names))
             raise ValueError(
-                f"weights has {name!r}, which is none of the datasets {known}.{did_you_mean(str(name), names)}"
+                f"weights has {name!r}, which is none of the datasets {existing}.{did_you_mean(str(name), names)}"
             )
         check_range(f"weights[{name!r}]", value, above=0)
     for name in names:

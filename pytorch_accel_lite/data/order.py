@@ -1,9 +1,8 @@
-"""The order of the samples in an epoch: of torch's samplers, of users' own, and of mixtures."""
+"""The order of the samples in an epoch: of torch's and users' samplers, and of mixtures."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -13,26 +12,28 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import (
     capture_generators,
+    draw_seed,
     mix,
     preserving_generators,
     restore_generators,
     seed_generators,
 )
-from pytorch_accel_lite.data.consistency import IF_OWN_PART, check_same_order
+from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
-#: Number of samples up to which a random order is torch's own, which takes 4 bytes for each on every process. Larger
-#: ones are computed, see :class:`~pytorch_accel_lite.data.order.ComputedOrder`.
+#: Number of samples up to which a random order is torch's, which takes 4 bytes per sample on every process. Larger
+#: orders are computed, see :class:`~pytorch_accel_lite.data.order.ComputedOrder`.
 LARGEST_STORED = 10**7
 _BLOCK = 1 << 14  # samples
 #: Number of indices drawn at a time from a sampler without a length.
 _PIECE = 1024
-#: Names of the number of parts that a sampler of another package divides its order into, and of the part that it gives.
-_NAMES_OF_PARTS = (
+#: Attributes of other packages' samplers for the number of parts of their order, and for the index of their part.
+_PART_ATTRIBUTES = (
     ("num_replicas", "rank"),  # timm, transformers
     ("num_processes", "process_index"),  # Accelerate
     ("world_size", "rank"),
@@ -45,29 +46,19 @@ def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reporte
 
     With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
 
-    :param reported: what the sampler's ``set_epoch`` is given
+    :param reported: the epoch that is passed to the sampler's ``set_epoch``
     :return: an iterable or, for very many samples in random order, a :class:`ComputedOrder`
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    if not _is_plain_shuffle(sampler):
+    is_random = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
+    if not is_random or len(sampler) != len(sampler.data_source):  # not the one that DataLoader(shuffle=True) creates
         return _draw_from(sampler, ranks, seed, epoch, reported)
     if seed is None:
-        return _shuffled(len(sampler), ranks.broadcast_object(_draw_seed))
+        return _shuffled(len(sampler), ranks.broadcast_object(draw_seed))
     with preserving_generators():
         seed_generators(mix(seed, epoch))
-        return _shuffled(len(sampler), _draw_seed())
-
-
-def _is_plain_shuffle(sampler: Any) -> bool:
-    """Whether a sampler is the one that ``DataLoader(shuffle=True)`` creates."""
-    is_random = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
-    return is_random and len(sampler) == len(sampler.data_source)
-
-
-def _draw_seed() -> int:
-    """Draw the seed of an order, as a plain ``RandomSampler`` does."""
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+        return _shuffled(len(sampler), draw_seed())
 
 
 def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
@@ -78,7 +69,7 @@ def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
 
 
 def _draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Any]:
-    """Return the order of an epoch from any other sampler; one without a length may be endless: drawn in pieces."""
+    """Return the order of an epoch from any other sampler; drawn in pieces if it has no length."""
     inner = getattr(sampler, "sampler", sampler)  # of a batch sampler
     set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
     if set_epoch is not None:
@@ -102,16 +93,16 @@ def _draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reporte
         return list(sampler)
 
 
-def wrong_length(sampler: object, size: int, given: int) -> WrongLengthError:
+def length_error(sampler: object, size: int, count: int) -> WrongLengthError:
     """Return the error for a sampler that does not give as many indices as its length."""
     return WrongLengthError(
-        f"The sampler {type(sampler).__name__} gives {given} indices, but its length is {size}. Make its __len__ "
+        f"The sampler {type(sampler).__name__} gives {count} indices, but its length is {size}. Make its __len__ "
         "return the number of indices that it gives."
     )
 
 
 def in_turn(sampler: Any, order: Iterable[Any], start: int, sizes: list[int]) -> Iterator[Any]:
-    """Yield the indices of each step in turn, checking the length reported by the sampler."""
+    """Yield the indices of each step, checking the length reported by the sampler."""
     size = len(sampler)
     rest = islice(order, start, None)
     position = start
@@ -119,13 +110,12 @@ def in_turn(sampler: Any, order: Iterable[Any], start: int, sizes: list[int]) ->
         indices = list(islice(rest, count))
         position += len(indices)
         if len(indices) < count:
-            raise wrong_length(sampler, size, position)
+            raise length_error(sampler, size, position)
         yield indices
     if position == size and list(islice(rest, 1)):  # the sampler may be endless
-        warnings.warn(
+        warn_outside(
             f"The sampler {type(sampler).__name__} gives more indices than its length of {size}, at which the epoch "
-            "ends.",
-            stacklevel=2,
+            "ends."
         )
 
 
@@ -160,7 +150,7 @@ def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[An
 def of_all_processes(sampler: Any, world_size: int) -> Any:
     """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here.
 
-    :raises ValueError: with several processes, if another sampler gives a part of its order only
+    :raises ValueError: with several processes, if another sampler gives only a part of its order
     """
     if isinstance(sampler, DistributedSampler):
         # No sample is repeated to pad shares; what its drop_last leaves out stays out.
@@ -180,41 +170,42 @@ def of_all_processes(sampler: Any, world_size: int) -> Any:
         raise ValueError(
             f"The sampler {type(sampler).__name__} gives one of {parts} parts of its order. Each process would read "
             "only a share of its part, so most of the data would be lost. Pass a sampler that gives the whole order on "
-            f"every process: the trainer shards it. {IF_OWN_PART}"
+            f"every process: the trainer shards it. {PASS_OWN_SHARD}"
         )
     return sampler
 
 
 def parts_of(sampler: Any) -> int:
-    """Return how many parts a sampler, or one inside it, divides its order into, of which it gives one."""
-    parts = [getattr(sampler, of_all, 1) for of_all, own in _NAMES_OF_PARTS if hasattr(sampler, own)]
+    """Return the number of parts into which a sampler, or one inside it, divides its order."""
+    parts = [getattr(sampler, count, 1) for count, index in _PART_ATTRIBUTES if hasattr(sampler, index)]
     inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
     parts += [parts_of(part) for part in inner if part is not None]
     return max((part for part in parts if isinstance(part, int)), default=1)
 
 
 def indices_at(order: Any, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
-    """Return the indices of each step, between these bounds, which follow each other, in an order of the epoch.
+    """Return the indices of each step in an order of the epoch.
 
-    Indices are computed or copied for many steps at once, which costs a step little, whatever the number of samples.
+    Indices are computed or copied for many steps at once, which costs little per step for any number of samples.
 
     :param order: a tensor, a range from 0, or a computed order
+    :param bounds: the bounds of each step, each beginning at the end of the previous one
     """
-    return chain.from_iterable(_blocks(order, iter(bounds)))
+    return chain.from_iterable(_blocks(order, iter(bounds)))  # which calls nothing of ours for each step
 
 
 def _blocks(order: Any, bounds: Iterator[tuple[int, int]]) -> Iterator[Sequence[torch.Tensor]]:
     for first in bounds:
-        more = islice(bounds, max(_BLOCK // max(first[1] - first[0], 1) - 1, 0))
-        begin = end = first[0]
-        sizes = [(end := bound[1]) - bound[0] for bound in chain([first], more)]
+        following = islice(bounds, max(_BLOCK // max(first[1] - first[0], 1) - 1, 0))
+        block = [first, *following]
+        begin, end = first[0], block[-1][1]
         if isinstance(order, torch.Tensor):
             indices = order[begin:end].long()
         elif isinstance(order, range):
             indices = torch.arange(begin, end)
         else:
             indices = order.at(begin, end)
-        yield indices.split(sizes)  # type: ignore[no-untyped-call]
+        yield indices.split([stop - start for start, stop in block])  # type: ignore[no-untyped-call]
 
 
 _ROUNDS = 8
@@ -224,11 +215,11 @@ _Numbers = npt.NDArray[np.uint64]
 class ComputedOrder:
     """A pseudo-random permutation of ``range(size)`` that follows from a key and takes no memory.
 
-    Each place is encrypted to the index of a sample by a Feistel network over the fewest bits that can hold all indices
+    Each position is encrypted to the index of a sample by a Feistel network over the fewest bits for all indices
     (Luby and Rackoff 1988, as used for shuffling by Mitchell et al. 2021, "Bandwidth-Optimal Random Shuffling for
     GPUs"), again and again until the result is an index, which takes less than two times on average (cycle walking,
-    Black and Rogaway 2002). The round function is the finaliser of SplitMix64. It is no cipher: the order is
-    random enough to train with, not to hide anything.
+    Black and Rogaway 2002). The round function is the finaliser of SplitMix64. It is not a secure cipher: the order is
+    random enough for training, but hides nothing.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -237,7 +228,7 @@ class ComputedOrder:
         self._keys = [np.uint64(mix(key, number)) for number in range(_ROUNDS)]
 
     def at(self, begin: int, end: int) -> torch.Tensor:
-        """Return the indices at the places from ``begin`` to ``end``."""
+        """Return the indices at the positions from ``begin`` to ``end``."""
         indices = self._encrypt(np.arange(begin, end, dtype=np.uint64))
         while (outside := np.flatnonzero(indices >= self._size)).size:
             indices[outside] = self._encrypt(indices[outside])

@@ -1,4 +1,4 @@
-"""Placing batches: on the device, and in the memory format of its convolutions."""
+"""Placing batches on the device, in the memory format of the model's convolutions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The position in an epoch of data that are read in turn: of sources that report it, and by counting batches."""
+"""The position in an epoch of sequential data: reported by the source, or found by counting batches."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -14,17 +13,18 @@ from weakref import WeakValueDictionary
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.splitting import slice_batch
 from pytorch_accel_lite.data.shares import ended
-from pytorch_accel_lite.data.stream_shards import streams_in
+from pytorch_accel_lite.data.stream_shards import package_of, streams_in
 
-#: For each source, by identity, the tracker of the loader that began to read it last.
+#: For each source, by identity, the tracker of the loader that started reading it last.
 _latest: WeakValueDictionary[int, PositionTracker] = WeakValueDictionary()
 
 
 def can_return(stream: Any) -> bool:
-    """Whether a stream reports its position, and gives the same samples when it returns there."""
+    """Whether a stream reports its position, and yields the same samples after returning to it."""
     return _is_stateful(stream) and not _has_shuffle_buffer(stream) and not _skips_samples(stream)
 
 
@@ -42,15 +42,15 @@ class PositionTracker:
     """Keeps the state of a source after the batch used last; batches are read ahead of those that are used.
 
     :param batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
-    :param keeps: whether to keep states at all: asking for them and copying them takes time
-    :ivar position: the state; ``None`` if it is unknown
-    :ivar obstacle: why the state is never known; empty if it is
+    :param keeps: whether to keep states at all, as getting and copying them takes time
+    :ivar position: the state; ``None`` if unknown
+    :ivar obstacle: why the state cannot be known; empty if it can
     """
 
     def __init__(self, batches: Any, keeps: bool) -> None:
         dataset = getattr(batches, "dataset", None)
         self._source: Any = batches if _is_stateful(batches) else dataset
-        self._read = [id(read) for read in (batches if dataset is None else dataset, *streams_in(dataset))]
+        self._objects = [id(item) for item in (batches if dataset is None else dataset, *streams_in(dataset))]
         self.name = type(self._source).__name__
         self.obstacle = ""
         if not getattr(dataset, "has_complete_state", False) and _has_shuffle_buffer(dataset):
@@ -68,13 +68,13 @@ class PositionTracker:
         self._has_ended = False
 
     def begin(self) -> None:
-        """Begin to read. Another loader that is still reading the same object no longer knows its position."""
+        """Start reading. Another loader that is still reading the same object no longer knows its position."""
         self.position = None
         self._ahead.clear()
-        _latest.update(dict.fromkeys(self._read, self))
+        _latest.update(dict.fromkeys(self._objects, self))
 
     def reopen(self, position: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return to a position and call ``start``, which begins to read."""
+        """Return to a position and call ``start``, which starts reading."""
         try:
             self._source.load_state_dict(position)
             batches = start()
@@ -85,13 +85,13 @@ class PositionTracker:
                 f"The position in the training state does not fit the training data, a {self.name} "
                 f"({type(error).__name__}: {error}). Create it as it was when the state was saved."
             ) from error
-        return _returning_once(getattr(self._source, "dataset", self._source), batches)
+        return _forget_position(getattr(self._source, "dataset", self._source), batches)
 
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, keeping the state of the source after each."""
         self._has_ended = False
         for batch in batches:
-            is_known = self._keeps and all(_latest.get(read) is self for read in self._read)
+            is_known = self._keeps and all(_latest.get(item) is self for item in self._objects)
             self._ahead.append(copy.deepcopy(self._source.state_dict()) if is_known else None)
             yield batch
         self._has_ended = True
@@ -102,31 +102,31 @@ class PositionTracker:
         return self._has_ended and not self._ahead
 
     def advance(self, num_batches: int = 1) -> None:
-        """Move the position past the next batches, which are about to be used."""
+        """Advance the position past the next batches, which are about to be used."""
         for _ in range(num_batches):
             self.position = self._ahead.popleft()
 
 
 def open_stream(stream: Any, state: Any, skip: Callable[[Iterator[Any]], None]) -> Iterator[Any]:
-    """Begin to read a stream from a state or, without one, after skipping what has been seen.
+    """Start reading a stream from a state or, without one, after skipping what has been seen.
 
-    The random generators are left as they are.
+    Does not advance the random generators.
     """
     with preserving_generators():
         if state is not None:
             stream.load_state_dict(state)
-            return _returning_once(stream, iter(stream))
+            return _forget_position(stream, iter(stream))
         reader: Iterator[Any] = iter(stream)
         skip(reader)
         return reader
 
 
-def _returning_once(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items that are read from a stream after it has returned to a position, which it then forgets.
+def _forget_position(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
+    """Yield the items of a stream that has returned to a position, and make it forget the position.
 
-    Hugging Face's streams would return there whenever they are read in the same epoch: in an evaluation, for example.
+    Hugging Face's streams would return there whenever they are read in the same epoch, for example in an evaluation.
 
-    :param items: what ``iter`` has given; nothing has been read yet
+    :param items: the iterator of the stream, from which nothing has been read yet
     """
     first = list(islice(items, 1))
     for inner in streams_in(stream):
@@ -138,14 +138,14 @@ def _returning_once(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
 
 def _skips_samples(dataset: Any) -> bool:
     """Whether a stream, or one inside it, is of a version of Hugging Face datasets that returns to the next shard."""
-    packages = {type(stream).__module__.partition(".")[0] for stream in streams_in(dataset)}
+    packages = {package_of(type(stream)) for stream in streams_in(dataset)}
     return "datasets" in packages and int(version("datasets").partition(".")[0]) < 5
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether a stream, or one inside it, shuffles with the buffer of Hugging Face datasets, which its state lacks."""
+    """Whether a stream, or one inside it, has a shuffle buffer of Hugging Face datasets, which its state lacks."""
     stages: list[Any] = [getattr(stream, "_ex_iterable", None) for stream in streams_in(dataset)]
-    for stage in stages:  # which grows
+    for stage in stages:  # grows in the loop
         if type(stage).__name__ == "BufferShuffledExamplesIterable":
             return True
         stages += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", ())
@@ -183,9 +183,8 @@ def skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: boo
         raise ended("data", f"{len(shapes)} batches", count)
     samples = [sum(sizes) for sizes in zip(*shapes, strict=False)]  # none if a batch has no tensor
     if samples and start not in samples and not is_certain:
-        warnings.warn(
+        warn_outside(
             f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "
             f"batches now holds {samples[0]}. It resumes at the right place only if it had one process and the same "
-            "batches.",
-            stacklevel=2,
+            "batches."
         )

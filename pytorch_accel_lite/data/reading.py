@@ -1,19 +1,16 @@
-"""Reading batches: from memory a whole batch at a time, and with randomness that is a function of the position."""
+"""Reading batches: from memory a whole batch at a time, and samples one by one."""
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.randomness import mix, seed_generators
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.data.shares import grouped
 
@@ -21,24 +18,6 @@ _STEPS = 256  # whose indices are copied to a device together
 _READING = "In reading"  # begins the note of an error
 _CPU = torch.device("cpu")
 _Copies = dict[torch.device, torch.Tensor]
-#: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
-#: follow; the position of the first sample; the indices of the samples.
-SeededShare = tuple[int, int, int, list[Any]]
-#: The generators whose draws by samples are told apart: torch's, and those of python and numpy.
-_TORCH, _OTHERS = "torch", "others"
-_ALL = frozenset({_TORCH, _OTHERS})
-#: What tells the state of a generator, and the generator.
-_ASKS = [
-    (random, "getstate", _OTHERS),
-    (np.random, "get_state", _OTHERS),
-    *((module, name, _TORCH) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
-]
-#: Any seed, and the numbers that each of the generators draws first after it.
-_KNOWN = 1
-_FIRST_DRAWN = {
-    _TORCH: (torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(_KNOWN >> 1)).item(),),
-    _OTHERS: (random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()),
-}
 
 
 def inner_datasets(dataset: Any) -> list[Any]:
@@ -73,8 +52,8 @@ class InMemory(NamedTuple):
 
     def is_on(self, device: torch.device) -> bool:
         """Whether all tensors are on a device, whose number may be left out."""
-        there = torch.empty(0, device=device).device
-        return all(tensor.device == there for tensor in self.tensors)
+        exact = torch.empty(0, device=device).device
+        return all(tensor.device == exact for tensor in self.tensors)
 
 
 def tensors_in_memory(dataset: Any) -> InMemory | None:
@@ -157,14 +136,14 @@ class SampleReader(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, indices: list[Any]) -> Any:
+    def __getitems__(self, indices: Iterable[Any]) -> Any:
         """Return the samples with these indices."""
         samples = []
         try:
             for index in indices:
                 samples.append(self.dataset[index])
         except Exception as error:
-            note_sample(error, self.dataset, index)
+            add_sample_note(error, self.dataset, index)
             raise
         return samples
 
@@ -176,128 +155,15 @@ def reader_of(dataset: Any) -> Any:
     return dataset if reads_many else SampleReader(dataset)
 
 
-def note_sample(error: Exception, dataset: Any, index: Any) -> None:
+def add_sample_note(error: Exception, dataset: Any, index: Any) -> None:
     """Note in an error that it was raised by reading a sample."""
-    place = f"{type(dataset).__name__}[{index!r}]"
+    sample = f"{type(dataset).__name__}[{index!r}]"
     while type(dataset) is Subset:
         dataset, index = dataset.dataset, dataset.indices[index]
-        place += f", which is {type(dataset).__name__}[{index!r}]"
-    add_note(error, f"{_READING} {place}.")
+        sample += f", which is {type(dataset).__name__}[{index!r}]"
+    add_note(error, f"{_READING} {sample}.")
 
 
 def names_sample(error: Exception) -> bool:
     """Whether an error, perhaps of a worker, says which sample could not be read."""
     return any(re.search(rf"(?m)^{_READING} ", text) for text in [str(error), *notes_of(error)])
-
-
-class SeededReader(SampleReader):
-    """Reads batches with randomness that is a function of (seed, epoch, position).
-
-    Every sample is read with generators seeded from its place in the epoch's order. A dataset that reads many samples
-    at once (``__getitems__``) gets one seed for them, and collating a batch continues from there. So the number of
-    workers, the number of processes and interruptions do not affect what is read.
-
-    Seeding takes longer than reading many a sample. A generator from which the first batch has not drawn, nor asked
-    for its state, is only seeded for each batch, such that it is noticed when a sample does nonetheless; the batch is
-    then read again, and from then on every sample is read with its own seed.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset)
-        self._reads_batches = reads_batches(dataset)
-        self._draws: frozenset[str] | None = None  # the generators that samples draw from, once known
-
-    def __getitems__(self, share: SeededShare) -> Any:  # type: ignore[override]
-        """Return the samples of a share."""
-        seed, epoch_seed, first, indices = share
-        if self._reads_batches:
-            seed_generators(seed)
-            return self.dataset.__getitems__(indices)
-        if self._draws is None:
-            samples, self._draws = self._read(epoch_seed, first, indices, _ALL)
-            self._draws |= _drawn_since(mix(first + len(indices) - 1, after=epoch_seed))
-            return samples
-        samples, drawn = self._read(epoch_seed, first, indices, self._draws)
-        if not drawn <= self._draws:
-            self._draws |= drawn
-            return self.__getitems__(share)
-        return samples
-
-    def _read(
-        self, epoch_seed: int, first: int, indices: list[Any], seeded: frozenset[str]
-    ) -> tuple[list[Any], frozenset[str]]:
-        """Return samples, and the generators whose states were asked for, or that others than those seeded drew from.
-
-        :param seeded: generators that get a seed for each sample
-        """
-        samples: list[Any] = []
-        error = None
-        if seeded != _ALL:
-            _seed(_KNOWN, _ALL - seeded)
-        try:
-            with _StatesRead() as states:
-                for position, index in enumerate(indices, first):
-                    if seeded:
-                        _seed(mix(position, after=epoch_seed), seeded)
-                    samples.append(self.dataset[index])
-        except Exception as raised:
-            error = raised
-            note_sample(error, self.dataset, index)
-        drawn = states.of
-        if seeded != _ALL:
-            for name in _ALL - seeded:
-                if _draw(name) != _FIRST_DRAWN[name]:
-                    drawn.add(name)
-            # Collating continues from the last sample.
-            _seed(mix(first + len(indices) - 1, after=epoch_seed), _ALL - seeded)
-        if error is not None and drawn <= seeded:  # otherwise it may be due to the numbers
-            raise error
-        return samples, frozenset(drawn)
-
-
-def _seed(seed: int, generators: frozenset[str]) -> None:
-    if _OTHERS in generators:
-        seed_generators(seed, with_torch=_TORCH in generators)
-    else:
-        torch.default_generator.manual_seed(seed >> 1)  # torch.manual_seed also visits every device
-
-
-def _draw(generator: str) -> tuple[float, ...]:
-    if generator == _TORCH:
-        return (torch.empty((), dtype=torch.int64).random_().item(),)
-    return random.random(), np.random.random_sample()
-
-
-class _StatesRead:
-    """Notes whose states are asked for in a block.
-
-    A sample that does so may depend on them, even if it draws no number, or restores the states afterwards.
-    """
-
-    def __enter__(self) -> _StatesRead:
-        self.of: set[str] = set()
-        self._usual = [getattr(module, name) for module, name, _ in _ASKS]
-        for (module, name, generator), ask in zip(_ASKS, self._usual, strict=True):
-            setattr(module, name, partial(self._note, generator, ask))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for (module, name, _), ask in zip(_ASKS, self._usual, strict=True):
-            setattr(module, name, ask)
-
-    def _note(self, generator: str, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.of.add(generator)
-        return ask(*args, **kwargs)
-
-
-def _drawn_since(seed: int) -> frozenset[str]:
-    """Return the generators from which a number has been drawn since all were given this seed."""
-    before: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state()
-    now: Any = np.random.get_state()
-    is_numpy_new = before[2:] == now[2:] and np.array_equal(before[1], now[1])
-    is_python_new = random.Random(seed).getstate() == random.getstate()
-    is_torch_new = torch.equal(
-        torch.default_generator.get_state(), torch.Generator().manual_seed(seed >> 1).get_state()
-    )
-    is_new = {_TORCH: is_torch_new, _OTHERS: is_numpy_new and is_python_new}
-    return frozenset(name for name, unused in is_new.items() if not unused)

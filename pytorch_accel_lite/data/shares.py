@@ -13,18 +13,19 @@ from pytorch_accel_lite.base.batches import Batch
 T = TypeVar("T")
 
 
-def split(size: int, rank: int, world_size: int, at_least: int = 1, lengths: Sequence[int] = ()) -> tuple[int, int]:
+def split(size: int, rank: int, world_size: int, min_share: int = 1, lengths: Sequence[int] = ()) -> tuple[int, int]:
     """Return the bounds of a rank's contiguous share of ``size`` positions, which are divided as evenly as possible.
 
     If they do not divide evenly, the first ranks get one more; if there are too few, the last ranks get none.
 
-    :param at_least: the least number of positions a rank gets if it gets any, unless ``size`` is smaller
-    :param lengths: those of the batches that the positions are from: if there is one for each rank, it is the share
+    :param min_share: the minimum number of positions of a rank that gets any, unless ``size`` is smaller
+    :param lengths: lengths of the batches that consist of these positions: if there is one for each rank, it is the
+        share
     """
-    if len(lengths) == world_size and min(lengths) >= at_least:
+    if len(lengths) == world_size and min(lengths) >= min_share:
         start = sum(lengths[:rank])
         return start, start + lengths[rank]
-    sharers = max(min(world_size, size // at_least), 1)
+    sharers = max(min(world_size, size // min_share), 1)
     quotient, remainder = divmod(size, sharers)
     start = min(rank * quotient + min(rank, remainder), size)
     return start, min(start + quotient + (rank < remainder), size)
@@ -36,23 +37,23 @@ def count_global_batches(num_samples: int, global_batch: int, drop_last: bool = 
 
 
 def global_batches(
-    num_samples: int, global_batch: int, start: int = 0, drop_last: bool = False, at_least: int = 1
+    num_samples: int, global_batch: int, start: int = 0, drop_last: bool = False, min_last: int = 1
 ) -> Iterator[tuple[int, int]]:
     """Yield the bounds of the samples of each step, for all ranks together, in the order of the epoch.
 
     :param global_batch: number of samples in a full step
     :param start: number of samples of the epoch already consumed
     :param drop_last: whether to drop a smaller last step
-    :param at_least: if fewer than this many samples are left for the last step, the last two steps divide their samples
+    :param min_last: if fewer than this many samples are left for the last step, the last two steps divide their samples
         evenly; evaluation uses it to keep every rank busy in every step
     """
     while start < num_samples:
-        left = num_samples - start
-        size = min(global_batch, left)
+        remaining = num_samples - start
+        size = min(global_batch, remaining)
         if drop_last and size < global_batch:
             return
-        if not drop_last and 0 < left - size < at_least and left >= 2 * at_least:
-            size = (left + 1) // 2
+        if not drop_last and 0 < remaining - size < min_last and remaining >= 2 * min_last:
+            size = (remaining + 1) // 2
         yield start, start + size
         start += size
 
@@ -61,10 +62,10 @@ class WrongLengthError(ValueError):
     """A sampler gives fewer or more indices than its length. Never skipped, unlike a batch that cannot be read."""
 
 
-def ended(source: str, given: str, done: int) -> WrongLengthError:
+def ended(source: str, seen: str, done: int) -> WrongLengthError:
     """Return the error for data that end before the position at which a run resumes."""
     return WrongLengthError(
-        f"The {source} ended after {given} of this epoch, but the resumed run had already seen {done}. Resume it with "
+        f"The {source} ended after {seen} of this epoch, but the resumed run had already seen {done}. Resume it with "
         "the data it was saved with."
     )
 
@@ -74,7 +75,7 @@ def skip_samples(
 ) -> Iterator[T]:
     """Skip ``start`` samples and return what follows them.
 
-    :param rest_of: returns the last samples of the batch in the middle of which the skipped ones end
+    :param rest_of: returns the last samples of a batch in the middle of which the skipped samples end
     """
     position = 0
     while position < start:
@@ -106,24 +107,24 @@ def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
 class Shares(NamedTuple):
     """The shares of each step that this process reads.
 
-    :param total: number of shares that a step is divided into
-    :param own: numbers of those that this process reads
+    :param total: number of shares in a step
+    :param local: numbers of the shares that this process reads
     """
 
     total: int
-    own: range
+    local: range
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:
     """Yield a batch for each step, whose data are the batches of the shares."""
-    of_step: list[Batch] = []
+    shares_of_step: list[Batch] = []
     for batch in shares:
-        of_step.append(batch)
+        shares_of_step.append(batch)
         assert batch.share is not None
         if batch.share.ends_step:
-            own = sum(share.num_samples or 0 for share in of_step)
-            parts = [share.indices for share in of_step]
+            num_samples = sum(share.num_samples or 0 for share in shares_of_step)
+            parts = [share.indices for share in shares_of_step]
             is_tensor = isinstance(batch.indices, torch.Tensor)
             indices = torch.cat(parts) if is_tensor else list(chain.from_iterable(parts))
-            yield batch._replace(data=of_step, num_samples=own, indices=indices)
-            of_step = []
+            yield batch._replace(data=shares_of_step, num_samples=num_samples, indices=indices)
+            shares_of_step = []

@@ -1,25 +1,25 @@
-"""Streams in parts: those that already shard themselves by process, and those that can be divided."""
+"""Sharded streams: those that already shard themselves by process, and those that can be divided."""
 
 from __future__ import annotations
 
-import warnings
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import nested_in
-from pytorch_accel_lite.data.consistency import IF_OWN_PART
+from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD
 from pytorch_accel_lite.distributed import Ranks
 
-#: Classes of other packages that look up their rank themselves, by package and name.
-_ASK_FOR_THEIR_RANK = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}
+#: Classes of other packages that determine their rank themselves, by package and name.
+_RANK_AWARE = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}
 _DATA_PIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 
 
 def streams_in(stream: Any) -> list[Any]:
-    """Return a stream and the streams that it reads, as far as they are its attributes."""
+    """Return a stream and the streams that are its attributes, at any depth."""
     return nested_in(stream, _is_stream) if _is_stream(stream) else []
 
 
@@ -28,7 +28,7 @@ def _is_stream(value: Any) -> bool:
 
 
 class SelfSharding(NamedTuple):
-    """The part of the data that a stream gives.
+    """The part of the data that a stream yields.
 
     :param shared_by: name of the mechanism that shards the data
     :param rank: index of the part, out of ``world_size``; ``None`` if it follows from the rank of the process
@@ -40,7 +40,7 @@ class SelfSharding(NamedTuple):
 
 
 def _self_sharding(stream: Any) -> SelfSharding | None:
-    """Return how a stream shards itself; ``None`` if it seems to give all data."""
+    """Return how a stream shards itself; ``None`` if it seems to yield all data."""
     kind = type(stream).__name__
     split: Any = getattr(stream, "_distributed", None)  # Hugging Face datasets
     if hasattr(split, "rank") and hasattr(split, "world_size"):
@@ -51,15 +51,16 @@ def _self_sharding(stream: Any) -> SelfSharding | None:
     names = [getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages or () if callable(stage)]
     if any("split_by_node" in name for name in names):
         return SelfSharding(f"split_by_node ({kind})")
-    if any((_package_of(base), base.__name__) in _ASK_FOR_THEIR_RANK for base in type(stream).__mro__):
-        return SelfSharding(f"{_package_of(type(stream))}.{kind}")
+    if any((package_of(base), base.__name__) in _RANK_AWARE for base in type(stream).__mro__):
+        return SelfSharding(f"{package_of(type(stream))}.{kind}")
     if isinstance(stream, _DATA_PIPE) and hasattr(stream, "apply_sharding"):
-        return SelfSharding(kind)  # torch's DataLoader tells it the rank
+        return SelfSharding(kind)  # torch's DataLoader passes it the rank
     return None
 
 
-def _package_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def package_of(thing: Any) -> str:
+    """Return the name of the package that defines a class or a function."""
+    return str(thing.__module__).partition(".")[0]
 
 
 def find_self_sharding(stream: Any, ranks: Ranks) -> str:
@@ -78,10 +79,9 @@ def find_self_sharding(stream: Any, ranks: Ranks) -> str:
         )
     if ranks.world_size == 1:
         if share is not None and (share.world_size or 1) > 1:
-            warnings.warn(
+            warn_outside(
                 f"The data are part {share.rank} of {share.world_size}, as sharded by {share.shared_by}, but there is "
-                "only one process: the other parts are not read.",
-                stacklevel=2,
+                "only one process: the other parts are not read."
             )
         return ""
     if isinstance(stream, _DATA_PIPE) and share is None:
@@ -98,24 +98,24 @@ def find_self_sharding(stream: Any, ranks: Ranks) -> str:
         raise ValueError(
             f"The data are sharded by {sharded[0].shared_by}, but not over the processes of this job, which would "
             f"read: {', '.join(read)}. Split them by trainer.ranks.rank and trainer.ranks.world_size, or do not split "
-            f"them and let the trainer shard them. {IF_OWN_PART}"
+            f"them and let the trainer shard them. {PASS_OWN_SHARD}"
         )
     return "" if share is None else share.shared_by
 
 
 def can_be_divided(stream: Any) -> bool:
     """Whether a stream is one of Hugging Face, or has a method ``shard(rank, world_size)``."""
-    return _is_hugging_faces(stream) or _has_method(stream)
+    return _is_hugging_face(stream) or _has_shard_method(stream)
 
 
 def part_of(stream: Any, rank: int, world_size: int) -> Any:
-    """Return a part of a stream, which together with the others gives each sample once; ``None`` if there is none.
+    """Return one of the parts of a stream, which together have each sample once; ``None`` if it cannot be divided.
 
     Hugging Face's streams are divided by their shards, and only if all parts have equally many.
     """
-    if _has_method(stream):
+    if _has_shard_method(stream):
         return stream.shard(rank, world_size)
-    if not _is_hugging_faces(stream) or stream.num_shards % world_size:
+    if not _is_hugging_face(stream) or stream.num_shards % world_size:
         return None
     from datasets.distributed import split_dataset_by_node  # type: ignore[import-untyped]
 
@@ -132,26 +132,26 @@ def part_of_this_process(stream: Any, ranks: Ranks) -> Any:
         parts.append(part_of(stream, ranks.rank, ranks.world_size))
         return [parts[0] is None, *map(_order_of_shards, streams_in(stream))]
 
-    of_all = ranks.run_together(divide)
-    return parts[0] if all(other == of_all[0] for other in of_all) else None
+    gathered = ranks.run_together(divide)
+    return parts[0] if all(other == gathered[0] for other in gathered) else None
 
 
-def how_divided(stream: Any) -> str:
+def division_method(stream: Any) -> str:
     """Return the name of the mechanism by which a stream is divided."""
     kind = type(stream).__name__
-    return f"{kind}.shard()" if _has_method(stream) else f"split_dataset_by_node ({kind})"
+    return f"{kind}.shard()" if _has_shard_method(stream) else f"split_dataset_by_node ({kind})"
 
 
 def _order_of_shards(stream: Any) -> Any:
-    """Return what the order of a Hugging Face stream's shards follows from: a seed drawn on each process, perhaps."""
+    """Return what determines the order of a Hugging Face stream's shards, which may be a seed drawn on each process."""
     shuffling = getattr(stream, "_shuffling", None)
     return getattr(stream, "num_shards", None), shuffling and str(shuffling.generator.bit_generator.state)
 
 
-def _has_method(stream: Any) -> bool:
+def _has_shard_method(stream: Any) -> bool:
     method = getattr(type(stream), "shard", None)
     return callable(method) and [*signature(method).parameters][1:3] == ["rank", "world_size"]
 
 
-def _is_hugging_faces(stream: Any) -> bool:
-    return _package_of(type(stream)) == "datasets" and hasattr(stream, "num_shards")
+def _is_hugging_face(stream: Any) -> bool:
+    return package_of(type(stream)) == "datasets" and hasattr(stream, "num_shards")

@@ -13,22 +13,22 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.batches import Batch, find_batch_size
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
-from pytorch_accel_lite.data.loader import LoaderOptions, like
+from pytorch_accel_lite.data.loader import LoaderOptions, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, deal
 from pytorch_accel_lite.data.shares import count_global_batches, grouped
-from pytorch_accel_lite.data.stream_shards import can_be_divided, how_divided, part_of
+from pytorch_accel_lite.data.stream_shards import can_be_divided, division_method, part_of
 from pytorch_accel_lite.distributed import Ranks
 
-_END = object()  # of a part
-#: Name under which a position holds those in all parts of a stream.
+_END = object()  # marks the end of a part
+#: Key of the positions in all parts of a stream.
 _PARTS = "parts_of_a_divided_stream"
 
 
 class StreamLoader(ReadInTurn):
-    """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads them all and deals them out in turn.
+    """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads all and sends them to the ranks in turn.
 
-    Every sample is thus seen once, even if the stream is random. What is left of an epoch in which each process read a
-    part of its own is read part by part.
+    Thus every sample is seen once, even if the stream is random. The rest of an epoch in which each process read its
+    own part is read part by part.
     """
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
@@ -42,7 +42,7 @@ class StreamLoader(ReadInTurn):
         return super()._steps(epoch, start)
 
     @property
-    def _is_alone(self) -> bool:
+    def _reads_alone(self) -> bool:
         return self._ranks.world_size == 1 and not self._parts
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
@@ -53,12 +53,12 @@ class StreamLoader(ReadInTurn):
                 yield batch
 
     def _groups(self, start: int) -> Iterator[list[Any]]:
-        """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
+        """Yield the batches of all processes in each step. Reads nothing before the first is requested."""
         batches = self._read_parts() if self._parts else self._read_from(start)
         yield from grouped(batches, self._ranks.world_size)
 
     def _read_parts(self) -> Iterator[Any]:
-        """Yield a batch of each part in turn, after what has been seen of it."""
+        """Yield a batch of each part in turn, from its position on."""
         self._dealt: deque[tuple[_Part, int]] = deque()
         reading = deque((part, part.begin(self._epoch)) for part in self._parts)
         while reading:
@@ -70,7 +70,7 @@ class StreamLoader(ReadInTurn):
                 yield batch
 
     def _advance(self, num_batches: int) -> None:
-        """Move the position past batches that this process has read, and that are about to be used."""
+        """Advance the position past batches that this process has read, and that are about to be used."""
         if self._parts:
             for _ in range(num_batches):
                 part, size = self._dealt.popleft()
@@ -80,10 +80,10 @@ class StreamLoader(ReadInTurn):
 
     def position(self) -> Any:
         """Return the position in the stream, or those in its parts."""
-        return {_PARTS: [part.position_in_it() for part in self._parts]} if self._parts else super().position()
+        return {_PARTS: [part.part_position() for part in self._parts]} if self._parts else super().position()
 
     def move_to(self, position: Any) -> str:
-        """Make the next, resumed epoch begin at a position in the stream, or at those in its parts."""
+        """Make the next, resumed epoch begin at a position in the stream, or at the positions in its parts."""
         self._parts = []
         if not _is_divided(position) or not can_be_divided(self.source.dataset):
             return super().move_to(position)
@@ -92,20 +92,20 @@ class StreamLoader(ReadInTurn):
             f"This epoch was read in {count} parts, one by each process. The first process reads what is left of them "
             "for all."
         ]
-        for number, of_part in enumerate(position[_PARTS]):
+        for number, part_position in enumerate(position[_PARTS]):
             dataset = part_of(self.source.dataset, number, count)
             if dataset is None:
                 raise ValueError(
                     f"The training data, a {type(self.source.dataset).__name__}, were read in {count} parts when the "
                     "state was saved, but cannot be divided into as many now. Create them as they were."
                 )
-            part = _Part(like(self.source, dataset=dataset), self._ranks, self.device, self.options)
-            notes.append(part.move_to_part(number, of_part))
+            part = _Part(copy_loader(self.source, dataset=dataset), self._ranks, self.device, self.options)
+            notes.append(part.move_to_part(number, part_position))
             self._parts.append(part)
         return " ".join(filter(None, dict.fromkeys(notes)))
 
     def stop_workers(self) -> None:
-        """Stop the workers of all parts, too."""
+        """Also stop the workers of all parts."""
         super().stop_workers()
         for part in self._parts:
             part.stop_workers()
@@ -122,7 +122,10 @@ class _Part(StreamLoader):
     """A part of a stream, of which a process of the interrupted run has read the beginning."""
 
     def move_to_part(self, number: int, position: dict[str, Any]) -> str:
-        """Make the epoch go on at a position in this part, the one with a number; see :meth:`move_to`."""
+        """Make the epoch continue at a position in this part; see :meth:`move_to`.
+
+        :param number: the number of the part
+        """
         self._batches_per_step = 1
         self._reader = number
         self._samples = int(position["samples"])
@@ -130,27 +133,27 @@ class _Part(StreamLoader):
         return self.move_to(position["position"])
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        """Begin to read what is left of it."""
+        """Start reading the rest of the part."""
         self._epoch = epoch
         self._set_epoch(epoch)
         return self._read_from(self._samples)
 
     def advance(self, size: int) -> None:
-        """Move the position past the next batch."""
+        """Advance the position past the next batch."""
         self._samples += size
         self._steps_done += 1
         self._advance(1)
 
-    def position_in_it(self) -> dict[str, Any]:
-        """Return where it is."""
+    def part_position(self) -> dict[str, Any]:
+        """Return the position in the part."""
         return {"samples": self._samples, "batches": self._steps_done, "position": self.position()}
 
 
 class DividedLoader(PreShardedLoader):
     """The batches of a stream that can be divided: each process reads a part.
 
-    An epoch that is resumed by other processes, or that was not read in parts, is completed as it was begun, by a
-    :class:`StreamLoader`.
+    An epoch that is resumed by a different number of processes, or that was not read in parts, is completed as it was
+    begun, by a :class:`StreamLoader`.
     """
 
     has_own_position = False
@@ -159,16 +162,16 @@ class DividedLoader(PreShardedLoader):
     def __init__(
         self, source: DataLoader[Any], part: Any, ranks: Ranks, device: torch.device, options: LoaderOptions
     ) -> None:
-        super().__init__(like(source, dataset=part), ranks, device, options, how_divided(source.dataset))
-        self._whole = StreamLoader(source, ranks, device, options)
-        self._completes_whole = False
+        super().__init__(copy_loader(source, dataset=part), ranks, device, options, division_method(source.dataset))
+        self._undivided = StreamLoader(source, ranks, device, options)
+        self._completes_undivided = False
         self._samples = self._batches = 0  # of this part, in this epoch
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        if start and self._completes_whole:
-            self._whole.limit = self.limit
-            return self._whole.steps(epoch, start, self._steps_done)
-        self._completes_whole = False
+        if start and self._completes_undivided:
+            self._undivided.limit = self.limit
+            return self._undivided.steps(epoch, start, self._steps_done)
+        self._completes_undivided = False
         if not start:
             self._samples = self._batches = 0
         return self._counted(super()._steps(epoch, start))
@@ -183,7 +186,7 @@ class DividedLoader(PreShardedLoader):
         return self._in_step(self._samples if start else 0)
 
     def _filler(self, first: AgreedStep) -> Any:
-        """Return the last batch of a part that has ended before the epoch was resumed, or one of another part."""
+        """Return the last batch of a part that had ended before the epoch was resumed, or one of another part."""
         batch = next(item for item in self._ranks.all_gather_object(first.item) if item is not None)
         if self._samples and first.item is None:
             with preserving_generators():
@@ -191,22 +194,22 @@ class DividedLoader(PreShardedLoader):
         return batch
 
     def stop_workers(self) -> None:
-        """Stop the workers of what completes the epoch of other parts, too."""
+        """Also stop the workers of the loader that completes an epoch of other parts."""
         super().stop_workers()
-        self._whole.stop_workers()
+        self._undivided.stop_workers()
 
     def position(self) -> Any:
         """Return the positions in all parts. Call it on every process."""
-        if self._completes_whole:
-            return self._whole.position()
+        if self._completes_undivided:
+            return self._undivided.position()
         local = {"samples": self._samples, "batches": self._batches, "position": super().position()}
         return {_PARTS: self._ranks.all_gather_object(local)}
 
     def move_to(self, position: Any) -> str:
         """Make the next, resumed epoch begin at the position of this part, or complete an epoch of other parts."""
-        self._completes_whole = not _is_divided(position) or len(position[_PARTS]) != self._ranks.world_size
-        if self._completes_whole:
-            return self._whole.move_to(position)
+        self._completes_undivided = not _is_divided(position) or len(position[_PARTS]) != self._ranks.world_size
+        if self._completes_undivided:
+            return self._undivided.move_to(position)
         local = position[_PARTS][self._ranks.rank]
         self._samples, self._batches = int(local["samples"]), int(local.get("batches", 0))
         return super().move_to(local["position"])

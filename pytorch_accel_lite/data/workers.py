@@ -1,4 +1,4 @@
-"""Starting the workers of a dataloader such that none waits for threads that exist only in its parent."""
+"""Starting the workers of a dataloader so that none waits for threads that exist only in its parent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     was_enabled = gc.isenabled()
     worker_init_fn = batches.worker_init_fn
     context = batches.multiprocessing_context
-    # While a run handles signals by ending in order, they must not kill its workers first.
+    # While a run handles signals by an orderly end, they must not kill its workers first.
     leaves_signals = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled, leaves_signals)
     if (start_method() if context is None else context.get_start_method()) == "fork":
@@ -68,17 +68,11 @@ def _begin(
     if leaves_signals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-    _show_users_dataset()
+    info: Any = get_worker_info()
+    if isinstance(info.dataset, SampleReader):  # show the user's dataset; torch itself does not read this attribute
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # read-only otherwise
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
-
-
-def _show_users_dataset() -> None:
-    """Let ``get_worker_info().dataset`` be the user's dataset, which is inside another that reads its samples."""
-    info: Any = get_worker_info()
-    if isinstance(info.dataset, SampleReader):
-        # The information is read-only, and what torch reads from has been passed to it apart.
-        object.__setattr__(info, "dataset", info.dataset.dataset)
 
 
 #: Seconds after which a forked process that has not started is replaced; doubled for every attempt.
@@ -107,12 +101,12 @@ class CheckedProcess(ForkProcess):
         process_obj.pipe = Pipe(duplex=False)
         return Popen(process_obj)
 
-    def ensure_begun(self) -> None:
+    def ensure_started(self) -> None:
         """Wait until the process has started, forking it again if it takes too long."""
         for attempt in range(_ATTEMPTS):
-            begun, child = self.pipe
-            with begun, child:
-                if begun.poll(SECONDS_TO_BEGIN * 2**attempt):
+            started, child = self.pipe
+            with started, child:
+                if started.poll(SECONDS_TO_BEGIN * 2**attempt):
                     del self._call
                     return
             assert self.pid is not None
@@ -126,9 +120,9 @@ class CheckedProcess(ForkProcess):
         raise RuntimeError(f"A DataLoader worker did not start after {_ATTEMPTS} attempts. Is the machine overloaded?")
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
-        parent, begun = self.pipe
-        with parent, begun:
-            begun.send_bytes(b"1")
+        parent, started = self.pipe
+        with parent, started:
+            started.send_bytes(b"1")
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
         return code
 
@@ -155,7 +149,7 @@ class CheckedForkContext(ForkContext):
         self._waiting.append(process)
         if len(self._waiting) == self._count:
             while self._waiting:
-                self._waiting.pop(0).ensure_begun()
+                self._waiting.pop(0).ensure_started()
 
 
 def worker_init_fn(worker_id: int) -> int:

@@ -32,9 +32,9 @@ def gather(self: TrainerLike, tensor: Any, padding_value: float | None = None, *
         processes. Tensors without dimensions become a tensor with one element per process.
     :param padding_value: in each tensor, drop the rows in which every element has this value; may be NaN
     :param with_gradients: for losses over the samples of all processes, such as contrastive losses: gradients reach
-        the rows of all processes and equal those of one process with the whole batch. Pass it for everything that
-        enters such a loss, including targets: filler batches, which only keep a process in step with the others, are
-        then left out.
+        the rows of all processes and equal those of one process with the full batch. Pass it for everything that
+        enters such a loss, including targets, so that filler batches, which only keep a process in step with the
+        others, are left out.
     :raises ValueError: on all processes, if their tensors differ in more than the first dimension
     :raises RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
         ``SkipFailedBatchesCallback``); in the forward and backward passes of logical processes
@@ -75,8 +75,8 @@ def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
 def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object: bool = False) -> Any:
     """Return what Accelerate would: tensors concatenated over all processes, or a list of other objects.
 
-    Called in a step, it leaves out the rows of filler batches, which evaluations have as well from then on: a process
-    without samples in the last step of this one then takes part, too.
+    Called in a step, it leaves out the rows of filler batches. From then on, evaluations have filler batches as well,
+    so that a process without samples in the last step also takes part.
     """
     run, batch = trainer.current_run, trainer.current_run.batch
     if batch is not None and not run.data.has_fillers:
@@ -91,7 +91,7 @@ def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object
 
 
 def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
-    """Raise an error if other processes are known to have no batch in the first step of an evaluation."""
+    """Raise an error if some processes certainly have no batch in the first step of an evaluation."""
     ranks, total = trainer.data_ranks, batch.total_samples
     is_short = total is not None and (total < ranks.world_size or total == batch.num_samples)
     if trainer.logical is not None or is_short:
@@ -104,12 +104,14 @@ def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
 
 def barrier(self: TrainerLike) -> None:
     """Wait until every process has reached this point."""
-    self.ranks.barrier()
+    with self.ranks.naming("barrier()"):
+        self.ranks.barrier()
 
 
 def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
     """Copy the buffers of a module from the first process to all others. Call it on every process."""
-    self.ranks.copy_from_first(module.buffers())
+    with self.ranks.naming("sync_buffers()"):
+        self.ranks.copy_from_first(module.buffers())
 
 
 def broadcast_object(self: TrainerLike, obj: T) -> T:
@@ -120,7 +122,8 @@ def broadcast_object(self: TrainerLike, obj: T) -> T:
 
 def all_gather_object(self: TrainerLike, obj: T) -> list[T]:
     """Return the picklable objects of all processes, ordered by rank. Call it on every process."""
-    gathered: list[T] = self.ranks.all_gather_object(obj)
+    with self.ranks.naming("all_gather_object()"):
+        gathered: list[T] = self.ranks.all_gather_object(obj)
     return gathered
 
 
@@ -157,7 +160,8 @@ def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool)
     leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
     rows = ", ".join(f"{leaf.dtype} of shape {tuple(leaf.shape[1:])}" for leaf in leaves)
     layout = f"{' '.join(str(structure).split())} with rows of {rows}"
-    gathered = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, layout))
+    with ranks.naming("gather()"):
+        gathered = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, layout))
     lengths, counting, layouts = zip(*gathered, strict=True)
     for rank, other in enumerate(layouts):
         if other != layouts[0]:
@@ -167,7 +171,9 @@ def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool)
             )
     apply = _Gather.apply if with_gradients else _GatherConstant.apply
     per_leaf = zip(leaves, zip(*lengths, strict=True), strict=True)
-    return torch.utils._pytree.tree_unflatten([apply(leaf, of, counting, ranks) for leaf, of in per_leaf], structure)
+    return torch.utils._pytree.tree_unflatten(
+        [apply(leaf, leaf_lengths, counting, ranks) for leaf, leaf_lengths in per_leaf], structure
+    )
 
 
 def _gather_pieces(ranks: Ranks, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -223,9 +229,9 @@ class _GatherConstant(_Gather):
 
 
 def result_of_first(make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on rank 0, the only rank that calls it. For use before there is a trainer.
+    """Return the result of ``make`` on rank 0, the only rank that calls it. For use before the trainer is created.
 
-    With a single process, Accelerate is left for the trainer to initialise.
+    With a single process, this does not initialise Accelerate, which is up to the trainer.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return make()

@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallel`` leaves to us: averaging other gradients, and copying buffers."""
+"""Averaging gradients that ``DistributedDataParallel`` does not average, and copying buffers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def average_gradients(
 ) -> None:
     """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero.
 
-    :param update: numbers that tell the update from others, if a rank may be at another one
+    :param update: numbers that identify the update, if ranks may be at different ones
     :param num_parameters: the largest number of parameters that an update may have
     :raises RuntimeError: on all ranks, if they are at different updates
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     sparse_dims = [_NO_GRADIENT if p.grad is None else local(p.grad).sparse_dim() for p in trained]
     padding = [_NO_GRADIENT] * (num_parameters - len(trained))
-    negated = [-number for number in update]  # whose maxima are the negated minima
+    negated = [-number for number in update]  # their maxima are the negated minima
     maxima = list(map(int, ranks.max([*update, *negated, *sparse_dims, *padding])))
     if maxima[: len(update)] != [-number for number in maxima[len(update) : 2 * len(update)]]:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What a launcher has started: checking it, dividing the work of a run over it, exiting when it is killed."""
+"""Processes started by a launcher: checking them, reporting errors to it, exiting when it is killed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from contextlib import suppress
 from functools import cache
 from types import TracebackType
@@ -15,13 +14,15 @@ from types import TracebackType
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from pytorch_accel_lite.base.environment import warn_outside
+
 _PR_SET_PDEATHSIG = 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_HEAD_START = 3.0  # seconds in which the launcher notices the rank that failed first, and ends the others
+_HEAD_START = 3.0  # seconds for the launcher to notice the rank that failed first, and to end the others
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raise an error if the accelerator does not see all launched processes, or is set up for what is not supported."""
+    """Raise an error if the accelerator does not see all launched processes, or ignores how it was configured."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise RuntimeError(
@@ -32,11 +33,10 @@ def check_launch(accelerator: Accelerator) -> None:
         )
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and accelerator.is_main_process:
-        warnings.warn(
+        warn_outside(
             f"torchrun may restart this job {restarts} time(s), but all attempts share one store, where restarted "
             "processes find the addresses of dead ones and fail or hang. Launch it with the environment variable "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.",
-            stacklevel=4,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
         )
     wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
@@ -74,7 +74,7 @@ def _report_uncaught_errors() -> None:
 
 
 def record_error(error: BaseException) -> None:
-    """Leave the error that is being handled for the launcher to show."""
+    """Record the error that is being handled, for the launcher to show."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if _ERROR_FILE in os.environ:

@@ -25,27 +25,24 @@ class DataRanks(Ranks):
     """The processes of a job where several share each batch, as in tensor parallelism.
 
     Sums, gathered objects, ``rank`` and ``world_size`` are those of the processes that read different data: each batch
-    counts once. What is agreed upon (maxima, broadcasts, barriers) is agreed upon by all processes.
+    counts once. Maxima, broadcasts and barriers are those of all processes.
 
     :param everyone: all processes
-    :param peers: for each place within a group that shares batches, the processes at that place, in order
+    :param peers: for each position within a group that shares batches, the processes at that position, in order
     """
 
     def __init__(self, everyone: Ranks, peers: tuple[Peers, ...]) -> None:
-        members = next(each for each in peers if everyone.rank in each)
         self._everyone = everyone
-        self.members = members
-        self.rank = members.index(everyone.rank)
-        self.world_size = len(members)
+        self.members = next(group for group in peers if everyone.rank in group)
+        self.rank = self.members.index(everyone.rank)
+        self.world_size = len(self.members)
         self.replicas = len(peers)
-        identical = tuple(zip(*peers, strict=True))
-        self._places = [
-            index for _, index in sorted((rank, index) for each in peers for index, rank in enumerate(each))
-        ]
-        self._sharers = everyone.within(identical[self.rank], _own_group(dist.group.WORLD, identical, "gloo"))
+        self._data_ranks = {rank: index for group in peers for index, rank in enumerate(group)}
+        sharers = tuple(zip(*peers, strict=True))
+        self._sharers = everyone.within(sharers[self.rank], _group_of_rank(dist.group.WORLD, sharers, "gloo"))
         self.is_first_sharer = self._sharers.rank == 0
-        self._group = _own_group(dist.group.WORLD, peers, "gloo")
-        self.device_group = _own_group(dist.group.WORLD, peers, None)
+        self._group = _group_of_rank(dist.group.WORLD, peers, "gloo")
+        self.device_group = _group_of_rank(dist.group.WORLD, peers, None)
 
     @property
     def everyone(self) -> Ranks:
@@ -55,7 +52,7 @@ class DataRanks(Ranks):
         return self._everyone.max(values)
 
     def begin_scatter(self, pieces: Sequence[torch.Tensor] | None, size: int) -> Callable[[], torch.Tensor]:
-        expanded = None if pieces is None else [pieces[place] for place in self._places]
+        expanded = None if pieces is None else [pieces[index] for _, index in sorted(self._data_ranks.items())]
         return self._everyone.begin_scatter(expanded, size)
 
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
@@ -71,7 +68,7 @@ class DataRanks(Ranks):
     def read_identically(self, items: Iterator[T]) -> Iterator[T]:
         """Yield the same items on all processes that share a batch: those of their first.
 
-        All read their own, whose positions thus stay in step. If one fails, all raise an error.
+        Each reads its own items, so that their positions stay in step. If one fails, all raise an error.
         """
 
         def read() -> list[T]:
@@ -83,39 +80,38 @@ class DataRanks(Ranks):
 
 
 @cache
-def _own_group(job: Any, groups: tuple[Peers, ...], backend: str | None) -> Any:
-    """Return the group of this process out of disjoint ones; as torch never frees groups, they are created once."""
+def _group_of_rank(job: Any, groups: tuple[Peers, ...], backend: str | None) -> Any:
+    """Return the one of several disjoint groups that has this process. Created once, as torch never frees groups."""
     timeout = chosen_timeout(job)
     created = [(ranks, dist.new_group(list(ranks), timeout, backend)) for ranks in groups]
     return next(group for ranks, group in created if dist.get_rank() in ranks)
 
 
 def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
-    """Return the processes as the data are divided among them, for a model that is sharded. Call it on every process.
+    """Return the processes among which the data of a sharded model are divided. Call it on every process.
 
-    ``fully_shard`` divides the data over its mesh. The processes of other dimensions of the weights' meshes, as in
+    ``fully_shard`` divides the data over its mesh. Processes along other dimensions of the weights' meshes, as in
     tensor parallelism, share their batches.
 
     :raises ValueError: if the weights are sharded over some of the processes and nothing connects these to the others
     """
     if everyone.world_size == 1:
         return everyone
-    meshes = _meshes(model)
+    meshes = list({mesh: None for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None})
     if not meshes:  # Accelerate has yet to shard it
         return everyone
-    by_fsdp = _largest(_fsdp_peers(model))
-    gathered = everyone.all_gather_object((by_fsdp, _largest(map(_model_peers, meshes))))
+    fsdp_peers = _largest(_fsdp_peers(model))
+    gathered = everyone.all_gather_object((fsdp_peers, _largest(map(_model_peers, meshes))))
     if gathered[0][0] is not None:
-        peers = tuple(sorted({own for own, _ in gathered}))
+        peers = tuple(sorted({group for group, _ in gathered}))
     else:
-        identical = sorted({own for _, own in gathered})
-        peers = tuple(zip(*identical, strict=True)) if len({*map(len, identical)}) == 1 else ()
-    together = {*(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist())}
-    if sorted(rank for each in peers for rank in each) != [*range(everyone.world_size)] or (
-        by_fsdp is not None and len(peers) > 1 and together <= {*by_fsdp}
-    ):
+        sharers = sorted({group for _, group in gathered})
+        peers = tuple(zip(*sharers, strict=True)) if len({*map(len, sharers)}) == 1 else ()
+    sharded_over = {*(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist())}
+    is_partition = sorted(rank for group in peers for rank in group) == [*range(everyone.world_size)]
+    if not is_partition or (fsdp_peers is not None and len(peers) > 1 and sharded_over <= {*fsdp_peers}):
         raise ValueError(
-            f"The weights of {type(model).__name__} are sharded over {len(together)} of {everyone.world_size} "
+            f"The weights of {type(model).__name__} are sharded over {len(sharded_over)} of {everyone.world_size} "
             "processes, and nothing connects these to the others. Use a mesh of all processes: one with two "
             'dimensions, such as init_device_mesh(device, (2, 4), mesh_dim_names=("dp_replicate", "dp_shard")), '
             "shards over the second and keeps copies over the first."
@@ -124,17 +120,12 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
 
 
 def covers(parameter: Any, ranks: Ranks) -> bool:
-    """Whether the mesh of a parameter has all processes that read different data, so that its gradients are averaged.
+    """Whether the mesh of a parameter has all processes that read different data, so that torch averages its gradients.
 
-    Those of other parameters must be averaged over these processes.
+    The gradients of other parameters must be averaged over these processes here.
     """
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and {*ranks.members} <= {*mesh.mesh.flatten().tolist()}
-
-
-def _meshes(model: nn.Module) -> list[Any]:
-    """Return the meshes of the weights, each once."""
-    return list({mesh: None for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None})
 
 
 def _largest(peers: Iterable[Peers]) -> Peers | None:
@@ -145,12 +136,12 @@ def _along(mesh: Any, dims: Iterable[int]) -> Peers:
     """Return the processes of a mesh that differ from this one only along some of its dimensions, in order."""
     coordinate = mesh.get_coordinate()
     along = {*dims}
-    index = tuple(slice(None) if dim in along else index_here for dim, index_here in enumerate(coordinate))
+    index = tuple(slice(None) if dim in along else position for dim, position in enumerate(coordinate))
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
 def _model_peers(mesh: Any) -> Peers:
-    """Return the processes with which this one shares batches, if a mesh without ``fully_shard`` is all there is."""
+    """Return the processes with which this one shares batches, by the dimensions of a mesh without ``fully_shard``."""
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     return _along(mesh, [dim for dim, name in enumerate(names) if name not in _DATA_DIMS])
 
@@ -160,11 +151,11 @@ def _fsdp_peers(model: nn.Module) -> Iterator[Peers]:
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        for info in infos_of(module) if isinstance(module, FSDPModule) else ():
+        for info in mesh_infos(module) if isinstance(module, FSDPModule) else ():
             yield _along(info.mesh, [dim for dim in _dims(info) if dim is not None])
 
 
-def infos_of(module: Any) -> list[Any]:
+def mesh_infos(module: Any) -> list[Any]:
     """Return the meshes of a module that ``fully_shard`` has sharded, with the dimensions that it uses.
 
     torch has no public name for them. Up to version 2.11, a module has one at most.

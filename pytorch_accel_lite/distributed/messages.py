@@ -1,20 +1,23 @@
-"""Objects as bytes for other processes: tensors on the CPU are copied as they are, everything else is pickled."""
+"""Encoding objects as bytes for other processes: tensors on the CPU are copied, everything else is pickled."""
 
 from __future__ import annotations
 
 import io
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+#: Unpickling a sparse tensor puts it on a list of torch's, which keeps it until it is validated, privately.
+_release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001
 _ALIGNMENT = 64  # bytes
 _HEADER = 8  # bytes at the front of a message, for the number of bytes that are pickled
 
 
 class Message(pickle.Pickler):
-    """An object that can be written to bytes. Of a view, only its own elements are written.
+    """An object that can be encoded as bytes. Only the elements of a view are encoded, not its entire storage.
 
     :ivar size: number of bytes
     """
@@ -71,7 +74,9 @@ def encode(value: Any) -> torch.Tensor:
 
 def decode(buffer: torch.Tensor) -> Any:
     """Return the object of a message. Its tensors keep no more than twice their own memory alive."""
-    return _Reader(buffer).load()
+    value = _Reader(buffer).load()
+    _release_sparse_tensors()
+    return value
 
 
 def _aligned(size: int) -> int:

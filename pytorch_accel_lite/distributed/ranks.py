@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -43,10 +44,10 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def chosen_timeout(job: Any) -> timedelta | None:
-    """Return the timeout that the user has given the default process group of a job.
+    """Return the timeout that the user chose for the default process group of a job, for the groups created here.
 
-    It applies to the groups that are created here. ``None`` stands for torch's default, which depends on the backend:
-    that of NCCL is too short for a group whose processes wait for files.
+    ``None`` stands for torch's default, which depends on the backend: that of NCCL is too short for a group whose
+    processes wait for files.
     """
     constants: Any = dist.distributed_c10d
     timeout = timeout_of(job)
@@ -85,7 +86,7 @@ class Ranks:
         return self
 
     def within(self, members: Sequence[int], group: Any) -> Ranks:
-        """Return some of these processes, this one among them, which communicate through a group of their own."""
+        """Return a subset of these processes that includes this one and communicates through a group of its own."""
         part = copy.copy(self)
         part.members = members
         part.rank = members.index(self.rank)
@@ -110,7 +111,7 @@ class Ranks:
         return reduced
 
     def begin_gathering(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Begin to gather as many integers from each rank, and return a function that waits for those of all."""
+        """Start gathering integers, equally many from each rank, and return a function that waits for the result."""
         if self.world_size == 1:
             return lambda: [list(numbers)]
         gathered = torch.empty(self.world_size, len(numbers), dtype=torch.int64)
@@ -123,9 +124,9 @@ class Ranks:
         return finish
 
     def begin_scatter(self, pieces: Sequence[torch.Tensor] | None, size: int) -> Callable[[], torch.Tensor]:
-        """Begin to send each rank a piece of data from rank 0, and return a function that waits for this rank's.
+        """Start sending each rank a piece of data from rank 0, and return a function that waits for this rank's piece.
 
-        All ranks must begin it. What has begun is completed even if no one waits for it.
+        A collective operation, which is completed even if nobody waits for it.
 
         :param pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
         :param size: that length
@@ -158,9 +159,9 @@ class Ranks:
         return [value] if self.world_size == 1 else self._gather(value, encode(value), only_first)
 
     def _gather(self, value: Any, encoded: torch.Tensor, only_first: bool = False) -> list[Any]:
-        """Return the values of all ranks: this one's as it is, those of the others decoded.
+        """Return the values of all ranks: this rank's value itself, and those of the others decoded.
 
-        Each rank broadcasts its own: gloo's ``all_gather`` takes three times as long for large values of two ranks.
+        Each rank broadcasts its value: gloo's ``all_gather`` takes three times as long for large values of two ranks.
         """
         lengths = [length for (length,) in self.begin_gathering([len(encoded)])()]
         if only_first and self.rank:
@@ -168,18 +169,17 @@ class Ranks:
             return []
         parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
         parts[self.rank] = encoded
-        others = [(member, part) for member, part in zip(self.members, parts, strict=True) if part is not encoded]
+        senders = list(zip(self.members, parts, strict=True))
         if only_first:
-            transfers = [dist.irecv(part, member, self._group) for member, part in others]
+            transfers = [dist.irecv(part, member, self._group) for member, part in senders if part is not encoded]
         else:
-            of_all = zip(self.members, parts, strict=True)
-            transfers = [dist.broadcast(part, member, self._group, async_op=True) for member, part in of_all]
+            transfers = [dist.broadcast(part, member, self._group, async_op=True) for member, part in senders]
         for transfer in transfers:
             transfer.wait()  # type: ignore[union-attr]
         return [value if part is encoded else decode(part) for part in parts]
 
     def _broadcast(self, encoded: torch.Tensor) -> Any:
-        """Return the value that the first rank has encoded, once all ranks have come this far."""
+        """Return the value that the first rank has encoded."""
         length = self.begin_gathering([len(encoded)])()[0][0]
         encoded = encoded if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
         dist.broadcast(encoded, self.members[0], self._group)
@@ -188,8 +188,8 @@ class Ranks:
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
         """Run a function on every rank and return the results, in rank order.
 
-        If it fails on one rank, or its result cannot be pickled there, all ranks raise: that rank its own error, the
-        others one that quotes it. So no rank waits for one that has failed.
+        If it fails on one rank, or its result cannot be pickled there, that rank raises its error, and the others raise
+        one that quotes it, so no rank waits for one that has failed.
 
         :param only_first: whether to run it on rank 0 only
         """
@@ -215,10 +215,23 @@ class Ranks:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
         return self.run_together(make, only_first=True)[0]
 
+    @contextmanager
+    def naming(self, call: str) -> Iterator[None]:
+        """Name a call of the user in the error of a collective in a block, for calls that not all ranks make."""
+        try:
+            yield
+        except RuntimeError as error:  # the time limit of the process group, or the end of another rank
+            if self.world_size == 1:
+                raise
+            raise RuntimeError(
+                f"{call} on rank {self.members[self.rank]} waits for the other ranks, but one of them has not called "
+                f"it, or has failed. Call it on every process, even if only one uses the results. ({error})"
+            ) from error
+
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has reached this point.
 
-        :param timeout: raise a ``RuntimeError`` after this time, which also holds for all later collectives
+        :param timeout: raise a ``RuntimeError`` after this time; also applies to all later collectives
         """
         if self.world_size > 1:
             if timeout is not None:
@@ -227,9 +240,9 @@ class Ranks:
 
 
 def _broadcast_in_place(source: int, tensor: torch.Tensor, group: Any) -> None:
-    """Copy the values that a rank has of a tensor to all ranks of a group.
+    """Copy a rank's values of a tensor to all ranks of a group.
 
-    They are sent as bytes, as gloo knows few types, and from contiguous memory, or it would write beside the elements.
+    They are sent as bytes, because gloo supports few dtypes, and from contiguous memory, as it ignores strides.
     """
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         dist.broadcast(tensor, source, group)
@@ -243,15 +256,15 @@ def _broadcast_in_place(source: int, tensor: torch.Tensor, group: Any) -> None:
 
 
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None
-_stores: Any = dist  # which does not declare them as its own
-_PATIENCE = timedelta(seconds=10)
+_stores: Any = dist  # its type stubs lack the stores
+_STORE_TIMEOUT = timedelta(seconds=10)
 
 
 def connect(name: str) -> Any:
     """Return a store of short texts by key, which all processes of the job share; ``None`` if there is none.
 
-    It has a connection of its own to the store through which the processes met. The job's own connection is of no use
-    here: a collective that waits on it would make every other user of it wait.
+    It has a separate connection to the store of the default process group, whose own connection cannot be shared: a
+    collective that waits on it would block every other user.
 
     :param name: prefix of all keys, the same on every process, and different from those of earlier stores
     """
@@ -262,18 +275,18 @@ def connect(name: str) -> Any:
         store = store.underlying_store
     if not isinstance(store, _stores.TCPStore):
         return None
-    connection = _stores.TCPStore(store.host, store.port, None, False, _PATIENCE, wait_for_workers=False)
+    connection = _stores.TCPStore(store.host, store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
     return _stores.PrefixStore(name, connection)
 
 
 class GroupTimeouts:
-    """Changes how long a collective of any process group may take, and restores that."""
+    """Changes how long a collective of any process group may take, and restores the previous timeouts."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, timedelta]] = []
 
     def set(self, seconds: float) -> None:
-        """Let collectives fail after this many seconds."""
+        """Make collectives fail after this many seconds."""
         if self._before or not (dist.is_available() and dist.is_initialized()):
             return
         for group in list(_c10d._world.pg_map):

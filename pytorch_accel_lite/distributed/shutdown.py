@@ -34,8 +34,8 @@ def unregister(trainer: TrainerLike) -> bool:
     return is_open
 
 
-def note_end(failed: bool) -> None:
-    """Remember whether the last run of this process ended with an error: the others may then still be in theirs."""
+def record_end(failed: bool) -> None:
+    """Remember whether the last run of this process ended with an error: other processes may still be in theirs."""
     global _last_run_failed
     _last_run_failed = failed
 
@@ -44,8 +44,8 @@ def note_end(failed: bool) -> None:
 def _close_all() -> None:
     _leave_job()
     if getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1"):  # not an interactive session
-        # The interpreter forgets that Ctrl-C has ended the program, and exits with 1, if an exit handler, such as one
-        # of torch, makes it run code from a string. An interrupt in such code reminds it.
+        # If an exit handler, such as one of torch, runs code from a string, the interpreter forgets that Ctrl-C has
+        # ended the program, and exits with 1. An interrupt in such code restores that.
         with suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")
 

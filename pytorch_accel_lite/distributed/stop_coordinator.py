@@ -36,7 +36,7 @@ class StopCoordinator:
 
     @property
     def clock(self) -> float:
-        """Seconds since the start of the run, the same on every rank: as of the last synchronisation of several."""
+        """Seconds since the start of the run, the same on every rank: with several, as of the last synchronisation."""
         return time.monotonic() - self._start if self.ranks.world_size == 1 else self._clock
 
     def request(self, error: Exception) -> None:
@@ -58,14 +58,14 @@ class StopCoordinator:
         if not self.must_sync:
             return
         self._updates += 1
-        stop, pause = (float(what in self._requests) for what in ("stop", "pause"))
+        stop, pause = (float(kind in self._requests) for kind in ("stop", "pause"))
         if self.ranks.world_size > 1:
             if not now and self._updates < self._interval:
                 return
-            time_now = time.monotonic()
-            pace = (time_now - self._since) / self._updates
-            stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, time_now - self._start])
-            if not now:  # otherwise that was not the time of updates
+            current_time = time.monotonic()
+            pace = (current_time - self._since) / self._updates
+            stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, current_time - self._start])
+            if not now:  # otherwise the time includes more than updates
                 self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
             self._updates = 0
             self._since = time.monotonic()

@@ -1,1 +1,1 @@
-"""A run: what it is asked for, how it begins or resumes, its epochs, steps and updates, evaluation and prediction."""
+"""A run: its settings, how it begins or resumes, its epochs, steps and updates, evaluation and prediction."""

@@ -6,9 +6,10 @@ Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, wi
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -17,19 +18,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.intervals import parse_interval
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.optimizers import attributes
-from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, parts_of
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
-    from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"
 #: The types of a trainer's arguments.
@@ -46,7 +47,6 @@ _TYPES: dict[str, tuple[Any, str]] = {
 _LIMITS: dict[str, Callable[[str, Any], Any]] = {
     "num_epochs": check_positive_int,
     "max_num_train_steps": check_positive_int,
-    "eval_every_n_epochs": check_positive_int,
     "gradient_clip_value": check_positive_number,
     "gradient_clip_norm": check_positive_number,
 }
@@ -146,6 +146,15 @@ def tensor_parallel_size(accelerator: Accelerator) -> int:
 # ------------------------------------------------------------------------------------------- of a training run
 
 
+def check_resume_from(resume_from: Any) -> None:
+    """Check that a state to resume from is named."""
+    if resume_from is not None and not isinstance(resume_from, (str, os.PathLike)):
+        raise TypeError(
+            f"resume_from={resume_from!r} must be 'latest', for the newest state, the directory or URL of a state, or "
+            "None for a new run."
+        )
+
+
 def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest) -> None:
     """Check the arguments of a training run."""
     if optimizer is None:
@@ -155,16 +164,39 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
     for name, check in _LIMITS.items():
         if getattr(request, name) is not None:
             check(name, getattr(request, name))
-    check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
+    _check_accumulation(request.gradient_accumulation_steps)
+    check_positive_int("eval_every_n_epochs", request.eval_every_n_epochs)
+    if request.evaluate_every is not None:
+        parse_interval("evaluate_every", request.evaluate_every)
+        if request.eval_every_n_epochs != 1:
+            raise ValueError(
+                f"evaluate_every={request.evaluate_every!r} is instead of eval_every_n_epochs="
+                f"{request.eval_every_n_epochs}: pass only one of them."
+            )
     interval, metric = request.scheduler_interval, request.scheduler_metric
     check_choice("scheduler_interval", interval, ("update", "epoch"))
     if metric is not None and not isinstance(metric, str):
         raise TypeError(f"scheduler_metric={metric!r} must be the name of a metric, or None.")
     if metric is not None and interval != "epoch":
         raise ValueError(
-            f"scheduler_metric={metric!r}: metrics are recorded once per epoch. Pass scheduler_interval='epoch' too."
+            f"scheduler_metric={metric!r}: metrics are recorded in evaluations. Pass scheduler_interval='epoch' too."
         )
     _check_accelerator(accelerator)
+
+
+def _check_accumulation(steps: object) -> None:
+    name = "gradient_accumulation_steps"
+    if not isinstance(steps, Mapping):
+        check_positive_int(name, steps)
+        return
+    for first, size in steps.items():
+        check_number(f"a key of {name}", first, numbers.Integral, "a number of updates")
+        check_positive_int(f"{name}[{first!r}]", size)
+    if min(steps, default=-1) != 0:
+        raise ValueError(
+            f"{name}={dict(steps)!r} must begin with 0, such as {{0: 1, 1000: 2}}: one batch in an update, and two "
+            "after 1000 updates."
+        )
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
@@ -185,7 +217,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
 
     If a factory has not created the optimizer yet, this is checked once it has.
     """
-    if not is_made(trainer.optimizer):
+    if not is_created(trainer.optimizer):
         return
     parts = parts_of(trainer.optimizer)
     model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
@@ -217,8 +249,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
 
 def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
     """Return the names of trainable parameters that no optimizer has, or the first three of them."""
-    missed = [name for name, p in module.named_parameters() if p.requires_grad and p not in optimized]
-    return ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
+    return listed([name for name, p in module.named_parameters() if p.requires_grad and p not in optimized], 3)
 
 
 # ------------------------------------------------------------------------------------------------- of data
@@ -324,13 +355,8 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data:
     settings = {"call": call, "callbacks": trainer.callback_handler.callback_list, "seed": trainer.seed}
     for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
         settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
-    try:
+    with ranks.naming(call):
         check_same_on_all_ranks(settings, ranks)
-    except RuntimeError as error:  # the time limit of the process group, or the end of another rank
-        raise RuntimeError(
-            f"{call} on rank {ranks.rank} waits for the other ranks, but one of them has not called it, or has failed. "
-            f"Call it on every process, even if only one uses the results. ({error})"
-        ) from error
 
 
 def check_same_on_all_ranks(settings: dict[str, Any], ranks: Ranks) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import CallbackHandler
+from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
@@ -21,7 +23,7 @@ from pytorch_accel_lite.engine.history import RunHistory, count_values
 from pytorch_accel_lite.engine.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import EVALUATED, Run
+from pytorch_accel_lite.engine.run import EVALUATED, Evaluation, Run
 from pytorch_accel_lite.engine.snapshot import replaced
 
 
@@ -49,6 +51,7 @@ def evaluate_all(
             data.eval_dataset_name = name or None
             with (
                 explaining(trainer, run, "evaluation"),
+                run.goodput.counting("evaluation"),
                 prefixed(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
@@ -57,6 +60,41 @@ def evaluate_all(
     finally:
         data.eval_dataset_name = None
     return losses
+
+
+def start_evaluations(run: Run) -> None:
+    """Determine when a training run evaluates, from its beginning or from where it was."""
+    every = run.request.evaluate_every
+    if not run.data.all_eval_loaders:
+        if every is not None and run.data.ranks.rank == 0:
+            warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
+        return
+    run.evaluations = interval = (
+        Interval(run.request.eval_every_n_epochs, "epochs") if every is None else Interval(every)
+    )
+    interval.start(run, "" if every is None else "evaluate_every")
+    if run.resumed is not None and (saved := run.resumed.shared.get("evaluations")) is not None:
+        interval.load_state_dict(saved, run)
+
+
+def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) -> None:
+    """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
+
+    :param ends_epoch: whether the steps of the epoch are over: what is due then, other than by time, comes after it
+    """
+    interval = run.evaluations
+    if interval is None or run.is_finished or not interval.is_due(run):
+        return
+    if ends_epoch and (run.ends_with_epoch or not interval.is_time):
+        return
+    inner = run.derive()
+    try:
+        _evaluate_within(trainer, inner, is_intermediate=False)
+    finally:
+        if inner.epoch_phase == EVALUATED:  # also if that was when a callback has stopped the run
+            interval.advance(run)
+            if run.request.scheduler_metric is not None and trainer.scheduler is not None:
+                trainer.scheduler_step()
 
 
 @contextmanager
@@ -100,7 +138,7 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
         trackers.measured = batch, output["batch_size"]
         if trackers.unweighed:
             trackers.weigh()
-        if batch.num_samples != 0:  # as is_filler tells, without a call for each batch
+        if batch.num_samples != 0:  # like is_filler, without a call for each batch
             trackers.add(output)
         if listeners["on_eval_step_end"]:
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
@@ -114,6 +152,8 @@ def evaluate(
     per_device_batch_size: int = 8,
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    auto_microbatch: bool = False,
 ) -> dict[str, Any]:
     """Evaluate the model, counting every sample exactly once on any number of processes.
 
@@ -125,13 +165,18 @@ def evaluate(
         (strings) prefix the names of the metrics.
     :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
         out the samples of a smaller last batch
+    :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
+        as needed; losses and metrics are those of the whole batch. In a run that was started with it, always.
     :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
         to the run history, except, within a run, those of metrics that the run's own evaluations record. After a run,
         its curves and rows do not contain them.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-    request = RunRequest("evaluation", num_epochs=1)
+    if auto_microbatch and (self.is_sharded or self.logical is not None):
+        what = "sharded weights" if self.is_sharded else "logical_processes"
+        raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
+    request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)
     with (
         _collecting_values(self) as result,
         _apart_from_run(self),
@@ -144,6 +189,8 @@ def evaluate(
         self.evaluation_run_start()
         self.call_event("on_evaluation_run_start")
         evaluate_all(self, run, is_training=False)
+    if run.outer is None:
+        run.evaluation = Evaluation(dataset, result)
     return result
 
 
@@ -156,7 +203,8 @@ def run_evaluation(
 ) -> dict[str, float]:
     """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
 
-    Call it from a callback, on every process. Modes, running losses and random generators are restored.
+    Call it from a callback, on every process. Modes, running losses and random generators are restored. The evaluations
+    of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or ``eval_epoch_end``.
 
     :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
         saved meanwhile still contain the trainer's model.
@@ -178,16 +226,17 @@ def run_evaluation(
         run.trained_model = trained
     used = trained if model is None else model
     handler = self.callback_handler if callbacks is None else callbacks
-    with (
-        entering(self, run, "run_evaluation()"),
-        preserving_generators(),
-        preserving_modes(trained.modules()),
-        prefixed(self.run_history, prefix),
-        replaced(self, model=used, callback_handler=handler),
-    ):
-        if model is not None:
-            self.sync_buffers(model)
-        return evaluate_all(self, run, is_intermediate=is_intermediate)
+    with prefixed(self.run_history, prefix), replaced(self, model=used, callback_handler=handler):
+        return _evaluate_within(self, run, is_intermediate)
+
+
+def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
+    """Evaluate in a run derived from the one that trains, which stays as it is."""
+    trained = trainer.model if run.trained_model is None else run.trained_model
+    with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
+        if run.trained_model is not None:
+            trainer.sync_buffers(trainer.model)
+        return evaluate_all(trainer, run, is_intermediate=is_intermediate)
 
 
 @contextmanager

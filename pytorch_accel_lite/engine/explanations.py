@@ -22,14 +22,12 @@ from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.reading import names_sample
+from pytorch_accel_lite.engine.batch_parts import is_out_of_memory
+from pytorch_accel_lite.engine.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.engine.run import Run
 
 # What to do about errors whose text does not say it, by a pattern of their text.
 _ADVICE = {
-    "^OutOfMemoryError": (
-        "lower per_device_batch_size, and raise gradient_accumulation_steps to keep the same updates; or pass "
-        "auto_microbatch=True to train(), which splits batches that do not fit."
-    ),
     "device-side assert": (
         "an index is out of range on the device, usually a label without a corresponding output, or an index into an "
         "embedding. The traceback may point to a later line: run on the CPU, with accelerator=Accelerator(cpu=True), "
@@ -70,8 +68,9 @@ _ADVICE = {
         "of earlier outputs need: call the networks again after it, or change the order of the updates."
     ),
     "backward through the graph a second time": (
-        "the graph of a loss is freed by its backward pass: detach() what you keep from one step to the next. In an "
-        "overridden train_step, pass retain_graph=True to update() if a later loss uses the same outputs."
+        "the graph of a loss is freed by its backward pass, which the trainer calls: do not call it in "
+        "calculate_train_batch_loss. detach() what you keep from one step to the next. In an overridden train_step, "
+        "pass retain_graph=True to update() if a later loss uses the same outputs."
     ),
     "stack expects each tensor to be equal size|resize storage that is not resizable": (
         "the samples of a batch differ in shape. Let the dataset crop or resize them to one shape, or pass a "
@@ -157,6 +156,11 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
         samples = f"; {_list_samples(run.batch_indices)} of the dataset" if run.batch_indices else ""
         yield f"  batch: {short(run.batch.data)}{samples}"
         yield from _describe_model(error, trainer)
+    if is_out_of_memory(error):
+        with suppress(Exception):  # a failure must not hide the advice
+            yield from describe_memory(trainer)
+        yield f"  What to do: {advise_on_memory(run, phase)}"
+        return
     text = f"{type(error).__name__}: {error}"
     advice = next((answer for pattern, answer in _ADVICE.items() if re.search(pattern, text)), None)
     if advice is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.environment import import_extra, warn_outside
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.plotting import plot_curves
@@ -178,10 +177,9 @@ class InMemoryRunHistory(RunHistory):
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
         name = f"{self.metric_name_prefix}{metric_name}"
         if name == "epoch":  # as code for pytorch-accelerated may record
-            warnings.warn(
+            warn_outside(
                 "The metric 'epoch' is left out of tables and files, whose column of epochs has this name. Record it "
-                "under another name.",
-                stacklevel=2,
+                "under another name."
             )
         if self._is_apart:
             self._apart.setdefault(name, set()).add(len(self._metrics.get(name, ())))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 
-from pytorch_accel_lite.base.batches import complete_output
+from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import reshard, unwrap
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -17,9 +19,11 @@ from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.engine.lifecycle import create_config, create_eval_loaders, entering
 from pytorch_accel_lite.engine.prepared_model import prepare_model
 from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
 
 
@@ -39,8 +43,12 @@ def inference_run(
         if run.outer is None:
             run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
             run.control = StopCoordinator(trainer.ranks)
+            run.step.num_eval_parts = 1
         trainer.callback_handler.configure_run(trainer, request)
-        requested = replace(run.request, max_batches=request.max_batches, first_sample=request.first_sample)
+        splits = run.request.auto_microbatch or request.auto_microbatch
+        requested = replace(
+            run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
+        )
         run.request = request if run.outer is None else requested
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)
@@ -62,14 +70,66 @@ def compute_batches(
             trainer.logical.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
-        with mixed_precision(trainer.accelerator):
-            output = compute(batch.data)
-        if is_evaluation:
-            complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        if is_evaluation and run.request.auto_microbatch:
+            output = _compute_in_parts(trainer, run, batch, compute)
+        else:
+            with mixed_precision(trainer.accelerator):
+                output = compute(batch.data)
+            if is_evaluation:
+                complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
         yield batch, output
         del output
         run.batch, run.batch_number = None, number
     run.batch_number = None
+
+
+def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Any], Any]) -> BatchOutput:
+    """Return the output of an evaluation batch, computed in parts that fit into memory.
+
+    Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
+    split further, like those after it; those before it are not computed again.
+    """
+    outputs: list[BatchOutput] = []
+    whole = batch._replace(num_samples=None) if batch.is_filler else batch
+    left = split_into_parts(whole, run.step.num_eval_parts)
+    while left:
+        part = left.pop(0)
+        # The parts of a filler batch are such, too.
+        with replaced(run, batch=part._replace(num_samples=0) if batch.is_filler else part):
+            output = _compute_if_it_fits(trainer, run, compute)
+        if output is not None:
+            outputs.append(output)
+            continue
+        clear_device_cache(garbage_collection=True)
+        left = [half for larger in (part, *left) for half in split_into_parts(larger, 2)]
+        samples, size = (find_batch_size(each.data, each.num_samples) for each in (part, whole))
+        run.step.num_eval_parts = max(run.step.num_eval_parts, -(-size // -(-samples // 2)))
+        trainer.print(
+            f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into "
+            f"{run.step.num_eval_parts} parts. Losses and metrics are still those of the whole batch."
+        )
+    return merge_outputs(outputs)
+
+
+def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Callable[[Any], Any]) -> BatchOutput | None:
+    """Return the output of the current evaluation batch, or ``None``, leaving no trace, if it must be split to fit."""
+    batch = run.batch
+    assert batch is not None
+    before = Snapshot()
+    before.keep_states([run.loss_trackers])
+    before.keep_generators()
+    try:
+        with mixed_precision(trainer.accelerator):
+            output: BatchOutput = compute(batch.data)
+        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+    except Exception as error:
+        if find_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
+        before.close()
+        return None
+    run.loss_trackers.measure(batch, output["batch_size"])
+    return output
 
 
 @contextmanager

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.base.inspection import find_length, is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -34,16 +34,13 @@ from pytorch_accel_lite.engine.arguments import (
 from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.prepared_model import apply_model_options, prepare_model, release_model
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, Training
 from pytorch_accel_lite.engine.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
 from pytorch_accel_lite.engine.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
-from pytorch_accel_lite.optimizers.gradients import GradientWindow
-from pytorch_accel_lite.optimizers.operations import clear_gradients, is_made
+from pytorch_accel_lite.optimizers.gradients import Accumulation, GradientWindow
+from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.checkpoint.training_state import TrainingState
 
 # ------------------------------------------------------------------------------------------- the data of a run
 
@@ -159,16 +156,23 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
 
 def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and set up the accumulation window."""
-    had_optimizer = is_made(trainer.optimizer)
+    had_optimizer = is_created(trainer.optimizer)
     prepare_model(trainer, training=True)
     if not had_optimizer:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
+    run.training = Training(run.config, run.end, run.data.eval_dataset)
     if trainer.ranks.world_size > 1:
         check_same_on_all_ranks(run.config.to_dict(), trainer.ranks)
-    run.window = GradientWindow(
-        run.data.ranks, trainer.device, run.request.gradient_accumulation_steps, run.config.train_per_device_batch_size
-    )
+    run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
+    steps, batch_size = run.accumulation.after(0), run.config.train_per_device_batch_size
+    run.window = GradientWindow(run.data.ranks, trainer.device, steps, batch_size)
+    updates = run.config.max_num_train_steps
+    if updates is not None and 0 < updates <= run.accumulation.last_change and trainer.ranks.rank == 0:
+        warn_outside(
+            f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
+            f"reached: the run has {updates} updates."
+        )
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
     run.step = trainer._create_step(run)
@@ -194,8 +198,9 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
             "train_dataset gives no batch: with drop_last=True it must hold at least one batch for every process. "
             "Lower the batch size, or omit drop_last."
         )
-    updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
-    request = _limit(request, updates_per_epoch)
+    accumulation = Accumulation(request.gradient_accumulation_steps)
+    updates_per_epoch = None if steps is None else accumulation.updates_after(steps)
+    request = _limit(request, accumulation, steps)
     logical = None if trainer.logical is None else trainer.logical.count
     processes = logical or data.ranks.world_size
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
@@ -207,7 +212,7 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
         train_dl_kwargs=data.train_loader_kwargs,
         eval_per_device_batch_size=eval_batch_size,
         eval_dl_kwargs=data.eval_loader_kwargs,
-        train_total_batch_size=train_batch_size * processes * request.gradient_accumulation_steps,
+        train_total_batch_size=train_batch_size * processes * accumulation.after(0),
         eval_total_batch_size=eval_batch_size * processes,
         num_update_steps_per_epoch=updates_per_epoch,
         num_local_update_steps_per_epoch=updates_per_epoch,
@@ -222,14 +227,14 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
     )
 
 
-def _limit(request: RunRequest, updates_per_epoch: int | None) -> RunRequest:
-    """Derive epochs from updates, or updates from epochs; updates take precedence."""
-    if request.max_num_train_steps is not None:
-        epochs = None if updates_per_epoch is None else math.ceil(request.max_num_train_steps / updates_per_epoch)
-        return replace(request, num_epochs=epochs)
-    if updates_per_epoch is None or request.num_epochs is None:
+def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
+    """Derive epochs from updates, or updates from epochs of ``steps`` steps; updates take precedence."""
+    updates, epochs = request.max_num_train_steps, request.num_epochs
+    if updates is not None:
+        return replace(request, num_epochs=None if steps is None else accumulation.epochs_for(updates, steps))
+    if steps is None or epochs is None:
         return request
-    return replace(request, max_num_train_steps=request.num_epochs * updates_per_epoch)
+    return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))
 
 
 def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
@@ -245,7 +250,8 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         warn_of_other_schedule(trainer, state)
         run.schedule.is_recreated = must_recreate(trainer, run, state)
         trainer.load_training_state(state.directory)
-        _align_windows(run, state)
+        run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
+        run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     if trainer.scheduler is not None:
         check_length(trainer, run)
     if state is not None and run.schedule.is_recreated:
@@ -253,13 +259,6 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     run.step.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
     run.step.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
-
-
-def _align_windows(run: Run, state: TrainingState) -> None:
-    """Resume at the start of an accumulation window, even if the length of windows has changed."""
-    steps = run.window.steps
-    if run.progress.is_mid_epoch and state.metadata["run_config"].get("gradient_accumulation_steps", steps) != steps:
-        run.progress.step += -run.progress.step % steps
 
 
 # ------------------------------------------------------------------------------------------ its scope and end
@@ -285,9 +284,9 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
             if run.outer is None and (not is_alone or is_overridden(trainer, "parallelize_model")):
                 begin_sharded(trainer, run)
             yield
-        shutdown.note_end(failed=False)
+        shutdown.record_end(failed=False)
     except BaseException as error:
-        shutdown.note_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
+        shutdown.record_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
         raise
     finally:
         if trainer.current_run is run and run.before is not None:
@@ -296,7 +295,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
         run.resumed = None
         if run.schedule.initial_options:
             note_initial_options(trainer.optimizer, run.schedule.initial_options)
-            run.schedule.rates_left = learning_rates(trainer.optimizer)
+            run.schedule.final_rates = learning_rates(trainer.optimizer)
         # This also ends predictions that were started within it and not iterated to their end.
         trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
         run.outer = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +11,9 @@ import torch
 from pytorch_accel_lite.base import reprs
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory  # noqa: F401 (here in pytorch-accelerated)
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data import Batch
-    from pytorch_accel_lite.distributed import Ranks
 
 
 class LossTracker:

@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer, combine
-from pytorch_accel_lite.optimizers.operations import OptimizerFactory, is_made, parts_of
+from pytorch_accel_lite.optimizers.operations import OptimizerFactory, is_created, parts_of
 
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
 
@@ -65,7 +65,7 @@ class PreparedModel:
     def _prepare(self, accelerator: Accelerator) -> None:
         """Give the model to Accelerate, and the optimizer if it is made."""
         model = self.model
-        if self.optimizer is None or is_made(self.optimizer):
+        if self.optimizer is None or is_created(self.optimizer):
             self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
         elif accelerator.distributed_type in _PREPARED_TOGETHER:
             self._originals = model, self.optimizer.make(model)
@@ -78,7 +78,7 @@ class PreparedModel:
 
     def make_optimizer(self, accelerator: Accelerator) -> None:
         """Make the optimizer from the parameters of the prepared model, where a factory was given for it."""
-        if self.optimizer is None or is_made(self.optimizer):
+        if self.optimizer is None or is_created(self.optimizer):
             return
         optimizer = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
         self._originals = self._originals[0], optimizer
@@ -195,7 +195,7 @@ class UnmadeOptimizer:
             )
         by_argument = {"model": model, "named_parameters": list(trainable.items())}
         optimizer = combine(self.factory(by_argument.get(_first_argument(self.factory), list(trainable.values()))))
-        if not is_made(optimizer):
+        if not is_created(optimizer):
             raise TypeError(
                 f"optimizer={self.name} returned {optimizer!r}. It must return a torch.optim.Optimizer, or a dict or "
                 "a list of them."
@@ -231,7 +231,7 @@ class UnmadeOptimizer:
 
 def combine_or_defer(optimizer: Any) -> Any:
     """Return optimizers as one, and a factory as the optimizer that it has yet to make."""
-    is_factory = callable(optimizer) and not is_made(optimizer)
+    is_factory = callable(optimizer) and not is_created(optimizer)
     return UnmadeOptimizer(optimizer) if is_factory else combine(optimizer)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -13,21 +15,22 @@ from torch import nn
 
 from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.events import RunPausedError
+from pytorch_accel_lite.base.goodput import Goodput
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.checkpoint.weights import LoadedWeights
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.mixtures import NamedDatasets
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.optimizers.gradients import GradientWindow
+from pytorch_accel_lite.optimizers.gradients import Accumulation, GradientWindow
 from pytorch_accel_lite.optimizers.rates import Options
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.checkpoint.training_state import TrainingState
-
 
 #: What is over of an epoch whose steps are: its training, its evaluation, all but the final checkpoint.
 TRAINED, EVALUATED, ENDED = 1, 2, 3
@@ -37,6 +40,7 @@ class Step:
     """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
 
     :ivar num_microbatches: number of parts that each batch is split into
+    :ivar num_eval_parts: number of parts that each evaluation batch of this process is split into
     :ivar optimizers: by name, the optimizers that the step updates one by one; empty if it updates all together
     :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
     :ivar updated: names of the optimizers that have been updated in the run, if they are updated one by one
@@ -55,7 +59,7 @@ class Step:
     updating = ""
 
     def __init__(self) -> None:
-        self.num_microbatches = 1
+        self.num_microbatches = self.num_eval_parts = 1
         self.optimizers: dict[str, Any] = {}
         self.updated: set[str] = set()
         self.averaged: list[nn.Parameter] = []
@@ -77,6 +81,11 @@ class Step:
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Update the weights with the gradients of an accumulation window."""
         raise NotImplementedError
+
+    def set_accumulation(self, run: Run, steps: int) -> None:
+        """Set the number of micro-batches in the next accumulation windows."""
+        run.window.steps = steps
+        run.window.filled = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a training state keeps of the step, the same on every process."""
@@ -127,13 +136,13 @@ class RunSchedule:
     """What a run knows of its learning rate schedule.
 
     :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
-    :ivar rates_left: the learning rates at the end of a run with a schedule
+    :ivar final_rates: the learning rates at the end of a run with a schedule
     :ivar shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
     :ivar is_recreated: whether the schedule of a resumed run is recreated rather than restored
     """
 
     initial_options: Options = field(default_factory=list)
-    rates_left: list[Any] = field(default_factory=list)
+    final_rates: list[Any] = field(default_factory=list)
     shift: int = 0
     is_recreated: bool = False
 
@@ -161,6 +170,21 @@ class RunEnd:
         return self.pause is None and not self.has_failed
 
 
+class Training(NamedTuple):
+    """What stays known of a training run while the trainer evaluates later."""
+
+    config: TrainerRunConfig
+    end: RunEnd
+    eval_dataset: Any
+
+
+class Evaluation(NamedTuple):
+    """What :meth:`Trainer.evaluate` found for the weights that the model has after a run."""
+
+    eval_dataset: Any
+    metrics: Mapping[str, Any]
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
@@ -170,6 +194,10 @@ class Run:
     :ivar step: how the run trains on a batch
     :ivar before: the run that is restored when this one ends
     :ivar outer: the run within which this one was started, if any
+    :ivar accumulation: how many batches there are in an update
+    :ivar goodput: how the time of the job is spent
+    :ivar evaluations: how often the run evaluates
+    :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
     :ivar resumed: the training state that is still being restored
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
@@ -179,6 +207,9 @@ class Run:
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar recorded_losses: the mean losses of the last epoch or evaluation
     :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
+    :ivar training: the latest training: this one, or that after which this run evaluates
+    :ivar evaluation: the latest evaluation after the training, if no other weights were loaded since
+    :ivar loaded: the weights that were loaded last, if any
     """
 
     control: StopCoordinator
@@ -191,6 +222,10 @@ class Run:
     end: RunEnd = field(default_factory=RunEnd)
     before: Run | None = None
     outer: Run | None = None
+    accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
+    goodput: Goodput = field(default_factory=Goodput)
+    evaluations: Interval | None = None
+    acts_after_updates: bool = False
     resumed: TrainingState | None = None
     trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
@@ -202,6 +237,9 @@ class Run:
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, Any] = field(default_factory=dict)
     set_apart: dict[str, set[int]] = field(default_factory=dict)
+    training: Training | None = None
+    evaluation: Evaluation | None = None
+    loaded: LoadedWeights | None = None
 
     @classmethod
     def create(
@@ -241,6 +279,11 @@ class Run:
         return self.config
 
     @property
+    def evaluates_within_epochs(self) -> bool:
+        """Whether it evaluates within epochs, too."""
+        return self.evaluations is not None and self.evaluations.is_within_epochs
+
+    @property
     def clock(self) -> float:
         """Seconds since the start of the run, the same on every process (as of their last synchronisation)."""
         return self.control.clock
@@ -255,14 +298,35 @@ class Run:
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
+    def ends_with_epoch(self) -> bool:
+        """Whether the current epoch is the last, as far as is known."""
+        no_limit = self.request.max_num_train_steps is None
+        return self.is_finished or (no_limit and self.progress.epoch == self.required_config.num_epochs)
+
+    @property
+    def max_num_samples(self) -> int | None:
+        """The number of samples in all epochs of the run, which may end before the last does; ``None`` if unknown."""
+        samples, num_epochs = self.data.train_loader.num_samples, self.required_config.num_epochs
+        return None if samples is None or num_epochs is None else samples * num_epochs
+
+    @property
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation."""
-        epoch, every = self.progress.epoch, self.request.eval_every_n_epochs
-        if every is None or not self.data.all_eval_loaders:
+        if self.evaluations is None or not self.data.all_eval_loaders:
             return False
-        no_limit = self.request.max_num_train_steps is None
-        is_last = self.is_finished or (no_limit and epoch == self.required_config.num_epochs)
-        return is_last or epoch % every == 0
+        return self.ends_with_epoch or self.evaluations.is_due(self, ends_epoch=True)
+
+    @property
+    def trained_fraction(self) -> Fraction | None:
+        """The fraction of the current epoch that is trained, which is less than 1 until it ends; ``None`` if unknown.
+
+        It follows from the samples seen where their number is known, so that it is the same on any number of processes.
+        """
+        loader, progress = self.data.train_loader, self.progress
+        total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
+        done = progress.step if total is None or left is None else total - left
+        length = find_length(loader)
+        return None if not length else Fraction(min(done, length - 1), length)
 
     @property
     def batch_indices(self) -> list[Any] | None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.lr_scheduler import OneCycleLR
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
 from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_placeholder_values
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, learning_rates, scheduled_options, set_options
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import RunRequest
-    from pytorch_accel_lite.checkpoint.training_state import TrainingState
 
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
 
@@ -30,7 +29,7 @@ def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest],
     :param check: validates the run; if it raises an error, the optimizer keeps its rates
     """
     trainer.scheduler = None
-    run.schedule.rates_left = [] if run.before is None else run.before.schedule.rates_left
+    run.schedule.final_rates = [] if run.before is None else run.before.schedule.final_rates
     has_schedule = trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler")
     if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
         _begin_from_initial_rates(trainer, run, has_schedule, check)
@@ -43,7 +42,7 @@ def _begin_from_initial_rates(
 ) -> None:
     optimizer = trainer.optimizer
     now = scheduled_options(optimizer)
-    initial = initial_options(optimizer, run.schedule.rates_left)
+    initial = initial_options(optimizer, run.schedule.final_rates)
     had_schedule = all("initial_lr" in group for group in optimizer.param_groups)
     continues = False
     try:
@@ -105,14 +104,10 @@ def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
 
 
 def step_after_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation.
-
-    If evaluations do not follow epochs, it gets the latest value.
-    """
+    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
     request = run.request
     each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
     has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
-    has_metric = has_metric or request.eval_every_n_epochs is None
     if each_epoch and has_metric:
         trainer.scheduler_step()
 
@@ -209,7 +204,14 @@ def must_recreate(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     counts_updates = run.request.scheduler_interval == "update" and not getattr(trainer.scheduler, "t_in_epochs", False)
     has_both = trainer.scheduler is not None and state.shared["scheduler"] is not None
     is_of_epochs = run.request.max_num_train_steps is None and None not in (before, now)
-    return has_both and counts_updates and is_of_epochs and before != now
+    recreates = has_both and counts_updates and is_of_epochs and before != now
+    if recreates and run.accumulation.changes:
+        raise ValueError(
+            f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} changes during the run, which is "
+            f"resumed with {now} updates in the first epoch instead of {before}, so where its schedule is to continue "
+            "is ambiguous. Resume it with the number of processes and the batch size that it had."
+        )
+    return recreates
 
 
 def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
@@ -221,10 +223,9 @@ def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
         problem = "it holds no schedule, so that of create_scheduler_fn starts from the beginning"
     else:
         return
-    warnings.warn(
+    warn_outside(
         f"resume_from: the state {str(state.directory)!r} is of another run: {problem}. Pass the "
-        "create_scheduler_fn of the run that saved it, unless you mean this.",
-        stacklevel=4,  # the call of train()
+        "create_scheduler_fn of the run that saved it, unless you mean this."
     )
 
 

@@ -17,12 +17,13 @@ from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.shards import find_tensors
-from pytorch_accel_lite.checkpoint.weights import listed, sharded_like
+from pytorch_accel_lite.checkpoint.weights import sharded_like
 from pytorch_accel_lite.distributed.layout import find_data_ranks
 from pytorch_accel_lite.engine.arguments import tensor_parallel_size
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.optimizers.operations import is_made
+from pytorch_accel_lite.optimizers.operations import is_created
 
 
 def begin_sharded(trainer: TrainerLike, run: Run) -> None:
@@ -58,7 +59,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
 def _check_meta_device(trainer: TrainerLike, model: nn.Module) -> None:
     """Check that Accelerate's FSDP2 can find the parameters of the optimizer."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if trainer.prepared_model is None and on_meta and trainer.optimizer is not None and is_made(trainer.optimizer):
+    if trainer.prepared_model is None and on_meta and trainer.optimizer is not None and is_created(trainer.optimizer):
         raise ValueError(
             "The model is on the meta device, where Accelerate's FSDP2 cannot tell the parameters of an optimizer "
             "apart (accelerate issue 3930): it would train the wrong ones without an error. Pass a function that "
@@ -99,7 +100,7 @@ def shard_model(trainer: TrainerLike, mesh: Any) -> str | os.PathLike[str] | Non
             f"{type(trainer).__name__}.parallelize_model shards the model, and the accelerator's FSDP plugin would do "
             "so again. Pass an Accelerator without an FSDP plugin."
         )
-    if trainer.optimizer is not None and is_made(trainer.optimizer):
+    if trainer.optimizer is not None and is_created(trainer.optimizer):
         raise TypeError(
             f"{type(trainer).__name__}.parallelize_model replaces the parameters that the optimizer holds. Pass a "
             "function that creates the optimizer afterwards, such as functools.partial(AdamW, lr=1e-3)."
@@ -142,9 +143,10 @@ def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] 
                 seed_generators(seed << 1)  # which halves it for torch
                 missing -= _initialise(model, missing, device)
     if missing:
+        elsewhere = "" if source is None else f", which {os.fspath(source)!r} does not contain"
         raise ValueError(
-            f"{type(model).__name__} was created on the meta device, and nothing gives values to {listed(missing)}"
-            f"{'' if source is None else f', which {os.fspath(source)!r} does not contain'}. Give the modules that "
+            f"{type(model).__name__} was created on the meta device, and nothing gives values to "
+            f"{listed(sorted(missing), 10)}{elsewhere}. Give the modules that "
             "hold them a reset_parameters() method, return weights that contain them from parallelize_model, or create "
             "them on a real device: accelerate.init_empty_weights() leaves buffers there."
         )

@@ -7,7 +7,7 @@ import torch
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
+from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.explanations import examine_first_batch

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
+from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
+from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.engine.evaluation import evaluate_all
+from pytorch_accel_lite.engine.evaluation import evaluate_all, evaluate_if_due, start_evaluations
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
@@ -31,13 +33,12 @@ from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.optimizers.gradients import gradient_sync
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.checkpoint.training_state import TrainingState
-
 
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.control.start_clock()
+    start_evaluations(run)
+    run.acts_after_updates = run.evaluates_within_epochs or run.accumulation.changes
     run.step.must_examine_batch = trainer.ranks.rank == 0
     with ending(trainer, run, "training"):
         try:
@@ -45,7 +46,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
             trainer.call_event("on_training_run_start")
             run.control.sync(now=True)
             _describe_states(trainer, run)
-            over = run.resumed is not None and _has_nothing_left(trainer, run, run.resumed)
+            over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
             while not over and (run.progress.is_mid_epoch or not run.is_finished):
@@ -65,6 +66,7 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
+        run.window.filled = 0
     if run.epoch_phase < TRAINED:
         with explaining(trainer, run, "training"):
             trainer._run_train_epoch(run.data.train_loader)
@@ -76,6 +78,8 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
         run.epoch_phase = ENDED
         trainer.call_event("on_training_run_epoch_end")
         run.control.sync(now=True)
+    if run.evaluations is not None and run.evaluation_is_due:
+        run.evaluations.advance(run, ends_epoch=True)
     run.epoch_phase = 0
     run.progress.epochs_completed = run.progress.epoch
     trainer.run_history._increment_epoch()
@@ -95,16 +99,10 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     run.data.train_loader = loader = create_loader(trainer, run, run.data.train_loader, training=True)
     done = progress.samples_in_epoch, progress.step
     set_optimizer_modes(trainer, training=True)
-    batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, smallest_share(trainer, run))
+    batches = loader.steps(progress.epoch, *done, smallest_share(trainer, run))
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
-    while progress.update < limit and (batch := next(batches, None)) is not None:
-        if run.step.must_warm_up_ddp:
-            warm_up_ddp(trainer, run, batch)
-        train_step(trainer, run, batch)
-        if run.step.must_compare_replicas and progress.update:
-            run.step.must_compare_replicas = False
-            trainer.compare_replicas()
+    _train_steps(trainer, run, batches, limit)
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and trainer.ranks.world_size > 1:
@@ -117,6 +115,26 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     run.unrecorded = None
     run.epoch_phase = TRAINED
     trainer.call_event("on_train_epoch_end")
+
+
+def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> None:
+    """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them."""
+    progress, loader = run.progress, run.data.train_loader
+    with run.goodput.training(loader):
+        with run.goodput.counting("data"):  # the first batch takes the time of starting workers
+            batch = next(batches, None) if progress.update < limit else None
+        if batch is not None and progress.step and run.evaluates_within_epochs:
+            evaluate_if_due(trainer, run)  # the run from which this one resumes was stopped before or within it
+        while batch is not None:
+            if run.step.must_warm_up_ddp:
+                warm_up_ddp(trainer, run, batch)
+            train_step(trainer, run, batch)
+            if run.step.must_compare_replicas and progress.update:
+                run.step.must_compare_replicas = False
+                trainer.compare_replicas()
+            begin = time.perf_counter()
+            batch = next(batches, None) if progress.update < limit else None
+            loader.seconds_waited += time.perf_counter() - begin
 
 
 def _check_length(run: Run, loader: Any, length: int | None) -> None:
@@ -136,34 +154,47 @@ def _check_length(run: Run, loader: Any, length: int | None) -> None:
 
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
-    step = run.progress.step
+    step, window = run.progress.step, run.window
     listeners = trainer.callback_handler.listeners
-    ends_window = batch.is_last or (step + 1) % run.window.steps == 0
+    window.filled = window.filled % window.steps + 1
+    window.is_ending = batch.is_last or window.filled == window.steps
     run.batch, run.batch_number = batch, step
     if listeners["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
-    run.window.is_in_step = True
-    if run.window.steps == 1:
-        output = run.step.forward_backward(trainer, run, batch)
-    else:
-        with gradient_sync(trainer.accelerator, trainer.model, ends_window):
-            output = run.step.forward_backward(trainer, run, batch)
-    updates = ends_window and run.window.sizes is not None  # None: all its batches were skipped
+    window.is_in_step = True
+    forward_backward = run.step.forward_backward if window.steps == 1 else _accumulate
+    output = forward_backward(trainer, run, batch)
+    updates = window.is_ending and window.sizes is not None  # None: all its batches were skipped
     if updates:
         run.step.update(trainer, run)
     run.progress.step += 1
-    run.window.is_in_step = False
+    window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
         # Logical processes have put their shares together in the run's batch.
         trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
     if updates:
         if listeners["on_update_end"]:
             trainer.call_event("on_update_end", step=step)
+        if run.acts_after_updates:
+            _act_after_update(trainer, run, batch)
         if listeners["on_train_step_checkpoint"]:
             trainer.call_event("on_train_step_checkpoint", step=step)
         if run.control.must_sync:
             run.control.sync(can_save=True)
     run.batch, run.batch_number = None, run.progress.step
+
+
+def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+    """Compute the gradients of a batch, and average them over the processes if it is the last of a window."""
+    with gradient_sync(trainer.accelerator, trainer.model, run.window.is_ending):
+        return run.step.forward_backward(trainer, run, batch)
+
+
+def _act_after_update(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+    """Set the size of the next window, and evaluate within the epoch if it is due; at its end, that comes later."""
+    run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
+    if run.evaluates_within_epochs:
+        evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
 
 
 def _describe_states(trainer: TrainerLike, run: Run) -> None:
@@ -180,7 +211,7 @@ def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
         run.resumed = None
 
 
-def _has_nothing_left(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     """Whether a resumed run has nothing left to do; prints the reason."""
     about = state.metadata
     if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
@@ -233,12 +264,11 @@ def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, An
     limit, progress = run.request.max_num_train_steps, run.progress
     steps = math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
     if alone and ranks.rank == 0 and run.data.train_loader.ends_in_one_sample(steps):
-        warnings.warn(
+        warn_outside(
             f"The last batch of an epoch has a single sample, and the model has batch norm in training mode "
             f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "
             "the statistics of one sample are poor. Leave that batch out with train_dataloader_kwargs="
-            "{'drop_last': True}, or choose another per_device_batch_size.",
-            stacklevel=10,  # the call of train()
+            "{'drop_last': True}, or choose another per_device_batch_size."
         )
     return 2 if ranks.max([bool(alone)])[0] else 1
 

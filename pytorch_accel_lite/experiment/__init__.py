@@ -9,21 +9,13 @@ from pytorch_accel_lite.experiment.cross_validation import CrossValidation, Fold
 from pytorch_accel_lite.experiment.experiment import Experiment
 from pytorch_accel_lite.experiment.run_comparison import RunComparison, compare_runs
 from pytorch_accel_lite.experiment.search import retry_killed_trials, suggest_overrides
+from pytorch_accel_lite.experiment.seed_comparison import MeanDifference, SeedComparison, compare_seeds
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, load_yaml
 from pytorch_accel_lite.integrations import OptunaPruningCallback
 
 __all__ = [
-    "CrossValidation",
-    "Experiment",
-    "ExperimentError",
-    "Fold",
-    "OptunaPruningCallback",
-    "RunComparison",
-    "compare_runs",
-    "cross_validate",
-    "load_yaml",
-    "retry_killed_trials",
-    "run_tests",
-    "suggest_overrides",
-]
+    "CrossValidation", "Experiment", "ExperimentError", "Fold", "MeanDifference", "OptunaPruningCallback",
+    "RunComparison", "SeedComparison", "compare_runs", "compare_seeds", "cross_validate", "load_yaml",
+    "retry_killed_trials", "run_tests", "suggest_overrides",
+]  # fmt: skip

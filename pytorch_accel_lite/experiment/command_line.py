@@ -16,6 +16,7 @@ from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.experiment.results import write_json, write_predictions
 from pytorch_accel_lite.experiment.run_comparison import compare_runs
 from pytorch_accel_lite.experiment.run_folders import NoRunsError, natural_order
+from pytorch_accel_lite.experiment.seed_comparison import compare_seeds
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
@@ -26,7 +27,7 @@ _EPILOG = """\
 Every value of the file can be overridden by an option, such as --optimizer.lr 3e-4
 or --callbacks+ EarlyStoppingCallback; "train FILE --help" lists them with their values.
 To begin, "train --print_config > experiment.yaml" writes a file to fill in."""
-_OF_TRAINER = {
+_TRAINER_COMMANDS = {
     "find_lr": "find a learning rate by a range test",
     "find_batch_size": "find the largest batch that fits into memory",
     "diagnose": "find out what limits the speed of training",
@@ -58,11 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if hasattr(options, "file"):
             return _run(options, rest)
-        if rest:
+        if options.command == "compare-seeds":
+            options.overrides = rest
+        elif rest:
             raise ExperimentError(f"{options.command} does not take {rest[0]}. See {options.command} --help.")
         options.run(options)
     except Exception as error:
-        if not _is_for_users(error):
+        if not _is_user_error(error):
             raise
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
             record_error(error)
@@ -71,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as interrupt:
         if notes := _notes_of(interrupt):
-            _print_error(*notes, "On the command line, add --resume latest.")
+            advice = "call the command again" if options.command == "compare-seeds" else "add --resume latest"
+            _print_error(*notes, f"On the command line, {advice}.")
         return 130
     return 0
 
@@ -85,8 +89,8 @@ def _print_error(*lines: str) -> None:
         print("\n".join(lines), file=sys.stderr)
 
 
-def _is_for_users(error: Exception) -> bool:
-    """Whether the message of an error says all: it is ours, and not from within a step."""
+def _is_user_error(error: Exception) -> bool:
+    """Whether the message of an error suffices: it is from a check of ours, and not from within a step."""
     if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
         return True
     return is_ours(error) and not any(note.startswith("In ") for note in _notes_of(error))
@@ -114,16 +118,16 @@ def _parser() -> argparse.ArgumentParser:
 
     train = add("train", _train, "train the experiment in FILE")
     train.add_argument("--print_config", action="store_true", help="write a complete file, and end")
-    of_weights = "by default best, or last without a SaveBestModelCallback"
+    weights_help = "by default best, or last without a SaveBestModelCallback"
     for command in (
         add("evaluate", _evaluate, "evaluate weights on a dataset"),
         add("predict", _predict, "write the outputs for a dataset"),
     ):
-        command.add_argument("--weights", metavar="best|last|PATH", help=of_weights)
+        command.add_argument("--weights", metavar="best|last|PATH", help=weights_help)
         command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, one of those under data")
     add("test", _test, "test every checkpoint by every inference setting by every dataset")
     add("check", _check, "try the program on a few batches and report mistakes; exit with 1 if there are any")
-    for name, text in _OF_TRAINER.items():
+    for name, text in _TRAINER_COMMANDS.items():
         add(name, _tool, text)
     compare = add("compare", _compare, "compare runs: what differs, best metrics, curves on a page", file=False)
     compare.add_argument("runs", nargs="+", help="folders of runs, or folders that contain some")
@@ -132,9 +136,24 @@ def _parser() -> argparse.ArgumentParser:
     for name, which in (("maximize", "greater"), ("minimize", "smaller")):
         text = f"a metric of which {which} values are better, if the runs do not tell"
         compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
+    text = "tell whether the difference between two experiments is real"
+    _add_arguments_of_seeds(add("compare-seeds", _compare_seeds, text, file=False))
     state = add("inspect", _inspect, "show a training state, or list what is in a folder", file=False)
     state.add_argument("path", help="the directory or the URL of a state; or a folder of states, of a run, or of runs")
     return parser
+
+
+def _add_arguments_of_seeds(command: argparse.ArgumentParser) -> None:
+    command.epilog = "All other options override values of both files, as in --train.num_epochs 3."
+    command.add_argument("a", help="an experiment in YAML")
+    command.add_argument("b", help="the experiment to compare it with")
+    command.add_argument("--seeds", type=int, default=5, metavar="N", help="train both under seeds 0 to N - 1; 5")
+    command.add_argument("--metric", default="eval_loss_epoch", help="name in the run history; eval_loss_epoch")
+    command.add_argument("--confidence", type=float, default=0.95, help="confidence level of the intervals; 0.95")
+    command.add_argument(
+        "--processes", type=int, metavar="N", help="how many runs to train at the same time, each in a new process"
+    )
+    command.add_argument("--save_dir", metavar="PATH", help="folder of all runs; by default runs/A-and-B")
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -151,10 +170,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             "one with: train --print_config > experiment.yaml"
         )
     experiment = Experiment.from_file(options.file, rest, tool=None if options.command == "train" else options.command)
-    if prints:
-        print(("" if options.file else _STARTING_FILE) + experiment.text, end="")
-    else:
+    if not prints:
         return int(options.run(experiment, options) or 0)
+    print(("" if options.file else _STARTING_FILE) + experiment.text, end="")
     return 0
 
 
@@ -181,20 +199,20 @@ def _predict(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _described(experiment: Experiment) -> dict[str, Any]:
-    """Return what results depend on besides the weights."""
+    """Return the settings on which results depend besides the weights."""
     parts = ("model", "loss_func", "data", "trainer", "accelerator", "callbacks")
     reading = {name: experiment.config["train"].get(name) for name in ("collate_fn", "eval_dataloader_kwargs")}
     return {name: experiment.config.get(name) for name in parts} | reading
 
 
 def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:
-    """Return the name of the dataset to evaluate: the one asked for, or else the first that there is."""
+    """Return the name of the dataset to evaluate: the requested one, or the first that exists."""
     data = experiment.config.get("data") or {}
     return getattr(options, "on", None) or next((name for name in (first, "test", "eval") if data.get(name)), first)
 
 
 def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tuple[Trainer, list[Path], str]:
-    """Return the trainer with the weights asked for, their paths, and the name of the dataset, which is read."""
+    """Return the trainer with the requested weights, their paths, and the name of the dataset, which is read."""
     trainer = experiment.trainer
     name = _source(experiment, options, first)
     experiment.dataset(name)
@@ -209,7 +227,7 @@ def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
     trainer = experiment.trainer
     arguments = experiment.tool_arguments(options.command)
     result = getattr(trainer, options.command)(experiment.train_dataset, **arguments)
-    if options.command != "find_batch_size":  # which prints what it found
+    if options.command != "find_batch_size":  # prints its result itself
         trainer.print(result)
     if options.command == "find_lr":
         path = experiment.output_dir / "find_lr.png"
@@ -251,7 +269,22 @@ def _inspect(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> None:
     directions = {**dict.fromkeys(options.maximize, True), **dict.fromkeys(options.minimize, False)}
     comparison = compare_runs(sorted(options.runs, key=natural_order), directions=directions, sort_by=options.sort)
-    beside = Path(os.path.commonpath([run.folder.resolve().parent for run in comparison.runs]))
-    path = comparison.save(options.page or beside / "comparison.html")
+    folder = Path(os.path.commonpath([run.folder.resolve().parent for run in comparison.runs]))
+    path = comparison.save(options.page or folder / "comparison.html")
     print(comparison)
     print(f"\nThe page with the curves is {os.path.relpath(path)}")
+
+
+def _compare_seeds(options: argparse.Namespace) -> None:
+    comparison = compare_seeds(
+        options.a,
+        options.b,
+        seeds=options.seeds,
+        metric=options.metric,
+        overrides=options.overrides,
+        confidence=options.confidence,
+        processes=options.processes,
+        save_dir=options.save_dir or Path("runs", f"{Path(options.a).stem}-and-{Path(options.b).stem}"),
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print(comparison)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import statistics
 import weakref
@@ -21,8 +20,19 @@ import torch
 from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, RunPausedError, read_predictions
-from pytorch_accel_lite.experiment.results import Results, text_table, write_json, write_predictions
+from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from pytorch_accel_lite.experiment.results import (
+    Results,
+    as_number,
+    check_is_new,
+    check_is_same,
+    described,
+    read_finished,
+    text_table,
+    train_to_end,
+    write_json,
+    write_predictions,
+)
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import format_value, result_of_first
 
@@ -31,11 +41,6 @@ Split = tuple[list[int], list[int]]
 
 _SPLITS = "splits.json"
 _RESULT = "fold.json"
-_FOR_EVALUATION = {
-    "per_device_batch_size": "per_device_batch_size",
-    "collate_fn": "collate_fn",
-    "eval_dataloader_kwargs": "dataloader_kwargs",
-}
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class CrossValidation(Results):
         parts = [fold.predictions for fold in self.folds]
         if isinstance(parts[0], list) and type(parts[0]) is not list:  # one output for each sample
             samples = [sample for part in parts for sample in part]
-            return type(parts[0])(samples[place] for place in order)
+            return type(parts[0])(samples[position] for position in order)
         return torch.utils._pytree.tree_map(lambda *tensors: torch.cat(tensors)[order], *parts)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -166,37 +171,35 @@ def cross_validate(
         returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
     folder = Path(save_dir)
-    named = _described(splitter) if hasattr(splitter, "split") else "the given indices"
+    named = described(splitter) if hasattr(splitter, "split") else "the given indices"
     if seed is not None:
         set_seed(seed)
-    about = {"splitter": named, "samples": len(dataset), "seed": seed, "y": _checksum(y), "groups": _checksum(groups)}
-    about |= {name: _described(value) for name, value in train_arguments.items()}
+    settings = {"splitter": named, "samples": len(dataset), "seed": seed}
+    settings |= {"y": _checksum(y), "groups": _checksum(groups)}
+    settings |= {name: described(value) for name, value in train_arguments.items()}
     splits = result_of_first(
-        lambda: _find_splits(folder, about, resume, splitter, lambda: _split(splitter, len(dataset), y, groups))
+        lambda: _find_splits(folder, settings, resume, splitter, lambda: _split(splitter, len(dataset), y, groups))
     )
     folds: list[Fold] = []
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
     for number, (train, test) in enumerate(splits, 1):
-        of_fold = folder / f"fold-{number}"
-        metrics = result_of_first(partial(_finished, of_fold, predictions))
+        fold_folder = folder / f"fold-{number}"
+        metrics = result_of_first(partial(_finished, fold_folder, predictions))
         if metrics is None:
             if seed is not None:
                 set_seed(seed)
-            with _new_trainer(make_trainer, of_fold, seen) as trainer:
+            trainer = make_trainer(fold_folder)
+            consequence = "an earlier fold, which has been trained on samples that it would now be tested on"
+            check_is_new(trainer, seen, f"make_trainer({os.fspath(fold_folder)!r})", consequence)
+            with trainer:
                 trainer.print(f"Fold {number} of {len(splits)}: {len(train)} samples to train on, {len(test)} to test")
-                of_train, of_test = Subset(dataset, train), Subset(dataset, test)
-                metrics = _run(trainer, of_fold, of_train, of_test, resume, predictions, train_arguments)
-        folds.append(Fold(of_fold.name, train, test, metrics, of_fold))
+                train_set, test_set = Subset(dataset, train), Subset(dataset, test)
+                metrics = _run(trainer, fold_folder, train_set, test_set, resume, predictions, train_arguments)
+        folds.append(Fold(fold_folder.name, train, test, metrics, fold_folder))
     return CrossValidation(named, len(dataset), folds)
 
 
 # ------------------------------------------------------------------------------------------------------ the split
-
-
-def _described(value: Any) -> Any:
-    """Return an argument as JSON can hold it, the same whenever it is created alike, in one line."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-    return value if isinstance(value, (int, float, type(None))) else " ".join(text.split())
 
 
 def _checksum(values: Any) -> str | None:
@@ -205,32 +208,26 @@ def _checksum(values: Any) -> str | None:
 
 
 def _find_splits(
-    folder: Path, about: dict[str, Any], resume: bool, splitter: Any, make: Callable[[], list[Split]]
+    folder: Path, settings: dict[str, Any], resume: bool, splitter: Any, create: Callable[[], list[Split]]
 ) -> list[Split]:
-    """Return the split of a cross-validation that is resumed, or make one, and write it.
+    """Return the split of a cross-validation that is resumed, or create and write one.
 
-    :param about: what must be the same if it is resumed
+    :param settings: settings that must be the same if it is resumed
     """
     path = folder / _SPLITS
     if resume and path.exists():
         content = json.loads(path.read_text())
         before, splits = content["about"], [(train, test) for train, test in content["splits"]]
-        is_drawn = hasattr(splitter, "split")  # and perhaps another one each time
-        if not is_drawn and make() != splits:
+        if not hasattr(splitter, "split") and create() != splits:  # a splitter may split differently each time
             before["splitter"] = "other indices"
-        for name in {**before, **about}:
-            if before.get(name) != about.get(name):
-                raise ValueError(
-                    f"save_dir={os.fspath(folder)!r} has a cross-validation with {name}={before.get(name)}, not "
-                    f"{about.get(name)}. Resume it with the same arguments, or choose another save_dir."
-                )
+        check_is_same(folder, before, settings, "a cross-validation")
         return splits
-    splits = make()
+    splits = create()
     if path.exists():
         for old in folder.glob("fold-*"):
             if old.is_dir():  # not a plot of them, say
                 shutil.rmtree(old)
-    write_json(path, {"about": about, "splits": splits})
+    write_json(path, {"about": settings, "splits": splits})
     return splits
 
 
@@ -259,28 +256,9 @@ def _indices(values: Any) -> list[int]:
 
 def _finished(folder: Path, needs_predictions: bool) -> dict[str, Any] | None:
     """Return the metrics of a fold that is finished."""
-    path = folder / _RESULT
-    if not path.exists() or (needs_predictions and not (folder / "predictions").is_dir()):
-        return None
-    print(f"{folder} is finished: skipped")
-    metrics: dict[str, Any] = json.loads(path.read_text())
+    lacks_predictions = needs_predictions and not (folder / "predictions").is_dir()
+    metrics: dict[str, Any] | None = None if lacks_predictions else read_finished(folder / _RESULT)
     return metrics
-
-
-def _new_trainer(make_trainer: Callable[[Path], Trainer], folder: Path, seen: weakref.WeakSet[Any]) -> Trainer:
-    """Return the trainer of a fold.
-
-    :param seen: the trainers and models of the folds before it
-    """
-    trainer = make_trainer(folder)
-    for part in (trainer, trainer.get_model(keep_torch_compile=False)):
-        if part in seen:
-            raise ValueError(
-                f"make_trainer({os.fspath(folder)!r}) returned the {type(part).__name__} of an earlier fold, "
-                "which has been trained on samples that it would now be tested on. Create a new one each time."
-            )
-        seen.add(part)
-    return trainer
 
 
 def _run(
@@ -290,21 +268,13 @@ def _run(
 
     :param arguments: further arguments of :meth:`Trainer.train`
     """
-    saves_states = any(hasattr(callback, "find_latest") for callback in trainer.callbacks)
-    trainer.train(train, eval_dataset=test, resume_from="latest" if resume and saves_states else None, **arguments)
-    if (pause := trainer.current_run.end.pause) is not None:
-        raise RunPausedError(f"{pause} {folder.name} is not finished: call cross_validate again with resume=True.")
-    reading = {name: arguments[key] for key, name in _FOR_EVALUATION.items() if key in arguments}
-    metrics = {key: _as_number(value) for key, value in trainer.evaluate(test, **reading).items()}
+    again = "call cross_validate again with resume=True"
+    train_to_end(trainer, folder, again, resume, train_dataset=train, eval_dataset=test, **arguments)
+    names = ("per_device_batch_size", "collate_fn", "eval_dataloader_kwargs")
+    reading = {name.removeprefix("eval_"): arguments[name] for name in names if name in arguments}
+    metrics = {key: as_number(value) for key, value in trainer.evaluate(test, **reading).items()}
     if predictions:
         writer = PredictionWriterCallback(folder / "predictions", overwrite=True)
         write_predictions(trainer, test, writer, **reading)
     trainer.ranks.run_together(lambda: write_json(folder / _RESULT, metrics), only_first=True)
     return metrics
-
-
-def _as_number(value: Any) -> float | str:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return str(value)

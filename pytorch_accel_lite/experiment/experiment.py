@@ -1,4 +1,4 @@
-"""An experiment: what a file says, as a trainer, datasets and arguments."""
+"""An experiment: a trainer, datasets and arguments, as described in a file."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ from pytorch_accel_lite.experiment.yaml_files import (
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import result_of_first
 
-#: How arguments begin that name a file to read, such as ``initial_checkpoint``.
-_READ = ("initial_", "input_", "load_", "pretrained_", "resume_")
-#: Where Python, what is installed for it, and this package are.
+#: Prefixes of arguments that name a file to read, such as ``initial_checkpoint``.
+_INPUT_PREFIXES = ("initial_", "input_", "load_", "pretrained_", "resume_")
+#: The directories of Python, of installed packages and of this package.
 _LIBRARIES = (
-    "<",
     *(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).resolve().parents[1]),
 )
@@ -52,10 +51,10 @@ _LIBRARIES = (
 class Experiment:
     """A trainer, datasets and the arguments of ``train``, as described in a file. See :meth:`from_file`.
 
-    Everything is checked when the file is read, but made only when it is first needed, so evaluating does not read the
-    training data. With ``trainer.seed``, all generators are seeded with it before each part is made.
+    Everything is checked when the file is read, but created only when it is first needed, so evaluating does not read
+    the training data. With ``trainer.seed``, all generators are seeded with it before each part is created.
 
-    :ivar config: the resolved contents of the file: what was given, and the defaults of everything else
+    :ivar config: the resolved contents of the file, including all defaults
     :ivar text: the same as YAML, from which the same experiment can be read again
     """
 
@@ -65,7 +64,7 @@ class Experiment:
         self.config = parser.to_config(self._parsed)
         self._resume_from = self.config["train"].get("resume_from")
         self._is_new = tool is None and not self.config.pop("overwrite") and self._resume_from is None
-        if self._resume_from == "latest":  # which says nothing of the run itself
+        if self._resume_from == "latest":  # not a setting of the run itself
             self.config["train"]["resume_from"] = None
         self.text = dump_yaml(self.config)
         self._folder = folder
@@ -86,20 +85,20 @@ class Experiment:
             in ``overrides``
         :param overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such
             as ``["--optimizer.lr", "3e-4"]``
-        :param tool: the command that it is for if it is not to train, such as ``"find_lr"`` or ``"evaluate"``: it then
-            has the arguments of that, too, and the folder of the newest run
+        :param tool: the command if it is not training, such as ``"find_lr"`` or ``"evaluate"``: the experiment then
+            has the arguments of that command, too, and the folder of the newest run
         :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
         :raises ImportError: if jsonargparse is not installed (extra ``cli``)
         """
         parser = create_parser(path, overrides, tool)
-        is_run = path is not None and parser.place("output_dir").startswith(os.fspath(Path(path, RESOLVED)))
+        is_run = path is not None and parser.locate("output_dir").startswith(os.fspath(Path(path, RESOLVED)))
         return cls(parser, tool, Path(path) if path is not None and is_run else None)
 
     @cached_property
     def output_dir(self) -> Path:
-        """Where the run writes its files. With several processes, ask for it on each.
+        """Where the run writes its files. With several processes, access it on each.
 
-        The ``output_dir`` of the file, or if a run has that already, a new folder beside it: ``runs/wave-run2``. A run
+        The ``output_dir`` of the file, or if a run has that already, a new folder beside it: ``runs/sine-run2``. A run
         that resumes or overwrites has the folder of the newest run, or that of the state it resumes from.
         """
         return Path(result_of_first(lambda: os.fspath(self._folder or self._find_folder())))
@@ -114,7 +113,8 @@ class Experiment:
         if not is_new:
             return runs[-1] if runs else base
         folder = new_folder(base, self.text)
-        self._claim = weakref.finalize(self, _give_back, folder)  # unless training begins
+        # Detached when training begins. Absolute, as the program may work in another directory by then.
+        self._claim = weakref.finalize(self, _release_folder, folder.absolute())
         return folder
 
     # ------------------------------------------------------------------------------------------- parts
@@ -124,20 +124,21 @@ class Experiment:
         """The trainer, with the model, the loss function, the optimizer and the callbacks."""
         kind = self._parser.parts["trainer"]
         parameters = inspect.signature(kind).parameters
-        made: dict[str, Any] = {}
-        makers = {"model": self._make, "loss_func": self._make_loss, "optimizer": self._factory}
-        for name, make in makers.items():
+        arguments: dict[str, Any] = {}
+        for name in ("model", "loss_func", "optimizer"):
             if name in self._parser.parts:
-                made[name] = make(name)
+                # A function as loss_func is the loss itself; a class is instantiated.
+                is_class = name == "loss_func" and inspect.isclass(self._parser.parts[name])
+                arguments[name] = self._create(name) if name == "model" or is_class else self._factory(name)
             elif name in parameters and parameters[name].default is inspect.Parameter.empty:
-                made[name] = None
-        if "model" in made and made["model"] is None:
+                arguments[name] = None
+        if "model" in arguments and arguments["model"] is None:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if "accelerator" in self._parser.parts:
-            made["accelerator"] = self._make_accelerator()
-        elif self._given("trainer.init_args").get("mixed_precision") is None:  # which the trainer checks
+            arguments["accelerator"] = self._build_accelerator()
+        elif self._arguments_of("trainer.init_args").get("mixed_precision") is None:  # which the trainer checks
             _check_precision()
-        trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
+        trainer: Trainer = self._create("trainer", arguments | {"callbacks": self._callbacks()})
         return trainer
 
     @cached_property
@@ -162,13 +163,13 @@ class Experiment:
         if key not in self._parser.parts:
             raise ExperimentError(f"{key}: there is none. Name a class, or a function, that returns a dataset.")
         if key not in self._datasets:
-            self._datasets[key] = self._make(key)
+            self._datasets[key] = self._create(key)
         return self._datasets[key]
 
     @cached_property
     def train_arguments(self) -> dict[str, Any]:
         """The arguments of ``trainer.train`` besides the training data."""
-        arguments = self._given("train") | {"eval_dataset": self.eval_dataset}
+        arguments = self._arguments_of("train") | {"eval_dataset": self.eval_dataset}
         if "scheduler" in self._parser.parts:
             arguments["create_scheduler_fn"] = self._factory("scheduler")
         return arguments
@@ -176,16 +177,17 @@ class Experiment:
     @property
     def eval_arguments(self) -> dict[str, Any]:
         """The arguments of ``trainer.evaluate`` and ``trainer.predict`` besides the data."""
-        given = self._given("train")
-        shared = {name: given[name] for name in ("per_device_batch_size", "collate_fn")}
-        return shared | {"dataloader_kwargs": given["eval_dataloader_kwargs"]}
+        arguments = self._arguments_of("train")
+        shared = {name: arguments[name] for name in ("per_device_batch_size", "collate_fn")}
+        return shared | {"dataloader_kwargs": arguments["eval_dataloader_kwargs"]}
 
     def tool_arguments(self, tool: str) -> dict[str, Any]:
-        """Return the arguments of ``trainer.find_lr`` and the like besides the data: some of ``train``, and its own."""
+        """Return the arguments of ``trainer.find_lr`` and the like besides the data, including those of ``train``."""
         if tool == "test":
-            return self.eval_arguments | self._given(tool)
-        taken = inspect.signature(getattr(self.trainer, tool)).parameters
-        return {name: value for name, value in self._given("train").items() if name in taken} | self._given(tool)
+            return self.eval_arguments | self._arguments_of(tool)
+        parameters = inspect.signature(getattr(self.trainer, tool)).parameters
+        shared = {name: value for name, value in self._arguments_of("train").items() if name in parameters}
+        return shared | self._arguments_of(tool)
 
     def train(self) -> Trainer:
         """Train as described, and return the trainer.
@@ -200,17 +202,17 @@ class Experiment:
         self.trainer.train(self.train_dataset, **self.train_arguments)
         return self.trainer
 
-    # ------------------------------------------------------------------------------------ making the parts
+    # ---------------------------------------------------------------------------------- creating the parts
 
     @cached_property
     def _instances(self) -> Any:
-        """The contents with objects in place of nested classes and their arguments, without callbacks."""
+        """The contents with nested classes instantiated, without callbacks."""
         contents = self._parsed.clone()
-        del contents["callbacks"]  # which have the folder of the run
+        del contents["callbacks"]  # they need the folder of the run
         self._seed()
         return self._parser.instantiate(contents, _instantiate)
 
-    def _given(self, key: str) -> dict[str, Any]:
+    def _arguments_of(self, key: str) -> dict[str, Any]:
         """Return the arguments under a key."""
         namespace = self._instances.get(key)
         return {} if namespace is None else dict(vars(namespace))
@@ -220,58 +222,54 @@ class Experiment:
         if seed is not None:
             set_seed(seed)
 
-    def _make(self, key: str, further: Mapping[str, Any] | None = None) -> Any:
-        arguments = self._given(f"{key}.init_args") | dict(further or {})
+    def _create(self, key: str, further: Mapping[str, Any] | None = None) -> Any:
+        arguments = self._arguments_of(f"{key}.init_args") | dict(further or {})
         self._seed()
-        with _naming(self._parser.place(key)):
+        with _naming(self._parser.locate(key)):
             return self._parser.parts[key](**arguments)
 
     def _factory(self, key: str) -> Any:
-        """Return what the trainer will call: a class or a function, with the arguments that are not its defaults.
+        """Return the class or function that the trainer will call, with the arguments that differ from the defaults.
 
-        An error in it names the part.
+        Its errors name the part.
         """
-        made = self._parser.parts[key]
-        defaults = {name: value.default for name, value in inspect.signature(made).parameters.items()}
-        all_given = self._given(f"{key}.init_args")
-        given = {name: value for name, value in all_given.items() if name not in defaults or value != defaults[name]}
+        function = self._parser.parts[key]
+        defaults = {name: value.default for name, value in inspect.signature(function).parameters.items()}
+        arguments = self._arguments_of(f"{key}.init_args")
+        changed = {name: value for name, value in arguments.items() if name not in defaults or value != defaults[name]}
         if key == "scheduler":
-            given = self._parser.with_placeholders(all_given, given)
-        if key == "loss_func":  # errors in it are those of a step
-            return partial(made, **given) if given else made
+            changed = self._parser.with_placeholders(arguments, changed)
+        if key == "loss_func":  # its errors are those of a step
+            return partial(function, **changed) if changed else function
 
-        @wraps(made, updated=())
-        def make(*args: Any, **kwargs: Any) -> Any:
-            with _naming(self._parser.place(key)):
-                return made(*args, **kwargs)
+        @wraps(function, updated=())
+        def create(*args: Any, **kwargs: Any) -> Any:
+            with _naming(self._parser.locate(key)):
+                return function(*args, **kwargs)
 
-        return partial(make, **given) if given else make
+        return partial(create, **changed) if changed else create
 
-    def _make_accelerator(self) -> Any:
+    def _build_accelerator(self) -> Any:
         create = self._factory("accelerator")
-        given = create.keywords if isinstance(create, partial) else {}
-        if "mixed_precision" not in given:
+        arguments = create.keywords if isinstance(create, partial) else {}
+        if "mixed_precision" not in arguments:
             _check_precision()
         is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        on_cpus = is_launched and not torch.accelerator.is_available()  # which Accelerate must be told
-        return create(cpu=True) if on_cpus and "cpu" not in given else create()
-
-    def _make_loss(self, key: str) -> Any:
-        """Return an instance of a class; or a function itself, which is called with outputs and targets."""
-        return self._make(key) if inspect.isclass(self._parser.parts[key]) else self._factory(key)
+        on_cpus = is_launched and not torch.accelerator.is_available()  # Accelerate must be told
+        return create(cpu=True) if on_cpus and "cpu" not in arguments else create()
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks of the file after the default ones, except defaults of which the file has its own."""
         contents = self._parsed.clone()
         for item in contents["callbacks"]:
-            _place_files(import_path(Document(), "callbacks", item["class_path"]), item, self.output_dir)
+            _move_outputs(import_path(Document(), "callbacks", item["class_path"]), item, self.output_dir)
         self._seed()
         only = type(contents)(callbacks=contents["callbacks"])
-        own: list[TrainerCallback] = list(self._parser.instantiate(only, _instantiate)["callbacks"])
-        default = [kind for kind in get_default_callbacks() if not any(isinstance(callback, kind) for callback in own)]
-        if not any(isinstance(callback, MetricsFileCallback) for callback in own):
-            own.append(MetricsFileCallback(self.output_dir / "metrics.jsonl"))
-        return [*default, *own, ExperimentRecord(self, self._claim)]
+        listed: list[TrainerCallback] = list(self._parser.instantiate(only, _instantiate)["callbacks"])
+        defaults = [kind for kind in get_default_callbacks() if not any(isinstance(item, kind) for item in listed)]
+        if not any(isinstance(callback, MetricsFileCallback) for callback in listed):
+            listed.append(MetricsFileCallback(self.output_dir / "metrics.jsonl"))
+        return [*defaults, *listed, ExperimentRecord(self, self._claim)]
 
 
 def create_parser(
@@ -314,35 +312,32 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
         yield key, load_yaml(value) if is_within else value
 
 
-def _give_back(folder: Path) -> None:
-    """Leave a folder to the next run, as none has begun in it."""
+def _release_folder(folder: Path) -> None:
+    """Release a folder for the next run, as no run has begun in it."""
     (folder / RESOLVED).unlink(missing_ok=True)
-    with suppress(OSError):  # which others have written to
+    with suppress(OSError):  # not empty
         folder.rmdir()
 
 
 def _check_precision() -> None:
     """Refuse to take over the mixed precision of an earlier experiment, as that of a process cannot change."""
-    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if is_initialized() and (existing := AcceleratorState().mixed_precision) != given:
+    mode = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if is_initialized() and (existing := AcceleratorState().mixed_precision) != mode:
         raise ExperimentError(
             f"accelerator.mixed_precision: this process already computes in {existing}, because of an earlier "
-            f"accelerator, and cannot change to {given}. Give all experiments of a program the same, or start this one "
+            f"accelerator, and cannot change to {mode}. Give all experiments of a program the same, or start this one "
             "in a program of its own."
         )
 
 
-def _place_files(kind: Any, item: Any, folder: Path) -> None:
-    """Let a callback write into a folder: its relative paths, given or by default, are meant relative to it.
-
-    Those of files that it reads, by their names, stay as they are.
-    """
+def _move_outputs(kind: Any, item: Any, folder: Path) -> None:
+    """Move the relative output paths of a callback, explicit or default, into a folder."""
     arguments = item.get("init_args") or {}
     for parameter in inspect.signature(kind).parameters.values():
-        value = arguments.get(parameter.name)
-        is_path = re.search(r"\bPath(Like)?\b", str(parameter.annotation)) and not parameter.name.startswith(_READ)
-        if is_path and isinstance(value, (str, os.PathLike)) and "://" not in str(value):
-            arguments[parameter.name] = os.fspath(folder / value)
+        name, value = parameter.name, arguments.get(parameter.name)
+        is_output = re.search(r"\bPath(Like)?\b", str(parameter.annotation)) and not name.startswith(_INPUT_PREFIXES)
+        if is_output and isinstance(value, (str, os.PathLike)) and "://" not in str(value):
+            arguments[name] = os.fspath(folder / value)
 
 
 def _instantiate(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -352,23 +347,22 @@ def _instantiate(kind: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _naming(place: str) -> Iterator[None]:
-    """Add to an error the part of the experiment that was being made.
+def _naming(part: str) -> Iterator[None]:
+    """Add to an error the part of the experiment that was being created.
 
-    Where only libraries took part, its arguments are at fault, and its message says all; not in the user's own code.
+    If only libraries were involved, the arguments are wrong, and the message suffices; not in the user's code.
     """
     try:
         yield
     except ExperimentError:
-        raise  # has been named
+        raise  # already names the part
     except Exception as error:
         if is_ours(error):
-            raise ExperimentError(f"{place}: {error}") from error
+            raise ExperimentError(f"{part}: {error}") from error
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if all(file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES) for file in files):
-            raise ExperimentError(f"{place}: {type(error).__name__}: {error}") from error
-        note = f"This happened while {place} was made."
-        vars(error).setdefault("__notes__", []).append(note)  # add_note, which needs Python 3.11
+            raise ExperimentError(f"{part}: {type(error).__name__}: {error}") from error
+        error.add_note(f"This happened while {part} was made.")
         raise
 
 
@@ -378,7 +372,7 @@ class ExperimentRecord(TrainerCallback):
     A run that resumes prints what differs.
 
     :param experiment: the experiment
-    :param claim: leaves the folder of a new run to the next one; detached when the run begins
+    :param claim: releases the folder of a new run for the next one; detached when the run begins
     """
 
     def __init__(self, experiment: Experiment, claim: weakref.finalize[..., Any] | None = None) -> None:
@@ -389,13 +383,13 @@ class ExperimentRecord(TrainerCallback):
         return f"ExperimentRecord({self._experiment.config['output_dir']!r})"
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Write the file, and whether greater values are better of each metric of which it is known."""
+        """Write the file, and for each metric whether greater values are better, if known."""
         experiment, folder = self._experiment, self._experiment.output_dir
         metrics = trainer.current_run.request.metrics
         directions = metrics.directions | {watched.name: watched.greater_is_better for watched in metrics.watched}
-        known = {name: direction for name, direction in directions.items() if direction is not None}
+        known_directions = {name: direction for name, direction in directions.items() if direction is not None}
         trainer.ranks.run_together(lambda: write_text(folder / RESOLVED, experiment.text), only_first=True)
-        trainer.ranks.run_together(lambda: write_json(folder / DIRECTIONS, known, indent=2), only_first=True)
+        trainer.ranks.run_together(lambda: write_json(folder / DIRECTIONS, known_directions, indent=2), only_first=True)
         if self._claim is not None:
             self._claim.detach()
         if folder.name != Path(experiment.config["output_dir"]).name and not trainer.progress.update:

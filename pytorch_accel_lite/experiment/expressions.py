@@ -15,7 +15,7 @@ from pytorch_accel_lite.utils import suggest
 _NAMES: dict[str, Placeholder] = {
     name: value for name, value in vars(TrainerPlaceholderValues).items() if isinstance(value, Placeholder)
 }
-_LOOKS_LIKE_ONE = re.compile(r"\b[A-Z]+(_[A-Z]+)+\b")
+_PLACEHOLDER_NAME = re.compile(r"\b[A-Z]+(_[A-Z]+)+\b")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -72,7 +72,7 @@ def find_expressions(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from find_expressions(inner, (*path, key))
-    elif isinstance(value, str) and _LOOKS_LIKE_ONE.search(value):
+    elif isinstance(value, str) and _PLACEHOLDER_NAME.search(value):
         yield path, value
 
 
@@ -83,4 +83,4 @@ def replaced(value: Any, path: Sequence[Any], new: Any) -> Any:
     first, *rest = path
     if isinstance(value, dict):
         return {**value, first: replaced(value.get(first), rest, new)}
-    return type(value)(replaced(item, rest, new) if place == first else item for place, item in enumerate(value))
+    return type(value)(replaced(item, rest, new) if index == first else item for index, item in enumerate(value))

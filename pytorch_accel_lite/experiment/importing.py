@@ -1,4 +1,4 @@
-"""The classes and functions that an experiment names by their paths, and whether they can be the parts they name."""
+"""Importing the classes and functions that an experiment names, and checking their kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import suggest
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-# Where a class is looked for that is named without its module.
+# Modules in which a class is looked up that is named without its module.
 _MODULES = {
     "loss_func": ("torch.nn", "torch.nn.functional"),
     "optimizer": ("torch.optim",),
@@ -31,11 +31,11 @@ _MODULES = {
 
 
 def import_path(document: Document, key: str, path: Any) -> Any:
-    """Return the class or function that a key names by its dotted path; those of torch and ours by name alone.
+    """Return the class or function that a key names by its dotted path, or by name alone for torch's and ours.
 
     :raises ExperimentError: if there is none
     """
-    where = document.place(key)
+    where = document.locate(key)
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         raise ExperimentError(f"{where}={path!r} must be the path of a class or a function, such as my_module.MyClass.")
     module_name, _, name = path.rpartition(".")
@@ -46,20 +46,20 @@ def import_path(document: Document, key: str, path: Any) -> Any:
         hint = suggest(name, dir(module))
         raise ExperimentError(f"{where}={path!r}: the module {module_name!r} has no {name!r}.{hint}")
     thing = getattr(module, name)
-    if not callable(thing) or not hasattr(thing, "__qualname__"):  # which instances lack, a partial for example
+    if not callable(thing) or not hasattr(thing, "__qualname__"):  # instances lack it, for example a partial
         raise ExperimentError(f"{where}={path!r} must be a class or a function, not {type(thing).__name__}.")
     return thing
 
 
 def _named(where: str, name: str, modules: Sequence[str]) -> Any:
-    matches = [importlib.import_module(module) for module in modules]
-    for module in matches:
+    imported = [importlib.import_module(module) for module in modules]
+    for module in imported:
         if callable(getattr(module, name, None)):
             return getattr(module, name)
-    names = [word for module in matches for word in getattr(module, "__all__", dir(module)) if word[0] != "_"]
-    looked = f"is not in {' or '.join(modules)}." if modules else "has no module."
+    names = [word for module in imported for word in getattr(module, "__all__", dir(module)) if word[0] != "_"]
+    problem = f"is not in {' or '.join(modules)}." if modules else "has no module."
     raise ExperimentError(
-        f"{where}={name!r} {looked}{suggest(name, names)} Write the module of your own classes too: my_module.{name}."
+        f"{where}={name!r} {problem}{suggest(name, names)} Write the module of your own classes too: my_module.{name}."
     )
 
 
@@ -68,7 +68,7 @@ def _module(where: str, name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # by the module itself, of another
+            raise  # the module itself failed to import another one
         raise ExperimentError(
             f"{where}: there is no module {error.name!r}. Modules of your own are looked for beside the file, in the "
             f"folder that you are in, {os.getcwd()}, and in PYTHONPATH."
@@ -86,7 +86,7 @@ def full_name(thing: Any) -> str:
     return f"{thing.__module__}.{name}"
 
 
-# What the class of each part must be; optimizers and schedulers come in many forms.
+# The required base class of each part; optimizers and schedulers come in many forms.
 _KINDS: dict[str, Any] = {
     "model": nn.Module,
     "loss_func": Callable,
@@ -97,7 +97,7 @@ _KINDS: dict[str, Any] = {
 
 
 def check_kinds(document: Document, parts: Mapping[str, Any]) -> None:
-    """Check that the classes of all parts are of the kind that is needed. What a function returns is not known.
+    """Check that the classes of all parts have the required base class. What functions return is unknown.
 
     :raises ExperimentError: if one is not
     """
@@ -106,5 +106,5 @@ def check_kinds(document: Document, parts: Mapping[str, Any]) -> None:
         if inspect.isclass(thing) and not issubclass(thing, kind):
             name = kind.__qualname__
             raise ExperimentError(
-                f"{document.place(key)} must be a kind of {name}, not the class {thing.__qualname__}."
+                f"{document.locate(key)} must be a kind of {name}, not the class {thing.__qualname__}."
             )

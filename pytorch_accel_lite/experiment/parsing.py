@@ -1,4 +1,4 @@
-"""Checking an experiment's contents against the signatures of what they name, by a parser made for them."""
+"""Checking the contents of an experiment against the signatures of the classes and functions that they name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pytorch_accel_lite.schedulers import ScheduleName
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra, suggest
 
-#: Commands with arguments of their own beside some of those of ``train``: methods of the trainer, and ``run_tests``.
+#: Commands with their own arguments in addition to some of those of ``train``: trainer methods, and ``run_tests``.
 TOOLS = ("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "test")
 _DEFAULT_CLASSES = {"trainer": "Trainer", "accelerator": "Accelerator"}
-# Arguments that parts, data and commands give.
-_OF_TRAINER = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
-_OF_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
-_OF_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
-_CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # with as many arguments before those of the file
-# How the parser begins the text that it writes in place of an object that has none.
+# Arguments that come from parts, data and commands.
+_TRAINER_ARGUMENTS = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
+_TRAIN_ARGUMENTS = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
+_TEST_ARGUMENTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
+_CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # number of arguments before those of the file
+# The beginning of the text that the parser writes for an object that cannot be serialized.
 _UNWRITABLE = "Unable to serialize instance"
 _UNWANTED_HELP = {
     r"  --print_config .*?(?=\n  -)\n": "",
@@ -42,7 +42,7 @@ class Parser:
     """The parser of one experiment, with an option for each argument of each part.
 
     :param document: the contents of the file, and what overrides them
-    :param tool: the command, one of ``TOOLS``, whose own arguments the experiment has too
+    :param tool: the command, one of ``TOOLS``, whose arguments the experiment has, too
     :raises ExperimentError: if a class does not exist, or a key is not known
     """
 
@@ -54,21 +54,21 @@ class Parser:
         for other in {*TOOLS} - {tool}:
             content.pop(other, None)
         content["trainer"] = content.get("trainer") or {}
-        self._take_schedule_name()
+        self._resolve_schedule_name()
         self.parts = dict(self._import_parts())
         check_kinds(document, self.parts | self._import_callbacks())
-        self._expressions = self._take_expressions()
+        self._expressions = self._extract_expressions()
         self._parser = self._create()
-        self._known = set(self._parser.get_defaults().keys())
-        self._accept_further()
+        self._keys = set(self._parser.get_defaults().keys())
+        self._add_extra_arguments()
         self._check_keys(content)
 
-    def place(self, key: str) -> str:
-        """Return the start of an error message about a key: where it stands, and the key."""
-        return self._document.place(key)
+    def locate(self, key: str) -> str:
+        """Return the start of an error message about a key: its location and the key."""
+        return self._document.locate(key)
 
     def _arguments(self, key: str) -> dict[str, Any]:
-        """Return the arguments that the file gives to a part."""
+        """Return the arguments of a part in the file."""
         part: Any = self._document.content
         for name in key.split("."):
             part = (part or {}).get(name)
@@ -76,19 +76,19 @@ class Parser:
 
     # ------------------------------------------------------------------------------- classes and functions
 
-    def _take_schedule_name(self) -> None:
-        """Let ``scheduler: cosine`` be the argument of ``train`` that it stands for."""
+    def _resolve_schedule_name(self) -> None:
+        """Replace ``scheduler: cosine`` by the corresponding argument of ``train``."""
         content = self._document.content
         scheduler, train = (content.get(key) or {} for key in ("scheduler", "train"))
         if scheduler and train.get("create_scheduler_fn") is not None:
             raise ExperimentError(
-                f"{self.place('train.create_scheduler_fn')}: there is a scheduler, too. Leave one out."
+                f"{self.locate('train.create_scheduler_fn')}: there is a scheduler, too. Leave one out."
             )
         name = scheduler.get("class_path")
         if name in get_args(ScheduleName):
-            given = {f"scheduler.init_args.{argument}" for argument in self._arguments("scheduler")}
-            for key in given - self._document.inherited:
-                raise ExperimentError(f"{self.place(key)}: {name} takes only a warm-up, which is train.warmup_steps.")
+            keys = {f"scheduler.init_args.{argument}" for argument in self._arguments("scheduler")}
+            for key in keys - self._document.inherited:
+                raise ExperimentError(f"{self.locate(key)}: {name} takes only a warm-up, which is train.warmup_steps.")
             del content["scheduler"]
             content["train"] = train | {"create_scheduler_fn": name}
 
@@ -104,12 +104,12 @@ class Parser:
     def _import(self, key: str, item: Any) -> tuple[dict[str, Any], Any]:
         """Return an item with the full path of its class or function, and that class or function."""
         if not isinstance(item, dict):
-            raise ExperimentError(f"{self.place(key)}={item!r} must be a class path, or class_path and init_args.")
+            raise ExperimentError(f"{self.locate(key)}={item!r} must be a class path, or class_path and init_args.")
         if "class_path" not in item:
-            raise ExperimentError(f"{self.place(key)} has arguments, but no class_path.")
+            raise ExperimentError(f"{self.locate(key)} has arguments, but no class_path.")
         for name in sorted(item.keys() - {"class_path", "init_args"}):
             raise ExperimentError(
-                f"{self.place(f'{key}.{name}')} is neither class_path nor init_args, under which the arguments of the "
+                f"{self.locate(f'{key}.{name}')} is neither class_path nor init_args, under which the arguments of the "
                 "class belong."
             )
         thing = import_path(self._document, key, item["class_path"])
@@ -118,7 +118,7 @@ class Parser:
     def _import_callbacks(self) -> dict[str, Any]:
         items = self._document.content.get("callbacks") or []
         if not isinstance(items, list):
-            raise ExperimentError(f"{self.place('callbacks')}={items!r} must be a list.")
+            raise ExperimentError(f"{self.locate('callbacks')}={items!r} must be a list.")
         kinds: dict[str, Any] = {}
         for number, item in enumerate(items):
             key = f"callbacks.{number}"
@@ -126,8 +126,8 @@ class Parser:
         self._document.content["callbacks"] = items
         return kinds
 
-    def _take_expressions(self) -> dict[tuple[Any, ...], tuple[str, Any]]:
-        """Put a number in place of each expression in the arguments of the scheduler.
+    def _extract_expressions(self) -> dict[tuple[Any, ...], tuple[str, Any]]:
+        """Replace each expression in the arguments of the scheduler by a number.
 
         :return: the text and the placeholder of each
         """
@@ -138,7 +138,7 @@ class Parser:
             try:
                 expressions[path] = text, parse(text)
             except ValueError as error:
-                raise ExperimentError(f"{self.place(f'scheduler.{name}')}: {error}") from error
+                raise ExperimentError(f"{self.locate(f'scheduler.{name}')}: {error}") from error
             arguments[name] = replaced(arguments[name], inner, 1)
         return expressions
 
@@ -153,7 +153,7 @@ class Parser:
             skip: set[Any] = {_CALLED_LATER[key]} if key in _CALLED_LATER else set()
             parameters = _parameters(thing) or {}
             if key == "trainer":
-                skip = _OF_TRAINER & parameters.keys()
+                skip = _TRAINER_ARGUMENTS & parameters.keys()
             skip |= {name for name, value in parameters.items() if type(value.default) is object}  # without a meaning
             if not inspect.isclass(thing):
                 parser.add_function_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False)
@@ -161,61 +161,57 @@ class Parser:
             skip = set() if key == "loss_func" else skip
             parser.add_class_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False, instantiate=False)
         kind = list[TrainerCallback]
-        parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, beside the default ones")
-        trainer = self._trainer_class()
-        parser.add_method_arguments(trainer, "train", "train", skip={*_OF_TRAIN})
+        parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, in addition to the default ones")
+        part = self.parts["trainer"]
+        trainer = part if inspect.isclass(part) and issubclass(part, Trainer) else Trainer
+        parser.add_method_arguments(trainer, "train", "train", skip={*_TRAIN_ARGUMENTS})
         parser.add_argument("--train.create_scheduler_fn", type=ScheduleName | None, help="the name of a schedule")
         if self._tool is not None:
             function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
-            shared = {*inspect.signature(trainer.train).parameters, "self", "extra", *_OF_TESTS}
+            shared = {*inspect.signature(trainer.train).parameters, "self", "extra", *_TEST_ARGUMENTS}
             skip = shared & set(inspect.signature(function).parameters)
             parser.add_function_arguments(function, self._tool, skip=skip)
         parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
         parser.add_argument("--overwrite", type=bool, default=False, help="replace the newest run")
         return parser
 
-    def _trainer_class(self) -> Any:
-        """Return the class whose ``train`` is called: that of the trainer, or ``Trainer`` if a function makes it."""
-        made = self.parts["trainer"]
-        return made if inspect.isclass(made) and issubclass(made, Trainer) else Trainer
-
-    def _accept_further(self) -> None:
-        """Add the arguments in the file that a part takes as ``**kwargs`` of which its signature tells nothing."""
+    def _add_extra_arguments(self) -> None:
+        """Add the arguments in the file that a part accepts as undocumented ``**kwargs``."""
         for key, thing in self.parts.items():
             prefix = f"{key}.init_args."
-            taken = {name.removeprefix(prefix) for name in self._known if name.startswith(prefix)}
+            existing = {name.removeprefix(prefix) for name in self._keys if name.startswith(prefix)}
             parameters = _parameters(thing)
             is_open = parameters is None or any(value.kind is value.VAR_KEYWORD for value in parameters.values())
-            if is_open and taken <= (parameters or {}).keys():
-                for name in self._arguments(key).keys() - taken:
+            if is_open and existing <= (parameters or {}).keys():
+                for name in self._arguments(key).keys() - existing:
                     self._parser.add_argument(f"--{prefix}{name}", type=Any, help="passed on as it is")
-                    self._known.add(f"{prefix}{name}")
+                    self._keys.add(f"{prefix}{name}")
 
     def _check_keys(self, content: dict[str, Any], under: str = "") -> None:
-        """Refuse keys that nothing takes, and drop those that were meant for a class that has been replaced."""
+        """Raise an error for unknown keys, and drop those of a class that has been replaced."""
         for name, value in list(content.items()):
             key = f"{under}.{name}" if under else str(name)
-            if key in self._known or key.endswith(".class_path"):
+            if key in self._keys or key.endswith(".class_path"):
                 continue
             if key in self._document.inherited:
                 del content[name]
             elif not self._has_keys(key):
-                raise ExperimentError(f"{self.place(key)} {self._unknown(key)}")
+                raise ExperimentError(f"{self.locate(key)} {self._unknown(key)}")
             elif isinstance(value, dict) and value:
                 self._check_keys(value, key)
-            elif isinstance(value, str) and f"{key}.class_path" in self._known:
+            elif isinstance(value, str) and f"{key}.class_path" in self._keys:
                 content[name] = {"class_path": value}  # an argument whose default is a class, which it returns
             elif value:
-                raise ExperimentError(f"{self.place(key)}={value!r} must have keys and values.")
+                raise ExperimentError(f"{self.locate(key)}={value!r} must have keys and values.")
             if not content.get(name):
                 content.pop(name, None)
 
     def _has_keys(self, key: str) -> bool:
         is_part = key in PARTS or key.removesuffix(".init_args") in PARTS or key == "data"
-        return is_part or any(name.startswith(f"{key}.") for name in self._known)
+        return is_part or any(name.startswith(f"{key}.") for name in self._keys)
 
     def _unknown(self, key: str) -> str:
-        """Return why a key is not known, and which may have been meant."""
+        """Return why a key is unknown, and which one may have been meant."""
         part = next((part for part in self.parts if key.startswith(f"{part}.init_args.")), None)
         section = key.partition(".")[0]
         owner, prefix = "an experiment", ""
@@ -223,7 +219,7 @@ class Parser:
             owner, prefix = full_name(self.parts[part]), f"{part}.init_args."
         elif section in ("train", self._tool) and section != key:
             owner, prefix = section, f"{section}."
-        names = {name.removeprefix(prefix) for name in self._known if name.startswith(prefix)}
+        names = {name.removeprefix(prefix) for name in self._keys if name.startswith(prefix)}
         elsewhere: list[str] = []
         if not prefix:
             elsewhere = [short(name) for name in sorted(names) if name.endswith(f".{key}")]
@@ -239,10 +235,12 @@ class Parser:
         :raises ExperimentError: if a value is missing, or of the wrong type
         """
         for key, thing in self.parts.items():  # where the parser would put None
-            given = self._arguments(key)
-            names = [name for name in _untyped_and_required(thing) if name not in given]
-            if missing := [f"{key}.{name}" for name in names if f"{key}.init_args.{name}" in self._known]:
-                raise ExperimentError(f"{self.place(key)} needs {' and '.join(missing)}, without a default.")
+            arguments, empty = self._arguments(key), inspect.Parameter.empty
+            parameters = (_parameters(thing) or {}).items()
+            required = [name for name, value in parameters if value.annotation is value.default is empty]
+            names = [name for name in required if name not in arguments]
+            if missing := [f"{key}.{name}" for name in names if f"{key}.init_args.{name}" in self._keys]:
+                raise ExperimentError(f"{self.locate(key)} needs {' and '.join(missing)}, without a default.")
         try:
             return self._parser.parse_object(load_yaml(dump_yaml(self._document.content)))
         except self._library.ArgumentError as error:
@@ -253,13 +251,13 @@ class Parser:
         if missing := re.search(r"arguments are required: (.*)", message):
             keys = missing[1].split(", ")
             owner = keys[0].partition(".init_args.")[0]
-            return f"{self.place(owner)} needs {' and '.join(map(short, keys))}, without a default."
+            return f"{self.locate(owner)} needs {' and '.join(map(short, keys))}, without a default."
         keys = re.findall(r'Parser key "([^"]+)"', message)
         if option := re.search(r"Option '([^']+)' is not accepted", message):
-            place, path = self._innermost([*keys, option[1]]), re.findall(r"given class_path '([^']+)'", message)[-1]
+            location, path = self._innermost([*keys, option[1]]), re.findall(r"given class_path '([^']+)'", message)[-1]
             names = inspect.signature(import_path(self._document, keys[0], path)).parameters
             hint = suggest(option[1], names, 0.5) or f" There are: {', '.join(names)}."
-            return f"{place} is not an argument of {path}.{hint}"
+            return f"{location} is not an argument of {path}.{hint}"
         value = re.search(r"(?:Got|Given) value: (.*?)(?=\n +(?:- |Given value)|\Z)", message, re.DOTALL)
         message = message[: value.end()] if value else message  # of an item in a list, what follows is about the list
         kinds = [kind.rpartition(".")[2] for kind in re.findall(r"Expected an? <class '([^']+)'>", message)]
@@ -275,12 +273,12 @@ class Parser:
         return f"{self._innermost(keys)}={value[1]!r}{text if text.endswith('?') else f'{text}.'}"
 
     def _innermost(self, keys: list[str]) -> str:
-        """Return the place of the last key, which may belong to an item of the first."""
-        inside = (key for key in self._document.places if key.startswith(keys[0]) and key.endswith(f".{keys[-1]}"))
-        return self.place(next(inside, ".".join(dict.fromkeys(keys))) if len(keys) > 1 else keys[0])
+        """Return the location of the last key, which may belong to an item of the first."""
+        inside = (key for key in self._document.locations if key.startswith(keys[0]) and key.endswith(f".{keys[-1]}"))
+        return self.locate(next(inside, ".".join(dict.fromkeys(keys))) if len(keys) > 1 else keys[0])
 
     def instantiate(self, contents: Any, create: Callable[..., Any]) -> Any:
-        """Return the contents with objects in place of nested classes and their arguments.
+        """Return the contents with nested classes instantiated.
 
         :param create: called with each class and its arguments
         :raises ExperimentError: if ``create`` raises one
@@ -298,11 +296,11 @@ class Parser:
             return self._parser.instantiate(contents, instantiators=[(create_and_note, object, True)])
         except Exception:
             if failures:
-                raise failures[-1] from None  # the parser hides it where None is allowed, too
+                raise failures[-1] from None  # the parser hides it if None is also allowed
             raise
 
     def with_placeholders(self, schedule: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return some of the arguments of the scheduler with placeholders in place of expressions.
+        """Return some arguments of the scheduler with placeholders in place of expressions.
 
         :param schedule: all arguments of the scheduler
         """
@@ -311,9 +309,9 @@ class Parser:
         return arguments
 
     def to_config(self, contents: Any) -> dict[str, Any]:
-        """Return checked contents as nested dicts of what a file can hold, with all defaults.
+        """Return checked contents as nested dicts of types that a file can hold, with all defaults.
 
-        Defaults that cannot be written, such as ``nn.Tanh()``, are left out, and so are the same when it is read.
+        Defaults that cannot be written, such as ``nn.Tanh()``, are omitted, and apply again when the file is read.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", rf"\s*{_UNWRITABLE}")
@@ -328,7 +326,7 @@ class Parser:
 
     def help(self) -> str:
         """Return the description of all options, with the values of this experiment."""
-        self._parser.set_defaults({key: value for key, value in self.parse().items() if key in self._known})
+        self._parser.set_defaults({key: value for key, value in self.parse().items() if key in self._keys})
         text: str = self._parser.format_help()
         for pattern, replacement in _UNWANTED_HELP.items():
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
@@ -341,12 +339,6 @@ def _parameters(thing: Any) -> dict[str, inspect.Parameter] | None:
         return dict(inspect.signature(thing).parameters)
     except ValueError:
         return None
-
-
-def _untyped_and_required(thing: Any) -> list[str]:
-    empty = inspect.Parameter.empty
-    parameters = (_parameters(thing) or {}).values()
-    return [parameter.name for parameter in parameters if parameter.annotation is parameter.default is empty]
 
 
 def _without_unwritable(content: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, TrainerCallback
+from pytorch_accel_lite.callbacks import PredictionWriterCallback, RunPausedError, TrainerCallback
 from pytorch_accel_lite.checkpoint import replacing
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra
@@ -35,7 +37,7 @@ class Results:
 
 
 def text_table(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. Columns that do not fit into the terminal follow below, after the first one again.
+    """Return the lines of a table. Columns that do not fit into the terminal follow below, with the first one repeated.
 
     :param columns: the cells of each column, the first of which is its name. The first column is left-aligned, the
         others are right-aligned.
@@ -62,9 +64,76 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
     write_text(path, json.dumps(content, indent=indent) + "\n")
 
 
+def described(value: Any) -> Any:
+    """Return an argument in a JSON type and in one line, equal for arguments that were created identically."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return value if isinstance(value, (int, float, type(None))) else " ".join(text.split())
+
+
+def as_number(value: Any) -> float | str:
+    """Return a metric as a float, or as text if it is no single number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def check_is_new(trainer: Trainer, seen: weakref.WeakSet[Any], source: str, consequence: str) -> None:
+    """Check that an earlier run has not already trained a trainer or its model.
+
+    :param seen: the trainers and models of earlier runs, to which these are added
+    :param source: the call that returned the trainer
+    :param consequence: the earlier run, and what would be wrong
+    :raises ValueError: if it has; names the call
+    """
+    for part in (trainer, trainer.get_model(keep_torch_compile=False)):
+        if part in seen:
+            raise ValueError(
+                f"{source} returned the {type(part).__name__} of {consequence}. Create a new one each time."
+            )
+        seen.add(part)
+
+
+def check_is_same(folder: Path, before: Row, now: Row, kind: str) -> None:
+    """Refuse to continue in a folder what was begun with other settings.
+
+    :param kind: what the folder has, in a word or two
+    :raises ValueError: names the first setting that differs, and both values
+    """
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"save_dir={os.fspath(folder)!r} has {kind} with {name}={before.get(name)}, not {now.get(name)}. "
+                "Resume it with the same arguments, or choose another save_dir."
+            )
+
+
+def read_finished(path: Path) -> Any:
+    """Return what a run has written at its end; ``None`` if it is not finished."""
+    if not path.exists():
+        return None
+    print(f"{path.parent} is finished: skipped")
+    return json.loads(path.read_text())
+
+
+def train_to_end(trainer: Trainer, folder: Path, again: str, resume: bool = True, **arguments: Any) -> None:
+    """Train, from the newest training state if the trainer saves any.
+
+    :param folder: the folder of the run
+    :param again: how to continue
+    :param resume: ``False`` to start over
+    :param arguments: those of :meth:`Trainer.train`
+    :raises RunPausedError: if a callback pauses the training; says how to continue
+    """
+    saves_states = any(hasattr(callback, "find_latest") for callback in trainer.callbacks)
+    trainer.train(**arguments | ({"resume_from": "latest"} if resume and saves_states else {}))
+    if (pause := trainer.current_run.end.pause) is not None:
+        raise RunPausedError(f"{pause} {folder} is not finished: {again}.")
+
+
 @contextmanager
 def added_callbacks(trainer: Trainer, *callbacks: TrainerCallback | None) -> Iterator[None]:
-    """Add callbacks to a trainer within a block; ``None`` stands for none."""
+    """Add callbacks to a trainer within a block; ``None`` is ignored."""
     handler = trainer.callback_handler
     before = trainer.callbacks
     handler.add_callbacks([callback for callback in callbacks if callback is not None])

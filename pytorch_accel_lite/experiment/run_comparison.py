@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 from pytorch_accel_lite.experiment.results import Results, text_table, write_text
 from pytorch_accel_lite.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.experiment.yaml_files import ClassPath
-from pytorch_accel_lite.plotting import is_monitor, overlay_style, render, svg_overlays
+from pytorch_accel_lite.plotting import Column, is_monitor, overlay_style, render, svg_overlays
 from pytorch_accel_lite.utils import format_metric, format_value, suggest
 
 _MISSING = "-"
 _LONGEST = 36  # characters of a setting in a table
-# Settings that say where a run took place.
+# Settings of the environment of a run.
 _ENVIRONMENT = re.compile(r"processes$|device$|git commit$|version of ")
 
 
 class ComparedMetric(NamedTuple):
-    """A metric, and which of a run's values stands for the run.
+    """A metric, and which of its values represents a run.
 
-    :param kind: ``"max"``, ``"min"``, or ``"last"`` for losses of the training and where it is unknown which is better
+    :param kind: ``"max"``, ``"min"``, or ``"last"`` for training losses and metrics of unknown direction
     """
 
     name: str
@@ -36,7 +36,7 @@ class ComparedMetric(NamedTuple):
         return f"{self.name} ({self.kind})"
 
     def value_in(self, run: RecordedRun) -> float | None:
-        """Return the value that stands for a run, or ``None`` if it has no finite one."""
+        """Return the value that represents a run, or ``None`` if none is finite."""
         _, values = run.metrics.get(self.name, ([], []))
         finite = [value for value in (values[-1:] if self.kind == "last" else values) if math.isfinite(value)]
         return (max if self.kind == "max" else min)(finite, default=None)
@@ -45,18 +45,6 @@ class ComparedMetric(NamedTuple):
         """Return a number that is smaller the better a run is; infinity if it has no value."""
         value = self.value_in(run)
         return math.inf if value is None else -value if self.kind == "max" else value
-
-
-class Column(NamedTuple):
-    """A column of a table.
-
-    :param best: the row with the best value, which is marked
-    """
-
-    name: str
-    texts: list[str]
-    is_number: bool = False
-    best: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,7 +86,7 @@ class RunComparison(Results):
         write_text(path, self._page())
         return Path(path)
 
-    def _of_metrics(self) -> list[Column]:
+    def _metric_columns(self) -> list[Column]:
         """Return a table of the metrics, in which the best run of each is marked."""
         columns = [
             Column("run", [run.name for run in self.runs]),
@@ -113,7 +101,7 @@ class RunComparison(Results):
             columns.append(Column(str(metric), texts, True, best))
         return [column for column in columns if any(column.texts)]  # without outcomes if there are none
 
-    def _of_settings(self) -> list[Column]:
+    def _setting_columns(self) -> list[Column]:
         """Return a table of the settings that differ."""
         columns = [Column("run", [run.name for run in self.runs])]
         for key in self.differences:
@@ -125,30 +113,30 @@ class RunComparison(Results):
     def __repr__(self) -> str:
         count = len(self.runs)
         lines = [f"{count} runs; the best of each column is marked with *", ""] if count > 1 else []
-        lines += _as_text(self._of_metrics())
+        lines += _as_text(self._metric_columns())
         if self.differences:
-            lines += ["", "Settings that differ", "", *_as_text(self._of_settings())]
+            lines += ["", "Settings that differ", "", *_as_text(self._setting_columns())]
         return "\n".join(lines + [line for note in self._notes() for line in ("", note)])
 
     def _notes(self) -> list[str]:
-        """Return what is said below the tables."""
+        """Return the notes below the tables."""
         return [f"Left out, without metrics: {', '.join(self.left_out)}"] if self.left_out else []
 
     def _page(self) -> str:
         shared: dict[str, Any] = {}
         for run in reversed(self.runs):
             shared |= {key: value for key, value in run.settings.items() if key not in self.differences}
-        of_each = [run.metrics for run in self.runs]
+        by_run = [run.metrics for run in self.runs]
         names = [metric.name for metric in self.metrics]
         curves = []
         with suppress(ImportError):  # without matplotlib
-            curves = svg_overlays({name: [of_run.get(name, ([], [])) for of_run in of_each] for name in names})
+            curves = svg_overlays({name: [recorded.get(name, ([], [])) for recorded in by_run] for name in names})
         return render(
             "comparison.html",
             title=f"{len(self.runs)} runs compared",
             styles=[overlay_style(number) for number in range(len(self.runs))],
-            metrics=self._of_metrics(),
-            settings=self._of_settings() if self.differences else None,
+            metrics=self._metric_columns(),
+            settings=self._setting_columns() if self.differences else None,
             shared=[Column("name", [*shared]), Column("value", [_brief(value, None) for value in shared.values()])],
             curves=curves,
             notes=self._notes(),
@@ -161,7 +149,7 @@ def compare_runs(
     directions: Mapping[str, bool] | None = None,
     sort_by: str | None = None,
 ) -> RunComparison:
-    """Compare runs by what they have left in their folders.
+    """Compare runs by the files in their folders.
 
     A run is found by its metrics: the file of a ``MetricsFileCallback``, which runs from files have by default, or the
     ``run.json`` of a ``RunLogCallback``. Its settings are those in ``experiment.yaml``, or else in ``run.json``.
@@ -207,15 +195,16 @@ def compare_runs(
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the settings that differ: those with several values, and those that only some of similar runs have.
 
-    That a run lacks the arguments of a class says no more than that it has another class.
+    Arguments of a class are not listed if they are missing only because a run has another class.
     """
     differences: list[str] = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
-        having = [run for run in runs if key in run.settings]
-        sources = {run.source for run in having}
-        is_lacking = any(run.source in sources and key not in run.settings for run in runs)
-        follows = _ENVIRONMENT.match(key) or any(key.startswith(f"{other}.") for other in differences)
-        if any(run.settings[key] != having[0].settings[key] for run in having) or (is_lacking and not follows):
+        with_key = [run for run in runs if key in run.settings]
+        sources = {run.source for run in with_key}
+        some_lack_it = any(run.source in sources and key not in run.settings for run in runs)
+        is_implied = _ENVIRONMENT.match(key) or any(key.startswith(f"{other}.") for other in differences)
+        is_different = any(run.settings[key] != with_key[0].settings[key] for run in with_key)
+        if is_different or (some_lack_it and not is_implied):
             differences.append(key)
     return differences
 

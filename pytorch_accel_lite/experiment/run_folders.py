@@ -1,4 +1,4 @@
-"""Reading what runs have left in their folders: metrics, settings, how they ended."""
+"""Reading the metrics, settings and outcomes of runs from their folders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import yaml
 from pytorch_accel_lite.experiment.results import Row
 from pytorch_accel_lite.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
 
-#: Callbacks that only observe a run: what they print, draw and write does not change it.
+#: Callbacks that only observe a run and do not affect it.
 _OBSERVERS = (
     "Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|MetricsFile|NaNReport|PlotMetrics"
     "|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RunLog|SaveTrainingState|Throughput|Timing|Tracker"
     "|WorstSamples"
 )
-#: Settings that say where a run wrote or what it resumed from, or that follow from others.
-_BESIDE_THE_POINT = re.compile(
+#: Settings for where a run wrote or what it resumed from, and those that follow from others.
+_IGNORED_SETTINGS = re.compile(
     r"output_dir|train\.resume_from|is_(distributed|local_process_zero|world_process_zero)|num_processes"
     r"|(num_local|num)_update_steps_per_epoch|(train|eval)_total_batch_size|eval_per_device_batch_size"
     rf"|(train|eval)_dl_kwargs(\..*)?|callbacks\.({_OBSERVERS})Callback(#\d+)?(\..*)?"
@@ -32,14 +32,14 @@ _BESIDE_THE_POINT = re.compile(
 
 
 def folders_of(base: Path) -> dict[int, Path]:
-    """Return the folders of the runs with the same ``output_dir`` by number: ``wave``, ``wave-run2``, and so on."""
+    """Return the folders of the runs with the same ``output_dir`` by number: ``sine``, ``sine-run2``, and so on."""
     pattern = re.compile(rf"{re.escape(base.name)}(?:-run(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in base.parent.glob("*")]
     return dict(sorted((int(m[1] or 1), path) for m, path in matches if m and (path / RESOLVED).is_file()))
 
 
 def new_folder(base: Path, text: str) -> Path:
-    """Return the folder of the next run with an ``output_dir``, which no other run can have any more.
+    """Create and return the folder of the next run with an ``output_dir``, which no other run can claim.
 
     :param text: the resolved experiment, which is written there
     """
@@ -59,7 +59,7 @@ class NoRunsError(ValueError):
 
 @dataclass(eq=False, repr=False)
 class RecordedRun:
-    """What a run has left behind.
+    """The records of a run.
 
     :param folder: its folder
     :param rows: the metrics of each epoch, with ``epoch``
@@ -67,7 +67,7 @@ class RecordedRun:
     :param source: the file that the configuration is from; those of different kinds have different keys
     :param directions: whether greater values are better, as far as known, by metric name
     :param outcome: how it ended, if it kept a record of that
-    :param name: its folder, relative to what all runs that are compared have in common
+    :param name: its folder, relative to the common parent of all compared runs
     """
 
     folder: Path
@@ -99,17 +99,17 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
     :raises ValueError: if there is no run, or a file cannot be read
     """
     by_path = {path: _runs_at(path) for path in map(Path, paths)}
-    runs = {run.folder.resolve(): run for in_path in by_path.values() for run in in_path}
-    left_out = [os.fspath(path) for path, in_path in by_path.items() if not in_path and path.is_dir()]
+    runs = {run.folder.resolve(): run for runs_in_path in by_path.values() for run in runs_in_path}
+    left_out = [os.fspath(path) for path, runs_in_path in by_path.items() if not runs_in_path and path.is_dir()]
     if not runs:
         raise NoRunsError(
             f"No runs found in {', '.join(map(str, by_path))}: there are no metrics. They are in the metrics.jsonl or "
             "metrics.csv of a MetricsFileCallback, which runs from files have by default, or in the run.json of a "
             "RunLogCallback, once an epoch has been completed."
         )
-    above = os.path.commonpath([location.parent for location in runs])
-    for location, run in runs.items():
-        run.name = os.path.relpath(location, above)
+    root = os.path.commonpath([folder.parent for folder in runs])
+    for folder, run in runs.items():
+        run.name = os.path.relpath(folder, root)
     return list(runs.values()), left_out
 
 
@@ -143,7 +143,7 @@ def _run_in(folder: Path) -> RecordedRun | None:
     return RecordedRun(
         folder,
         rows,
-        settings=_settings_of(experiment, record),
+        settings=settings_of(experiment, record),
         source=RESOLVED if experiment else "run.json" if record else "",
         directions=_parsed(folder / DIRECTIONS, json.loads, "JSON") | record.get("directions", {}),
         outcome=str(record.get("attempts", [{"outcome": ""}])[-1]["outcome"]).partition(":")[0],
@@ -176,7 +176,7 @@ def _as_numbers(row: Mapping[str, Any]) -> Row:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """Return the contents of the ``run.json`` of a folder, which may be in a folder of its own in it."""
+    """Return the contents of the ``run.json`` of a folder, which may be in a subfolder."""
     for path in (folder / "run.json", *sorted(folder.glob("*log/run.json"))):
         if path.is_file():
             return _parsed(path, json.loads, "JSON")
@@ -194,7 +194,7 @@ def _parsed(path: Path, parse: Callable[[str], Any], kind: str) -> dict[str, Any
 # ----------------------------------------------------------------------------------------------------- settings
 
 
-def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run by key.
 
     :param experiment: contents of its ``experiment.yaml``, if it has one
@@ -212,4 +212,4 @@ def _settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> di
         settings["git commit"] = git["commit"][:10] + (", with changes" if git.get("has_changes") else "")
     versions = record.get("versions", {}).items()
     settings |= {f"version of {name}": str(number).partition("+")[0] for name, number in versions}
-    return {key: value for key, value in settings.items() if not _BESIDE_THE_POINT.fullmatch(key)}
+    return {key: value for key, value in settings.items() if not _IGNORED_SETTINGS.fullmatch(key)}

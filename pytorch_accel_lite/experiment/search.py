@@ -28,7 +28,7 @@ def suggest_overrides(
     """
 
     def suggest() -> dict[str, Any]:
-        values = {key: _suggest(trial, key, range_of) for key, range_of in space.items()}
+        values = {key: _suggest(trial, key, options) for key, options in space.items()}
         if folder is not None:
             number = trial.user_attrs.get(_CONTINUES, trial.number)
             values["output_dir"] = os.path.join(folder, str(number))
@@ -37,19 +37,19 @@ def suggest_overrides(
     return result_of_first(suggest)
 
 
-def _suggest(trial: Any, key: str, range_of: Mapping[str, Any]) -> Any:
-    names = set(range_of)
+def _suggest(trial: Any, key: str, options: Mapping[str, Any]) -> Any:
+    names = set(options)
     if names == {"choices"}:
-        return trial.suggest_categorical(key, range_of["choices"])
-    numbers = [range_of[name] for name in names - {"log"}]
+        return trial.suggest_categorical(key, options["choices"])
+    numbers = [options[name] for name in names - {"log"}]
     if not {"low", "high"} <= names or not all(isinstance(number, (int, float)) for number in numbers):
-        raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have choices, or numbers for low and high.")
-    is_whole = all(type(number) is int for number in numbers)
-    return (trial.suggest_int if is_whole else trial.suggest_float)(key, **range_of)
+        raise ValueError(f"space[{key!r}]={dict(options)!r} must have choices, or numbers for low and high.")
+    is_integer = all(type(number) is int for number in numbers)
+    return (trial.suggest_int if is_integer else trial.suggest_float)(key, **options)
 
 
 def retry_killed_trials(study: Any) -> list[int]:
-    """Let a study try again the trials that were running when their program was killed, with the same values.
+    """Make a study repeat the trials that were running when their program was killed, with the same values.
 
     With the ``folder`` of :func:`suggest_overrides` and ``"train.resume_from": "latest"``, each continues from its last
     training state. Call it before ``study.optimize``, while no other program runs trials of the study.

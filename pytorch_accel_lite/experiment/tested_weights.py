@@ -23,7 +23,7 @@ _LEARNED = ("model_state_dict", "loss_func_state_dict", "attribute_state_dicts")
 
 
 def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> list[Path]:
-    """Return the path of weights, or the paths of several whose mean is meant. Call it on every process.
+    """Return the path of weights, or the paths of several that are to be averaged. Call it on every process.
 
     :param name: ``"best"`` for those of the ``SaveBestModelCallback``, ``"last"`` for those in the newest training
         state of the ``SaveTrainingStateCallback``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the
@@ -33,32 +33,32 @@ def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> list[Path]:
     average = _AVERAGE.fullmatch(os.fspath(name))
     if average or name in ("best", "last"):
         kind, count = (average[1], int(average[2])) if average else (os.fspath(name), 1)
-        return trainer.ranks.broadcast_object(lambda: _several(trainer, kind, count))
+        return trainer.ranks.broadcast_object(lambda: _find_several(trainer, kind, count))
     if not Path(name).exists():
         raise FileNotFoundError(f"There are no weights at {os.fspath(name)!r}. Pass best, last, or another path.")
     return [Path(name)]
 
 
-def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
-    """Return the paths of the best or the last weights, the best or the last first, all of the same callback.
+def _find_several(trainer: Trainer, kind: str, count: int) -> list[Path]:
+    """Return the paths of the best or the last weights, in this order, all of the same callback.
 
-    Of several callbacks, these are the first that has saved as many best models, and that with the newest state.
+    Of several callbacks, this is the first that has saved enough best models, or the one with the newest state.
     """
-    of_each: list[list[Path]] = []
+    candidates: list[list[Path]] = []
     for callback in trainer.callbacks:
         if isinstance(callback, SaveBestModelCallback) and kind == "best":
-            of_each.append(callback.find_saved()[:count])
+            candidates.append(callback.find_saved()[:count])
         if isinstance(callback, SaveTrainingStateCallback) and kind == "last":
             if isinstance(callback.save_dir, str):
                 raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
             manifests = sorted(callback.save_dir.glob("update-*/manifest.json"), reverse=True)
-            manifests.sort(key=os.path.getmtime, reverse=True)  # those of one moment stay in the order of their names
-            of_each.append([path.parent for path in manifests[:count]])
-    if enough := [paths for paths in of_each if len(paths) == count]:
-        return enough[0] if kind == "best" else max(enough, key=lambda paths: os.path.getmtime(paths[0]))
+            manifests.sort(key=os.path.getmtime, reverse=True)  # those of the same time stay in the order of names
+            candidates.append([path.parent for path in manifests[:count]])
+    if complete := [paths for paths in candidates if len(paths) == count]:
+        return complete[0] if kind == "best" else max(complete, key=lambda paths: os.path.getmtime(paths[0]))
     saver = "SaveBestModelCallback(keep" if kind == "best" else "SaveTrainingStateCallback(max_checkpoints"
     raise FileNotFoundError(
-        f"There are {max(map(len, of_each), default=0)} of the {count} {kind} weights: they are saved by a {saver}="
+        f"There are {max(map(len, candidates), default=0)} of the {count} {kind} weights: they are saved by a {saver}="
         f"{count}) while the experiment trains. Train it first, or pass the path of a checkpoint or a training state."
     )
 
@@ -77,12 +77,10 @@ def load_weights(trainer: Trainer, paths: Sequence[Path], average: Path) -> None
         trainer.ranks.run_together(lambda: _write_average(paths, average), only_first=True)
     content = trainer.load_checkpoint(path, load_optimizer=False, load_scheduler=False)
     model = trainer.get_model(keep_torch_compile=False)
-    held = set(map(id, model.parameters()))
-    others = [
-        name
-        for name, part in vars(trainer).items()
-        if isinstance(part, nn.Module) and any(p.requires_grad and id(p) not in held for p in part.parameters())
-    ]
+    in_model = set(map(id, model.parameters()))
+    modules = {name: part for name, part in vars(trainer).items() if isinstance(part, nn.Module)}
+    trained = {name: {id(p) for p in part.parameters() if p.requires_grad} for name, part in modules.items()}
+    others = [name for name, ids in trained.items() if ids - in_model]
     if others and not content.keys() & {*_LEARNED[1:]}:
         warnings.warn(
             f"{os.fspath(path)!r} holds only the weights of the model. What is trained beside it stays as it is: "
@@ -92,7 +90,7 @@ def load_weights(trainer: Trainer, paths: Sequence[Path], average: Path) -> None
 
 
 def _write_average(paths: Sequence[Path], target: Path) -> None:
-    """Write the mean of all that was learned; what are no floating-point numbers is that of the first."""
+    """Write the mean of all learned tensors; values other than floating-point numbers are those of the first."""
     contents = [read_learned(path) if path.is_dir() else read_checkpoint(path) for path in paths]
     write_checkpoint({name: _mean([content.get(name, {}) for content in contents]) for name in _LEARNED}, target)
 
@@ -108,7 +106,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def source_of(paths: Sequence[Path], **settings: Any) -> dict[str, Any]:
-    """Return what identifies the weights from which results come: their paths, and when they were written."""
+    """Return what identifies the weights of results: their paths, and when they were written."""
     changed = [max(file.stat().st_mtime_ns for file in [path, *path.glob("*")]) for path in paths]
     source = {"weights": [*map(os.fspath, paths)], "changed": changed, **settings}
     return json.loads(json.dumps(source, default=repr))  # type: ignore[no-any-return]
@@ -119,13 +117,13 @@ def predictions_of(
 ) -> PredictionWriterCallback:
     """Return a callback that writes predictions to a directory, and resumes them with the same weights and settings."""
     text = json.dumps(source_of(paths, settings=settings))
-    about = directory / "settings.json"
+    settings_file = directory / "settings.json"
 
     def clear() -> None:
-        if not (about.is_file() and about.read_text() == text):
+        if not (settings_file.is_file() and settings_file.read_text() == text):
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
-            about.write_text(text)
+            settings_file.write_text(text)
 
     trainer.ranks.run_together(clear, only_first=True)
     return PredictionWriterCallback(directory, shard_size)

@@ -55,8 +55,8 @@ def run_tests(
     :param predictions: whether to write the predictions of all samples
     :param shard_size: minimum number of samples of a process in a file of predictions, and so the most that a test that
         is killed predicts again
-    :param depends_on: what else the results depend on, such as the version of the data, as JSON could hold it: when it
-        has changed, everything is tested again
+    :param depends_on: what else the results depend on, such as the version of the data, in JSON types: if it has
+        changed, everything is tested again
     :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics
     :raises FileNotFoundError: if there is no such checkpoint
     :raises ValueError: if the trainer does not have an attribute of a setting
@@ -81,9 +81,9 @@ def run_tests(
         for setting, attributes in settings.items():
             for name, dataset in by_name.items():
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
-                about = {"inference": dict(attributes), "depends_on": depends_on}
+                depends = {"inference": dict(attributes), "depends_on": depends_on}
                 with _attributes(trainer, setting, attributes):
-                    rows.append(row | test.run(paths, dataset, folder / checkpoint / setting / name, about))
+                    rows.append(row | test.run(paths, dataset, folder / checkpoint / setting / name, depends))
     trainer.ranks.run_together(lambda: _write_table(rows, folder), only_first=True)
     return rows
 
@@ -100,7 +100,7 @@ def _owner(trainer: Trainer, setting: str, attribute: str) -> tuple[Any, str]:
 
 
 def _folder_name(checkpoint: str) -> str:
-    """Return a name for the results of a checkpoint: its own, or for a path its last parts."""
+    """Return a name for the results of a checkpoint: its name, or the last parts of a path."""
     path = Path(checkpoint)
     return "_".join(path.with_suffix("").parts[-2:]).replace("/", "") if path.exists() else checkpoint
 
@@ -118,7 +118,7 @@ def _attributes(trainer: Trainer, setting: str, values: Mapping[str, Any]) -> It
 
 @dataclass(eq=False, repr=False)
 class _Test:
-    """What all combinations have in common; see :func:`run_tests`.
+    """The common settings of all combinations; see :func:`run_tests`.
 
     :param folder: the folder of all results
     :param reading: the arguments with which each dataset is read
@@ -132,33 +132,30 @@ class _Test:
     predictions: bool
     shard_size: int
 
-    def run(self, paths: Sequence[Path], dataset: Any, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    def run(self, paths: Sequence[Path], dataset: Any, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one combination, from its folder if it is finished.
 
         :param paths: where its weights are
-        :param about: what the results depend on besides the weights and the dataset
+        :param settings: what the results depend on besides the weights and the dataset
         """
         trainer = self.trainer
-        by = self.worst_by and _name_of(self.worst_by)
-        source = source_of(paths, worst=self.worst, worst_by=by, predictions=self.predictions, **about)
+        value_name = self.worst_by and _name_of(self.worst_by)
+        source = source_of(paths, worst=self.worst, worst_by=value_name, predictions=self.predictions, **settings)
         finished = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
         if finished is not None:
             trainer.print(f"{folder} is finished: skipped")
             return finished
         load_weights(trainer, paths, self.folder / f"{folder.parts[-3]}.pt")
         if self.predictions:
-            writer = predictions_of(trainer, paths, folder / "predictions", about, self.shard_size)
+            writer = predictions_of(trainer, paths, folder / "predictions", settings, self.shard_size)
             write_predictions(trainer, dataset, writer, **self.reading)
-        transform = None if by is None else _outputs_and_targets
+        transform = None if value_name is None else _outputs_and_targets
         collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
         with added_callbacks(trainer, collector):
             metrics: dict[str, Any] = as_json(trainer.evaluate(dataset, **self.reading))
-        samples = [] if collector is None else [sample._asdict() for sample in collector.samples]
-        if by is not None:  # the value is not a loss
-            samples = [
-                {by.rpartition(".")[2] if key == "loss" else key: item for key, item in sample.items()}
-                for sample in samples
-            ]
+        label = "loss" if value_name is None else value_name.rpartition(".")[2]
+        worst = [] if collector is None else [sample._asdict() for sample in collector.samples]
+        samples = [{label if key == "loss" else key: item for key, item in sample.items()} for sample in worst]
 
         def write() -> None:
             lines = ",\n".join(json.dumps(sample) for sample in as_json(samples))

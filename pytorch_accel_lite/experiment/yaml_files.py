@@ -1,4 +1,4 @@
-"""Reading experiment files: YAML, files that build on others, and where each key stands."""
+"""Reading experiment files: YAML, files that build on others, and the location of each key."""
 
 from __future__ import annotations
 
@@ -14,19 +14,11 @@ import yaml
 
 from pytorch_accel_lite.utils import import_extra
 
-#: The parts of an experiment that are given by a class, or a function, and its arguments.
+#: The parts of an experiment that are specified by a class, or a function, and its arguments.
 PARTS = (
-    "model",
-    "loss_func",
-    "optimizer",
-    "scheduler",
-    "data.train",
-    "data.eval",
-    "data.test",
-    "trainer",
-    "accelerator",
-)
-#: Files that a run leaves in its folder: the resolved one, and whether greater values are better, by metric.
+    "model", "loss_func", "optimizer", "scheduler", "data.train", "data.eval", "data.test", "trainer", "accelerator",
+)  # fmt: skip
+#: Files in the folder of a run: the resolved experiment, and whether greater values are better, by metric.
 RESOLVED = "experiment.yaml"
 DIRECTIONS = "directions.json"
 _MAX_REPEATED = 10_000  # values that aliases may repeat in a file
@@ -37,7 +29,7 @@ class ExperimentError(ValueError):
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether an error comes from a check of this package, so that its message says all."""
+    """Whether an error comes from a check of this package, so that its message suffices."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_check = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError, NotADirectoryError))
     return is_check and str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
@@ -48,18 +40,18 @@ class Document:
     """The contents of an experiment file and of those it builds on.
 
     :param content: the values, as nested dicts
-    :param places: file and line of each key, by its short form, such as ``"optimizer.lr"``
-    :param inherited: full keys of arguments that were given for another class than the one that they are now for
+    :param locations: file and line of each key, by its short form, such as ``"optimizer.lr"``
+    :param inherited: full keys of arguments that were specified for a class that has been replaced
     """
 
     content: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
+    locations: dict[str, str] = field(default_factory=dict)
     inherited: set[str] = field(default_factory=set)
 
-    def update(self, content: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    def update(self, content: Mapping[str, Any], locations: Mapping[str, str]) -> None:
         """Override values with others, argument by argument; ``key+`` adds to the list ``key``."""
-        _merge(self.content, _spelt_out(content), "", self.inherited)
-        self.places |= places
+        _merge(self.content, _expanded(content), "", self.inherited)
+        self.locations |= locations
 
     def override(self, key: str, value: Any, source: str) -> None:
         """Override the value of a key such as ``optimizer.lr``; ``callbacks.x`` is an argument of the last callback."""
@@ -69,14 +61,14 @@ class Document:
             last = callbacks[-1]
             callbacks[-1] = {"class_path": last} if isinstance(last, str) else last
             _merge(callbacks[-1], _nested(last, rest, value), key, self.inherited)
-            self.places[f"callbacks.{len(callbacks) - 1}.{'.'.join(rest)}"] = source
+            self.locations[f"callbacks.{len(callbacks) - 1}.{'.'.join(rest)}"] = source
         else:
             self.update(_nested(self.content, [first, *rest], value), {short(key): source})
 
-    def place(self, key: str) -> str:
-        """Return the start of an error message about a key: its file and line, if it stands in one, and the key."""
-        where = self.places.get(short(key))
-        return f"{where}: {short(key)}" if where else short(key)
+    def locate(self, key: str) -> str:
+        """Return the start of an error message about a key: its file and line, if it is in one, and the key."""
+        location = self.locations.get(short(key))
+        return f"{location}: {short(key)}" if location else short(key)
 
 
 def short(key: str) -> str:
@@ -114,7 +106,7 @@ def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _nested(existing: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a value in nested dicts. What is set in a class is one of its arguments.
+    """Return a value in nested dicts. Keys in a class are its arguments.
 
     :param existing: the contents that will be updated with it
     """
@@ -142,22 +134,22 @@ def _read_into(document: Document, path: Path, above: tuple[Path, ...], named_at
     """Read a file into a document.
 
     :param above: the files that led to it
-    :param named_at: the place at which the last of them names it, for errors
+    :param named_at: the location at which the last of them names it, for errors
     """
     if path.resolve() in above:
         chain = " -> ".join(file.name for file in (*above, path))
         raise ExperimentError(f"{named_at}{path} builds on itself: {chain}. Remove one of these references.")
-    content, places = _load(path, named_at)
+    content, locations = _load(path, named_at)
     bases = content.pop("base", None) or []
     bases = bases if isinstance(bases, list) else [bases]
     if not all(isinstance(base, str) for base in bases):
-        raise ExperimentError(f"{places['base']}: base={bases[0]!r} must be the path of a file, or a list of paths.")
+        raise ExperimentError(f"{locations['base']}: base={bases[0]!r} must be the path of a file, or a list of paths.")
     for base in bases:
-        _read_into(document, path.parent / base, (*above, path.resolve()), f"{places['base']}: ")
-    document.update(content, places)
+        _read_into(document, path.parent / base, (*above, path.resolve()), f"{locations['base']}: ")
+    document.update(content, locations)
 
 
-def _spelt_out(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
+def _expanded(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
     """Return contents in which each part has ``class_path`` and ``init_args``."""
     full: dict[str, Any] = {}
     for name, value in content.items():
@@ -167,7 +159,7 @@ def _spelt_out(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
         elif key in PARTS and isinstance(value, Mapping) and not value.keys() & {"class_path", "init_args"}:
             value = {"init_args": dict(value)}
         elif key == "data" and isinstance(value, Mapping):
-            value = _spelt_out(value, key)
+            value = _expanded(value, key)
         full[name] = value
     return full
 
@@ -177,13 +169,13 @@ def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{named_at}{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        for number, (key, place) in enumerate(_places(node, path) if node else ()):
-            if number > len(text) + _MAX_REPEATED:  # as each value that is written out takes a character or more
-                raise ExperimentError(f"{place}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer.")
-            places.setdefault(short(key), place)
+        for number, (key, location) in enumerate(_locations(node, path) if node else ()):
+            if number > len(text) + _MAX_REPEATED:  # each value that is written out takes at least a character
+                raise ExperimentError(f"{location}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer.")
+            locations.setdefault(short(key), location)
         content = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -193,7 +185,7 @@ def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise ExperimentError(f"{path} is nested too deeply, or has an alias (*) of what contains it.") from error
     if not isinstance(content, dict):
         raise ExperimentError(f"{path} must contain keys and values, such as 'model: my_module.MyModel'.")
-    return content, places
+    return content, locations
 
 
 def load_yaml(text: str) -> Any:
@@ -205,7 +197,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes text that ``load_yaml`` would read as a number."""
 
 
-# Those that are no numbers in YAML 1.1, and that PyYAML therefore does not quote.
+# Numbers that YAML 1.1 lacks, and that PyYAML therefore does not quote.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?)$"),
@@ -219,7 +211,7 @@ _Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represen
 
 
 def dump_yaml(content: Any) -> str:
-    """Return contents as YAML, of which ``load_yaml`` returns the same.
+    """Return contents as YAML, which ``load_yaml`` reads back unchanged.
 
     :raises ExperimentError: if they contain an object that YAML does not have
     """
@@ -229,35 +221,35 @@ def dump_yaml(content: Any) -> str:
         raise ExperimentError(f"{error.args[1]!r} cannot be written into a file.") from error
 
 
-def _places(node: Any, path: Path, key: str = "", where: str = "") -> Iterator[tuple[str, str]]:
+def _locations(node: Any, path: Path, key: str = "", location: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path of each key and each item under a node, with its file and line, also of those that aliases repeat.
 
-    :param where: the place of the key that the node is the value of
+    :param location: the location of the key of the node
     :raises ExperimentError: if a key is there twice
     """
     values: list[tuple[str, str, Any]] = []
     if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:  # a name that is no scalar is refused when the file is loaded
-            own = str(name.value) if isinstance(name, yaml.ScalarNode) else "?"
-            values.append((own, f"{path}, line {name.start_mark.line + 1}", value))
+        for name, value in node.value:  # a name that is not a scalar is an error when the file is loaded
+            label = str(name.value) if isinstance(name, yaml.ScalarNode) else "?"
+            values.append((label, f"{path}, line {name.start_mark.line + 1}", value))
     elif isinstance(node, yaml.SequenceNode):
-        values = [(str(number), where, value) for number, value in enumerate(node.value)]
+        values = [(str(number), location, value) for number, value in enumerate(node.value)]
     seen = set()
-    for own, place, value in values:
-        inner = f"{key}.{own}" if key else own
+    for label, inner_location, value in values:
+        inner = f"{key}.{label}" if key else label
         if inner in seen:
-            raise ExperimentError(f"{place}: {inner} is there twice. Remove one of them.")
+            raise ExperimentError(f"{inner_location}: {inner} is there twice. Remove one of them.")
         seen.add(inner)
-        yield inner, place
-        yield from _places(value, path, inner, place)
+        yield inner, inner_location
+        yield from _locations(value, path, inner, inner_location)
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
     named = {"class_path"} & base.keys() & over.keys()
     if named and base["class_path"] != over["class_path"]:
-        nested = ".init_args." in key  # the value of an argument, of which only the parser knows what it takes
-        given = base.pop("init_args", None) if nested else base.get("init_args")
-        inherited |= {f"{key}.init_args.{name}" for name in given or {}}
+        nested = ".init_args." in key  # the value of an argument, whose arguments only the parser knows
+        arguments = base.pop("init_args", None) if nested else base.get("init_args")
+        inherited |= {f"{key}.init_args.{name}" for name in arguments or {}}
     for name, value in over.items():
         inner = f"{key}.{name}" if key else name
         inherited.discard(inner)

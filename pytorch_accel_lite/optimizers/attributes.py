@@ -13,9 +13,9 @@ from torch import nn
 
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, set_mode
+from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, set_mode
 
-_SAVED_BY_THEMSELVES = ("model", "optimizer", "scheduler", "registered_objects")
+_SAVED_SEPARATELY = ("model", "optimizer", "scheduler", "registered_objects")
 
 
 def modules(trainer: TrainerLike) -> dict[str, nn.Module]:
@@ -24,7 +24,7 @@ def modules(trainer: TrainerLike) -> dict[str, nn.Module]:
 
 
 def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Return the buffers of modules and their parts, each by the part and its name there."""
+    """Return the buffers of modules and their submodules, each as a submodule and a name in it."""
     parts = (part for module in modules for part in module.modules())
     return [(part, name) for part in parts for name, _ in part.named_buffers(recurse=False)]
 
@@ -39,7 +39,7 @@ def optimizers(trainer: TrainerLike) -> dict[str, Any]:
 def registered(trainer: TrainerLike) -> dict[str, Any]:
     """Return the objects registered with the trainer, by name, or with its ``Accelerator``, by class and number.
 
-    Excludes the model, the optimizer and the scheduler, which are saved anyway.
+    Excludes the model, the optimizer and the scheduler, which are always saved.
     """
     optimizer = trainer.optimizer
     saved = [trainer.model, trainer.get_model(), optimizer, getattr(optimizer, "optimizer", None), trainer.scheduler]
@@ -50,8 +50,8 @@ def registered(trainer: TrainerLike) -> dict[str, Any]:
 
 
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
-    """Return the parameters of the trainer's optimizer, which may be yet to be made, and of those in attributes."""
-    if is_made(trainer.optimizer):
+    """Return the parameters of the trainer's optimizer, which may not exist yet, and of optimizers in attributes."""
+    if is_created(trainer.optimizer):
         optimized = list(optimized_parameters(trainer.optimizer))
     elif trainer.optimizer is None:
         optimized = []
@@ -66,23 +66,31 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
     Call it on every process.
     """
 
-    def largest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    def largest(tensors: Iterable[torch.Tensor]) -> float:
         """Return the largest absolute value, which is NaN if any is."""
-        kept = [local(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
-        return torch.nn.utils.get_total_norm([t for t in kept if t.numel()], norm_type=math.inf)
+        shards = [local(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+        shards = [t.coalesce().values() if t.is_sparse else t for t in shards if t.numel()]  # for torch before 2.7
+        if len({(t.device, t.dtype) for t in shards}) > 1:
+            return torch.nn.utils.get_total_norm(shards, norm_type=math.inf).item()
+        with torch.no_grad():  # the same, without sorting by device and type
+            return torch.stack(torch._foreach_norm(shards, math.inf)).max().item() if shards else 0.0
 
-    of_model = trainer.model.parameters() if trainer.is_sharded else ()
-    finite = bool(largest([*of_model, *all_optimized_parameters(trainer)]).isfinite())
-    finite = finite and not bool(largest(trainer.model.buffers()).isnan())  # they may be infinite, as masks are
+    model_parameters = trainer.model.parameters() if trainer.is_sharded else ()
+    finite = math.isfinite(largest([*model_parameters, *all_optimized_parameters(trainer)]))
+    finite = finite and not math.isnan(largest(trainer.model.buffers()))  # they may be infinite, as masks are
     return not trainer.ranks.max([float(not finite)])[0]
 
 
 def trained(trainer: TrainerLike) -> dict[str, Any]:
     """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
 
-    Excludes what is saved anyway: the model, the loss function and their parts, the optimizer, registered objects.
+    Excludes what is always saved: the model, the loss function and their parts, the optimizer, registered objects.
     """
     if not trainer.saves_attributes:
+        return {}
+    schedulers = _find(trainer, is_scheduler)
+    others = [module for module in modules(trainer).values() if module is not trainer.loss_func]
+    if not others and not schedulers and not optimizers(trainer):  # as in most trainers: a state is saved sooner
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*registered(trainer).values(), trainer.loss_func, trainer.scheduler]))
@@ -94,11 +102,10 @@ def trained(trainer: TrainerLike) -> dict[str, Any]:
             attributes[name] = module
             seen |= parameters
     attributes |= {name: value for name, value in optimizers(trainer).items() if id(value) not in saved}
-    schedulers = _find(trainer, is_scheduler)
     return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
-def untrained(trainer: TrainerLike) -> list[str]:
+def untrained_modules(trainer: TrainerLike) -> list[str]:
     """Return the names of modules that have parameters but none that is trained: teachers, averaged weights."""
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*registered(trainer).values(), trainer.loss_func]))
@@ -133,7 +140,7 @@ def _find(trainer: TrainerLike, is_wanted: Callable[[Any], bool]) -> dict[str, A
     """Return the attributes of a kind, including elements of lists, tuples and dicts, named like ``critics.0``."""
     result = {}
     for name, value in vars(trainer).items():
-        if name in _SAVED_BY_THEMSELVES:
+        if name in _SAVED_SEPARATELY:
             continue
         if is_wanted(value):
             result[name] = value

@@ -52,7 +52,7 @@ class CombinedOptimizer(OfParts, Optimizer):
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """The state of all parts, by parameter. A new dict each time."""
-        return {parameter: kept for part in self._parts.values() for parameter, kept in part.state.items()}
+        return {parameter: state for part in self._parts.values() for parameter, state in part.state.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise an error, as groups must be added to one of the parts.
@@ -97,17 +97,17 @@ class CombinedOptimizer(OfParts, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as that of a single optimizer, with parameters numbered across all parts."""
-        whole: dict[str, Any] = {"state": {}, "param_groups": []}
+        combined: dict[str, Any] = {"state": {}, "param_groups": []}
         extra = {}
         for name, part in self._parts.items():
             state = part.state_dict()
-            first = _count(whole["param_groups"])
-            whole["state"] |= {number + first: kept for number, kept in state.pop("state").items()}
+            first = _count(combined["param_groups"])
+            combined["state"] |= {number + first: values for number, values in state.pop("state").items()}
             groups = state.pop("param_groups")
-            whole["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
+            combined["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
             if state:  # other entries of an optimizer, such as a step count
                 extra[name] = state
-        return whole | ({"parts": extra} if extra else {})
+        return combined | ({"parts": extra} if extra else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state returned by :meth:`state_dict`.
@@ -117,20 +117,20 @@ class CombinedOptimizer(OfParts, Optimizer):
         saved = list(state_dict["param_groups"])
         if len(saved) != len(self.param_groups):
             raise ValueError(f"it has {len(saved)} parameter groups, but the optimizers have {len(self.param_groups)}.")
-        shares = {}
+        states = {}
         first = 0
         for name, part in self._parts.items():
             groups = saved[: len(part.param_groups)]
             saved = saved[len(groups) :]
             end = first + _count(groups)
-            shares[name] = {
+            states[name] = {
                 **state_dict.get("parts", {}).get(name, {}),
-                "state": {n - first: kept for n, kept in state_dict["state"].items() if first <= n < end},
+                "state": {n - first: values for n, values in state_dict["state"].items() if first <= n < end},
                 "param_groups": [{**g, "params": [n - first for n in g["params"]]} for g in groups],
             }
             first = end
-        for name, share in shares.items():
-            self._parts[name].load_state_dict(share)
+        for name, state in states.items():
+            self._parts[name].load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_parts": self._parts, "defaults": self.defaults}
@@ -215,7 +215,7 @@ def _check_parts(optimizers: Mapping[str, Any]) -> None:
         if not isinstance(name, str):
             raise TypeError(f"optimizer={optimizers!r}: the names of optimizers must be strings, not {name!r}.")
         if not isinstance(part, Optimizer):
-            hint = " A function that is to make several must return all of them." if callable(part) else ""
+            hint = " A function that creates several must return all of them." if callable(part) else ""
             raise TypeError(f"optimizer[{name!r}]={part!r} must be an instance of torch.optim.Optimizer.{hint}")
         for parameter in optimized_parameters(part):
             if parameter in owners:

@@ -37,10 +37,10 @@ class Layer(_PartOfModel):
 class ModelFreezer:
     """Freezes and unfreezes the layer groups of a model. Print it to see them.
 
-    If most layers of the model are in lists of alike blocks, as in a transformer, the groups are what comes before the
-    blocks (embeddings), each block with what follows it (a norm, a pooler), and the head: the model's children after
-    the one that has the last block. Lists of stages count as blocks, inner lists do not. Groups without parameters of
-    their own are left out. In all other models, each module that is an attribute of the model is a group.
+    If most layers of the model are in lists of blocks of one class, as in a transformer, the groups are the modules
+    before the blocks (embeddings), each block with what follows it (a norm, a pooler), and the head: the model's
+    children after the one that has the last block. Lists of stages count as blocks, inner lists do not. Groups without
+    parameters are left out. In all other models, each module that is an attribute of the model is a group.
 
     Parameters owned by a module around several groups, such as a class token, belong to the first group; a parameter
     shared by several groups belongs to the first of them. Freeze before the run starts. In the middle of a run on
@@ -67,8 +67,8 @@ class ModelFreezer:
                 "layers_to_transform in PEFT's config."
             )
         self.freeze_batch_norms = freeze_batch_norms
-        self._given = groups
-        find_groups(self.model, groups)  # raises an error for groups that are wrong
+        self._passed_groups = groups
+        find_groups(self.model, groups)  # raises an error if groups are invalid
 
     def __repr__(self) -> str:
         names = {module: name for name, module in self.model.named_modules()}
@@ -111,8 +111,10 @@ class ModelFreezer:
                 parameter.requires_grad = False
                 parameter.grad = None  # otherwise an optimizer would keep using it
             for module in group.module.modules() if set_modules_as_eval else ():
-                if not self._spares(module):
-                    _keep_in_eval(module)
+                if not self._is_exempt(module):
+                    module.training = False
+                    if not stays_in_eval(module):
+                        module.register_forward_pre_hook(_stay_in_eval)
 
     def unfreeze(
         self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
@@ -130,7 +132,9 @@ class ModelFreezer:
             if frozen:
                 unfrozen[index] = {"params": frozen}
             for module in group.module.modules():
-                _release_from_eval(module)
+                hooks = module._forward_pre_hooks  # a copied model has the hook, but no handle to remove it
+                for key in [key for key, hook in hooks.items() if hook is _stay_in_eval]:
+                    del hooks[key]
             if set_modules_as_training:
                 group.module.train()
         return unfrozen
@@ -152,15 +156,15 @@ class ModelFreezer:
             ends.append(index % len(groups))
         return groups[min(ends) : max(ends) + 1]
 
-    def _spares(self, module: nn.Module) -> bool:
+    def _is_exempt(self, module: nn.Module) -> bool:
         return isinstance(module, BN_MODULES) and not self.freeze_batch_norms
 
     def _groups(self) -> list[tuple[int, Group, list[nn.Parameter]]]:
         """Return the layer groups, each with its index and the parameters that can be frozen."""
-        spared = {p for module in self.model.modules() if self._spares(module) for p in module.parameters()}
+        spared = {p for module in self.model.modules() if self._is_exempt(module) for p in module.parameters()}
         return [
             (index, group, [p for p in group.parameters if p not in spared])
-            for index, group in enumerate(find_groups(self.model, self._given))
+            for index, group in enumerate(find_groups(self.model, self._passed_groups))
         ]
 
 
@@ -178,26 +182,14 @@ def stays_in_eval(module: nn.Module) -> bool:
     return _stay_in_eval in module._forward_pre_hooks.values()
 
 
-def _keep_in_eval(module: nn.Module) -> None:
-    module.training = False
-    if not stays_in_eval(module):
-        module.register_forward_pre_hook(_stay_in_eval)
-
-
-def _release_from_eval(module: nn.Module) -> None:
-    """Remove the hook by its function, as a copied model has the hook but no handle to it."""
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _stay_in_eval]:
-        del module._forward_pre_hooks[key]
-
-
 def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer group that has some, each parameter once.
 
     :param groups: the groups, as in :class:`ModelFreezer`
     """
     model = unwrap(model, keep_torch_compile=False)
-    divided = [group.parameters for group in find_groups(model, groups) if group.parameters]
-    return divided or [list(model.parameters())]
+    grouped = [group.parameters for group in find_groups(model, groups) if group.parameters]
+    return grouped or [list(model.parameters())]
 
 
 def layer_group_parameters(
@@ -217,8 +209,8 @@ def layer_group_parameters(
     """
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)
-    divided = parameters_by_group(model, groups)
-    rates = [lr * decay**distance for distance in reversed(range(len(divided)))]
+    grouped = parameters_by_group(model, groups)
+    rates = [lr * decay**distance for distance in reversed(range(len(grouped)))]
     if has_adapters(unwrap(model, keep_torch_compile=False)):
-        divided = [[parameter for parameter in group if parameter.requires_grad] for group in divided]
-    return [{"params": group, "lr": rate} for group, rate in zip(divided, rates, strict=True) if group]
+        grouped = [[parameter for parameter in group if parameter.requires_grad] for group in grouped]
+    return [{"params": group, "lr": rate} for group, rate in zip(grouped, rates, strict=True) if group]

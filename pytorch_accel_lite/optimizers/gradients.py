@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,11 +13,67 @@ from accelerate import Accelerator
 from pytorch_accel_lite.base.devices import accumulation_dtype
 from pytorch_accel_lite.base.modules import are_sharded, local
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import TrainerRunConfig
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base.run_settings import TrainerRunConfig
+
+class Accumulation:
+    """The number of batches per process in an update, which may change during a run.
+
+    :param steps: the number, or a dict from the number of updates after which it holds to the number
+    """
+
+    def __init__(self, steps: int | Mapping[int, int]) -> None:
+        self._sizes = sorted(steps.items()) if isinstance(steps, Mapping) else [(0, steps)]
+
+    @property
+    def changes(self) -> bool:
+        """Whether the number changes."""
+        return len(self._sizes) > 1
+
+    @property
+    def last_change(self) -> int:
+        """The number of updates after which it no longer changes."""
+        return self._sizes[-1][0]
+
+    @property
+    def largest(self) -> int:
+        """The largest number."""
+        return max(size for _, size in self._sizes)
+
+    def after(self, updates: int) -> int:
+        """Return the number of batches in the update that follows a number of updates."""
+        return [size for first, size in self._sizes if first <= updates][-1]
+
+    def updates_after(self, steps: int, updates: int = 0) -> int:
+        """Return the number of updates after an epoch of ``steps`` batches that begins after ``updates`` updates."""
+        while steps > 0:
+            size = self.after(updates)
+            change = min((first for first, _ in self._sizes if first > updates), default=math.inf)
+            count = int(min(math.ceil(steps / size), change - updates))
+            steps -= count * size
+            updates += count
+        return updates
+
+    def updates_in(self, epochs: int, steps: int) -> int:
+        """Return the number of updates in epochs of ``steps`` batches."""
+        updates = 0
+        for epoch in range(epochs):
+            if updates >= self.last_change:
+                return updates + (epochs - epoch) * (self.updates_after(steps, updates) - updates)
+            updates = self.updates_after(steps, updates)
+        return updates
+
+    def epochs_for(self, updates: int, steps: int) -> int:
+        """Return the number of epochs of ``steps`` batches in which a number of updates is made."""
+        epochs = done = 0
+        while done < updates:
+            after = self.updates_after(steps, done)
+            if done >= self.last_change:
+                return epochs + math.ceil((updates - done) / (after - done))
+            epochs, done = epochs + 1, after
+        return epochs
 
 
 NOTHING = nullcontext()
@@ -24,7 +81,7 @@ Count = int | float | torch.Tensor
 
 
 class GradientWindow:
-    """Weights the micro-batches of one update so that their gradients add up to those of the whole window.
+    """Weights the micro-batches of one update so that their gradients add up to those of the full window.
 
     Each loss is a mean over a number of items (samples, or ``num_items_in_batch``). It is scaled by its share of a
     *nominal* window, in which every micro-batch of every rank has the same size. Just before clipping, the gradients
@@ -33,7 +90,7 @@ class GradientWindow:
     in a window of one micro-batch, whose samples have been counted, is that of the true size.
 
     :param device: the device of the gradients
-    :param steps: number of micro-batches per rank in a full window
+    :param steps: number of micro-batches per rank in a full window; may change between windows
     :param batch_size: number of samples in a nominal micro-batch of one rank
     """
 
@@ -41,6 +98,10 @@ class GradientWindow:
         self._ranks = ranks
         self._device = device
         self.steps = steps
+        #: Number of micro-batches in the window so far.
+        self.filled = 0
+        #: Whether the current micro-batch is the last of the window.
+        self.is_ending = False
         self._batch_size = batch_size
         #: The nominal size, and the true size so far; ``None`` if nothing has been added since the last update.
         self.sizes: tuple[float, Count] | None = None
@@ -82,7 +143,7 @@ class GradientWindow:
                 self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
             nominal = self.items_per_batch
         elif self.steps == 1 and total_samples and not (self.is_split or self.is_guarded):
-            self.sizes = total_samples, total_samples  # which are known already
+            self.sizes = total_samples, total_samples
             share = num_samples * self._ranks.world_size / total_samples
             return loss if share == 1 else loss * share
         true = added if self.sizes is None else self.sizes[1] + added
@@ -116,7 +177,7 @@ class GradientWindow:
 
 
 def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:
-    """Return a context that keeps gradients on their rank within a window; they are averaged once, at its end."""
+    """Return a context in which gradients are averaged over the ranks only at the end of a window."""
     accelerator.sync_gradients = ends_window
     if ends_window or accelerator.num_processes == 1:
         return NOTHING
@@ -140,7 +201,7 @@ def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
 
 
 def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
-    """Clip each element of the gradients and their total norm, as far as the config says so."""
+    """Clip each element of the gradients and their total norm, as configured."""
     accelerator, run = trainer.accelerator, trainer.current_run
     value, norm = config.gradient_clip_value, config.gradient_clip_norm
     if trainer.is_sharded:
@@ -162,7 +223,7 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Sort parameters as the model has them, as the last bits of their norm depend on it; those of others come last."""
+    """Sort parameters in the order of the model, on which the last bits of their norm depend; others come last."""
     positions = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     return sorted(parameters, key=lambda parameter: positions.get(id(parameter), len(positions)))
 
@@ -170,12 +231,12 @@ def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module
 def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
     """Clip like ``torch.nn.utils.clip_grad_norm_``, with the same operations, but without sorting gradients twice.
 
-    That and moving each norm to the device where it is take torch longer than clipping a small model.
+    Sorting, and moving each norm to the device on which it already is, take torch longer than clipping a small model.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
-    alike_gradients = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
-    if device is None or device.type not in ("cpu", "cuda") or len(alike_gradients) < len(gradients):
+    uniform = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
+    if device is None or device.type not in ("cpu", "cuda") or len(uniform) < len(gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
     with torch.no_grad():
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
@@ -238,15 +299,15 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms: list[Any] = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.nn.utils.get_total_norm(whole)
+    full = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return full[0] if len(full) == 1 else torch.nn.utils.get_total_norm(full)
 
 
 def clip_shards(
     accelerator: Accelerator, parameters: Iterable[torch.nn.Parameter], value: float | None, norm: float | None
 ) -> torch.Tensor | None:
     """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it."""
-    # Accelerate compares them with the parameters of every model it knows, which fails if there are several.
+    # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
     accelerator.unscale_gradients()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [local(gradient) for gradient in gradients]

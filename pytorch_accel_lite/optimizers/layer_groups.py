@@ -14,15 +14,15 @@ from pytorch_accel_lite.base.reprs import short
 #: A group as users pass it: a module, or several.
 ModuleGroup = nn.Module | Sequence[nn.Module]
 
-# Lists with less than this share of the layers of the largest one are not blocks of the model, but its heads, perhaps.
+# Lists with less than this share of the layers of the largest one are not blocks of the model; they may be heads.
 _LEAST_SHARE = 0.25
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model is PEFT's, or one of transformers with adapters of its own (``model.add_adapter``)."""
+    """Whether a model is PEFT's, or one of transformers with adapters added by ``model.add_adapter``."""
     peft = sys.modules.get("peft")
-    of_peft = peft is not None and isinstance(model, peft.PeftModel)
-    return of_peft or getattr(model, "_hf_peft_config_loaded", False) is True
+    is_peft = peft is not None and isinstance(model, peft.PeftModel)
+    return is_peft or getattr(model, "_hf_peft_config_loaded", False) is True
 
 
 @dataclass(eq=False, repr=False)
@@ -30,7 +30,7 @@ class Group:
     """Parts of a model that are frozen, unfrozen and scheduled together.
 
     :param modules: modules, none of which is in another group
-    :param parameters: their parameters, and those that modules around several groups own, each in one group only
+    :param parameters: their parameters and those of modules around several groups, each in one group only
     """
 
     modules: list[nn.Module]
@@ -48,7 +48,7 @@ def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -
     Parameters of no group, such as a class token, belong to the first; shared ones to the first group that has them.
 
     :param groups: the groups; by default, those of :class:`~pytorch_accel_lite.optimizers.freezing.ModelFreezer`
-    :raises ValueError: if a given module is not in the model, or is in two groups
+    :raises ValueError: if a module in ``groups`` is not in the model, or is in two groups
     """
     if groups is not None:
         return _with_parameters(model, _check_groups(model, groups))
@@ -66,8 +66,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
-def _with_parameters(model: nn.Module, divided: list[list[nn.Module]]) -> list[Group]:
-    groups = [Group(modules) for modules in divided]
+def _with_parameters(model: nn.Module, modules_by_group: list[list[nn.Module]]) -> list[Group]:
+    groups = [Group(modules) for modules in modules_by_group]
     owners: dict[nn.Parameter, Group] = {}
     for group in groups:
         for module in group.modules:
@@ -80,11 +80,11 @@ def _with_parameters(model: nn.Module, divided: list[list[nn.Module]]) -> list[G
 
 def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[nn.Module]]:
     parts = set(model.modules())
-    divided = [_modules_of(group, parts) for group in groups]
-    if not any(divided):
+    modules_by_group = [_modules_of(group, parts) for group in groups]
+    if not any(modules_by_group):
         raise ValueError(f"groups={groups!r} has no modules. Pass those of the model, from the input to the head.")
     seen: dict[nn.Module, int] = {}
-    for index, modules in enumerate(divided):
+    for index, modules in enumerate(modules_by_group):
         for module in modules:
             if module not in parts:
                 raise ValueError(f"groups[{index}] has {short(module)}, which is no module of the model.")
@@ -94,11 +94,11 @@ def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[
                         f"groups[{index}] and groups[{seen[part]}] both have {type(part).__name__}. Pass each module "
                         "in one group."
                     )
-    return divided
+    return modules_by_group
 
 
 def _modules_of(group: Any, parts: set[nn.Module]) -> list[Any]:
-    """Return the modules of a group. A slice of a list of blocks is a new list, which is no part of the model."""
+    """Return the modules of a group, which may be a slice of a list of blocks: a new list that is not in the model."""
     is_slice = isinstance(group, nn.Module) and _is_list(group) and group not in parts
     is_sequence = isinstance(group, Sequence) and not isinstance(group, str)
     return list(group) if is_slice or is_sequence else [group]
@@ -114,7 +114,7 @@ def _skip_wrappers(model: nn.Module) -> nn.Module:
 
 
 def _num_layers(module: nn.Module) -> int:
-    """Return the number of modules that own parameters. Their sizes would say more of the vocabulary than of depth."""
+    """Return the number of modules with parameters. Their sizes would say more about the vocabulary than the depth."""
     return sum(next(part.parameters(recurse=False), None) is not None for part in module.modules())
 
 
@@ -123,7 +123,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _block_class(module: nn.Module) -> type | None:
-    """Return the class of the blocks in a list of alike ones, which have layers of their own; ``None`` for others."""
+    """Return the class of the blocks, which have layers inside, in a list of one class; ``None`` for other modules."""
     children = [child for child in module.children() if _num_layers(child)] if _is_list(module) else []
     kinds = {type(child) for child in children}
     is_composite = all(next(child.children(), None) is not None for child in children)
@@ -131,7 +131,7 @@ def _block_class(module: nn.Module) -> type | None:
 
 
 def _find_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model in order; none if its children are its layers, or most of it is in no list."""
+    """Return the blocks of a model in order; none if its children are its layers, or most layers are in no list."""
     lists = [] if _block_class(root) is not None or _has_stages(root) else list(_lists_in(root))
     sizes = {module: _num_layers(module) for module in lists}
     trunk = [module for module, size in sizes.items() if size >= _LEAST_SHARE * max(sizes.values())]
@@ -160,12 +160,12 @@ def _group_around(root: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Modu
     groups: list[list[nn.Module]] = [[]]
     head: list[nn.Module] = []
     is_block = set(blocks)
-    around = {module for module in root.modules() if not is_block.isdisjoint(module.modules())} - is_block
+    ancestors = {module for module in root.modules() if not is_block.isdisjoint(module.modules())} - is_block
 
     def assign(module: nn.Module, is_outermost: bool) -> None:
         if module in is_block:
             groups.append([module])
-        elif module in around:
+        elif module in ancestors:
             for child in module.children():
                 assign(child, is_outermost=False)
         elif any(isinstance(part, nn.Embedding) for part in module.modules()):
@@ -181,6 +181,6 @@ def _group_around(root: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Modu
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises, or would if it were not switched off."""
+    """Whether a module is a norm, or an identity in place of one."""
     is_leaf = next(module.children(), None) is None
     return isinstance(module, nn.Identity) or (is_leaf and "norm" in type(module).__name__.lower())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import local, reshard
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
-#: An average, the value of the model, and whether that is being learned.
+#: An average, the value of the model, and whether the value is trained.
 Pair = tuple[torch.Tensor, torch.Tensor, bool]
 
 
@@ -25,8 +25,9 @@ class ModelEma(nn.Module):
 
     After each update, ``average = decay * average + (1 - decay) * value``, for all floating-point parameters and
     buffers together (as ``average + (1 - decay) * (value - average)`` for parameters that are trained, which is one
-    operation and rounds less); others, such as counts, are copied. Rounding does not add up: the average of what does
-    not change stays what it is. For that, buffers and frozen parameters in half precision are averaged in float32.
+    operation and rounds less); others, such as counts, are copied. Rounding errors do not accumulate: the average of a
+    value that does not change does not change either. Therefore, buffers and frozen parameters in half precision are
+    averaged in float32.
     Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), in the exponential form of
     TensorFlow's ``ExponentialMovingAverage``.
 
@@ -88,7 +89,7 @@ class ModelEma(nn.Module):
 
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
         pairs = self._cached
-        if pairs is None or not pairs.are_of(model):
+        if pairs is None or not pairs.match(model):
             pairs = vars(self)["_cached"] = SortedPairs(model, self.module, self._pairs(model))
         return pairs
 
@@ -114,15 +115,14 @@ class ModelEma(nn.Module):
 
 
 def _warn_of_rounding(model: nn.Module, decay: float) -> None:
-    """Warn if the weights being trained, and so the average, have too few digits for what an update adds."""
+    """Warn if the dtype of the trained weights, and so of the average, is too coarse for the change in an update."""
     trained = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
     coarsest = max(trained, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
     if 0 < 1 - decay < torch.finfo(coarsest).eps:
-        warnings.warn(
+        warn_outside(
             f"decay={decay}: the average is kept in {str(coarsest).removeprefix('torch.')}, like the weights, where "
             f"changes by {1 - decay:.2g} of a difference are lost in rounding, so it hardly moves. Lower the decay, or "
-            "keep the weights in float32 and train with Accelerator(mixed_precision='bf16').",
-            stacklevel=3,
+            "keep the weights in float32 and train with Accelerator(mixed_precision='bf16')."
         )
 
 
@@ -131,16 +131,16 @@ def _factors(decay: float, dtype: torch.dtype) -> tuple[float, float]:
 
     Otherwise their sum is not exactly 1 there, and each update would change even an average that equals the value.
     """
-    parts = 2 / min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    added = round((1 - decay) * parts) / parts
+    resolution = 2 / min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    added = round((1 - decay) * resolution) / resolution
     return 1 - added, added
 
 
 class SortedPairs:
     """The tensors of an average and of its model, in lists for an update.
 
-    Collecting and sorting them takes longer than the update of a small model, so they are used again for as long as
-    both modules have the same tensors.
+    Collecting and sorting them takes longer than the update of a small model, so they are reused as long as both
+    modules have the same tensors.
 
     :ivar learned: averages, and the parameters of the model that are being trained
     :ivar others: averages, and other floating-point tensors, by type
@@ -152,32 +152,33 @@ class SortedPairs:
         self.others: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.counts: list[tuple[torch.Tensor, torch.Tensor]] = []
         are_converted = False
-        for average_of, value, is_learned in pairs:
-            dtype = average_of.dtype
+        for averaged, value, is_learned in pairs:
+            dtype = averaged.dtype
             if not (dtype.is_floating_point or dtype.is_complex):
-                self.counts.append((average_of, value))
+                self.counts.append((averaged, value))
                 continue
-            if value.dtype is not dtype or value.device != average_of.device:
-                value = value.to(average_of.device, dtype)
+            if value.dtype is not dtype or value.device != averaged.device:
+                value = value.to(averaged.device, dtype)
                 are_converted = True
             averages, values = self.learned if is_learned else self.others.setdefault(dtype, ([], []))
-            averages.append(average_of)
+            averages.append(averaged)
             values.append(value)
         parts = [] if are_converted else [*model.modules(), *average.modules()]
         self._tables: list[dict[str, Any]] = []
         for part in parts:
             self._tables += [part._parameters, part._buffers, part._modules]
         self._tensors = [*chain(*self.learned, *chain(*self.others.values()))]
-        self._contents = self._look()
+        self._fingerprint = self._compute_fingerprint()
 
-    def are_of(self, model: nn.Module) -> bool:
+    def match(self, model: nn.Module) -> bool:
         """Whether these are still all tensors of the average and of this model, of the same types and devices."""
-        return bool(self._tables) and self._tables[0] is model._parameters and self._contents == self._look()
+        is_of_model = bool(self._tables) and self._tables[0] is model._parameters
+        return is_of_model and self._fingerprint == self._compute_fingerprint()
 
-    def _look(self) -> tuple[list[int], list[object]]:
-        """Return what the modules contain now, by identity, and of which kind the tensors are now."""
-        contents = chain.from_iterable(map(dict.values, self._tables))
-        return [*map(id, contents)], [*map(_kind_of, self._tensors)]
+    def _compute_fingerprint(self) -> tuple[list[int], list[object]]:
+        """Return the identities of what the modules contain, and the kinds of the tensors."""
+        tensors = chain.from_iterable(map(dict.values, self._tables))
+        return [*map(id, tensors)], [*map(_kind_of, self._tensors)]
 
 
 class ShardedEma(ModelEma):
@@ -196,11 +197,11 @@ class ShardedEma(ModelEma):
         return ((local(average), local(value), learned) for average, value, learned in super()._pairs(model))
 
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
-        return SortedPairs(model, self.module, self._pairs(model))  # each time: local shards are made when asked for
+        return SortedPairs(model, self.module, self._pairs(model))  # each time: local shards are new tensors
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Give the model the averaged weights for a block; afterwards it has exactly its own again."""
+        """Give the model the averaged weights for a block, then restore its weights exactly."""
         self._exchange(model)
         try:
             yield
@@ -215,20 +216,20 @@ class ShardedEma(ModelEma):
                 average.copy_(before)
 
 
-def _copy_of_tensors(module: nn.Module, made: dict[int, nn.Module | nn.Parameter]) -> nn.Module:
+def _copy_of_tensors(module: nn.Module, copies: dict[int, nn.Module | nn.Parameter]) -> nn.Module:
     """Return a module that has copies of the tensors of another one, in the same order, but no behaviour.
 
-    :param made: the copies so far, by the identity of what they are copies of: what is shared stays shared
+    :param copies: the copies so far, by the identity of the originals, so that shared tensors stay shared
     """
     copy = nn.Module()
-    made[id(module)] = copy
+    copies[id(module)] = copy
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        if id(parameter) not in made:
-            made[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-        copy.register_parameter(name, made[id(parameter)])  # type: ignore[arg-type]
+        if id(parameter) not in copies:
+            copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+        copy.register_parameter(name, copies[id(parameter)])  # type: ignore[arg-type]
     persistent = module.state_dict().keys()
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         copy.register_buffer(name, buffer.detach().clone(), persistent=name in persistent)
     for name, child in module.named_children():
-        copy.add_module(name, made.get(id(child)) or _copy_of_tensors(child, made))  # type: ignore[arg-type]
+        copy.add_module(name, copies.get(id(child)) or _copy_of_tensors(child, copies))  # type: ignore[arg-type]
     return copy.eval()

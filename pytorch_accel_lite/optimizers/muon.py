@@ -50,7 +50,7 @@ def split_parameters(model: nn.Module, heads: Sequence[nn.Module] | None = None)
     if unknown := [module for module in heads or () if module not in modules]:
         raise ValueError(f"heads has {type(unknown[0]).__name__}, which is no module of the model.")
     embedded = {id(p) for module in modules if isinstance(module, _EMBEDDINGS) for p in module.parameters()}
-    of_heads = {id(p) for head in (heads if heads is not None else _find_heads(model)) for p in head.parameters()}
+    in_heads = {id(p) for head in (heads if heads is not None else _find_heads(model)) for p in head.parameters()}
     kinds = ParameterKinds()
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and "weight" in name.rpartition(".")[2]
@@ -58,7 +58,7 @@ def split_parameters(model: nn.Module, heads: Sequence[nn.Module] | None = None)
             continue
         if id(parameter) in embedded:
             kinds.embeddings[name] = parameter
-        elif is_matrix and id(parameter) in of_heads:
+        elif is_matrix and id(parameter) in in_heads:
             kinds.heads[name] = parameter
         elif is_matrix:
             kinds.matrices[name] = parameter

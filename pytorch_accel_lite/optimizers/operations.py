@@ -1,4 +1,4 @@
-"""What a trainer asks of its optimizer, and of its scheduler, which may each consist of several."""
+"""Operations on a trainer's optimizer and its scheduler, each of which may consist of several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
 OptimizerFactory = Callable[..., Optimizers]
 #: A function that creates a scheduler from an optimizer, or a dict of such functions by optimizer name.
 SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-#: The code of what torch wraps around the ``step`` of every class of optimizers.
+#: The code of the wrapper that torch puts around the ``step`` of every optimizer class.
 _WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
-# torch has no public names for these. If one of them is ever gone, every step is wrapped.
+# torch has no public names for these. If one of them disappears, every step is wrapped.
 _GLOBAL_HOOKS = [
     getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {"": "unknown"}) for when in ("pre", "post")
 ]
@@ -41,7 +41,7 @@ class OfParts:
         return dict(self._parts)
 
 
-def is_made(optimizer: Any) -> bool:
+def is_created(optimizer: Any) -> bool:
     """Whether there is an optimizer, rather than none or a factory that has not been called yet."""
     return hasattr(optimizer, "param_groups")
 
@@ -52,9 +52,9 @@ def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
 
 def needs_closure(optimizer: Any) -> list[str]:
-    """Return the classes of optimizers whose ``step`` must be given a function that computes the gradients again."""
+    """Return the classes of optimizers whose ``step`` requires a function that computes the gradients again."""
     optimizers = parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
-    return [type(one).__name__ for one in optimizers if _needs_closure(type(one))]
+    return [type(part).__name__ for part in optimizers if _needs_closure(type(part))]
 
 
 def _needs_closure(kind: type) -> bool:
@@ -84,23 +84,23 @@ def clear_gradients(optimizer: Any) -> None:
 
 
 def take_step(optimizer: Any, *closure: Callable[[], torch.Tensor]) -> None:
-    """Step an optimizer like ``optimizer.step()``, but make a record for profilers only while one is running.
+    """Step an optimizer like ``optimizer.step()``, but create the record for profilers only while one is running.
 
-    torch makes that record, which takes as long as a small layer, where it calls hooks, if there are any. A scheduler
-    of torch replaces ``optimizer.step`` by a function that notes the call, which is noted here, too.
+    torch creates that record, which takes as long as a small layer, in the wrapper that calls hooks. A scheduler of
+    torch replaces ``optimizer.step`` by a function that notes the call, which is noted here, too.
     """
     wrapped = type(optimizer).step
     replaced = vars(optimizer).get("step")
-    is_followed = replaced is not None and getattr(replaced, "_wrapped_by_lr_sched", False)
-    is_only_recorded = (
+    has_scheduler = replaced is not None and getattr(replaced, "_wrapped_by_lr_sched", False)
+    only_profiled = (
         getattr(wrapped, "__code__", None) is _WRAPPER
-        and (replaced is None or (is_followed and getattr(replaced, "__wrapped__", None) is wrapped))
+        and (replaced is None or (has_scheduler and getattr(replaced, "__wrapped__", None) is wrapped))
         and not getattr(optimizer, "_optimizer_step_pre_hooks", True)
         and not getattr(optimizer, "_optimizer_step_post_hooks", True)
         and not any(_GLOBAL_HOOKS)
     )
-    if is_only_recorded and not _is_profiling():
-        if is_followed:
+    if only_profiled and not _is_profiling():
+        if has_scheduler:
             optimizer._opt_called = True
         wrapped.__wrapped__(optimizer, *closure)
     else:
@@ -116,8 +116,8 @@ def parts_of(optimizer: Any) -> dict[str, Optimizer]:
 def class_names(optimizer: Any) -> list[list[str]]:
     """Return, for each parameter group, the names of the classes whose state the optimizer of that group keeps.
 
-    These are its own class, whatever wraps it, and its bases up to one of torch's: torch's AdamW is no Adam, though
-    derived from it.
+    These are its class without wrappers, and the bases up to the first class of torch: torch's AdamW does not count as
+    an Adam, although it is derived from it.
     """
     parts = parts_of(optimizer).values() or [optimizer]
     return [_classes(part) for part in parts for _ in part.param_groups]
@@ -142,16 +142,12 @@ def schedulers_in(scheduler: Any) -> dict[str, Any]:
 
 def group_names(optimizer: Any) -> list[str]:
     """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
-    parts = parts_of(optimizer) or {"": optimizer}
-    return [
-        "_".join(filter(None, (name, number)))
-        for name, part in parts.items()
-        for number in _numbered(part.param_groups)
-    ]
-
-
-def _numbered(groups: list[Any]) -> list[str]:
-    return [""] if len(groups) == 1 else [str(number) for number in range(len(groups))]
+    names: list[str] = []
+    for name, part in (parts_of(optimizer) or {"": optimizer}).items():
+        count = len(part.param_groups)
+        numbers = [""] if count == 1 else map(str, range(count))
+        names += ["_".join(filter(None, (name, number))) for number in numbers]
+    return names
 
 
 def follows_metric(scheduler: Any) -> bool:

@@ -44,15 +44,15 @@ def set_options(optimizer: Any, options: Options) -> None:
             set_option(group, name, value)
 
 
-def initial_options(optimizer: Any, left: Sequence[Any] = ()) -> Options:
+def initial_options(optimizer: Any, final_rates: Sequence[Any] = ()) -> Options:
     """Return the values that the options had before any schedule changed them.
 
-    :param left: the learning rates at the end of the last schedule. A rate that differs from them was set by hand, and
-        counts as an initial one.
+    :param final_rates: the learning rates at the end of the last schedule. A rate that differs from them was set by
+        hand, and counts as an initial one.
     """
     options = scheduled_options(optimizer)
     for number, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=True)):
-        by_hand = number < len(left) and values.get("lr") != left[number]
+        by_hand = number < len(final_rates) and values.get("lr") != final_rates[number]
         for name in values:
             if not (by_hand and name == "lr"):
                 values[name] = to_number(group.get(f"initial_{name}", values[name]))

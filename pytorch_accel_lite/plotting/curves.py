@@ -94,14 +94,14 @@ def overlay_style(number: int) -> dict[str, Any]:
 
 
 def _as_svg(panel: Panel, number: int, styles: Styles) -> str:
-    """Return a panel as SVG for a page of which it is one of several."""
+    """Return a panel as SVG for a page with several panels."""
     matplotlib = import_extra("matplotlib", "plot", "plot()")
     text = io.StringIO()
-    # Keeps text as text; the salt makes marker ids differ between the pictures of a page.
+    # Text stays text; the salt makes marker ids differ between the pictures of a page.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure = _draw_panels([panel], styles)
-        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     return _for_a_page(text.getvalue(), panel.title)
 
 
@@ -111,8 +111,8 @@ def _for_a_page(svg: str, title: str) -> str:
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"| id="\w+_\d+"', "", svg)
     svg = re.sub(r' id="(run-\d+)"', r' class="\1"', svg)
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-    named = {INK: "--ink", GRID: "--grid"} | {colour: f"--series-{i}" for i, colour in enumerate(COLOURS, 1)}
-    for colour, name in named.items():
+    variables = {INK: "--ink", GRID: "--grid"} | {colour: f"--series-{i}" for i, colour in enumerate(COLOURS, 1)}
+    for colour, name in variables.items():
         svg = svg.replace(colour, f"var({name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{title.replace(chr(34), "")}"', 1)
 
@@ -124,7 +124,7 @@ def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
 
 
 def _draw_panels(panels: Sequence[Panel], styles: Styles) -> Figure:
-    """Draw panels in rows, each as high as its highest legend asks for."""
+    """Draw panels in rows, each as high as its highest legend requires."""
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
     heights = [_HEIGHT + max(legend_height(_labels(panel), _WIDTH - 1) for panel in row) for row in rows]

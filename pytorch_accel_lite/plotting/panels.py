@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # Prefix of the monitors' names, title of the panel they share, and its unit.
 _MONITORS = (
@@ -16,24 +16,39 @@ _MONITORS = (
     ("clipped_updates", "clipped updates", "share of updates"),
     ("samples_per_second", "throughput", "samples per second"),
     ("items_per_second", "throughput of items", "items per second"),
+    ("flops_per_second", "throughput of FLOPs", "FLOPs per second"),
+    ("mfu", "FLOPs utilisation", "share of the peak"),
     ("memory", "memory", "MiB"),
     ("time", "time of an epoch", "seconds"),
 )
 _WITH_KIND = re.compile(r"(?:(.+?)_)?(train|eval|evaluation)_(.+)")
-_LOSS_OF_AN_EVALUATION = re.compile(r"(.+_)eval_loss(?:_epoch)?")
+_EVAL_LOSS = re.compile(r"(.+_)eval_loss(?:_epoch)?")
 
 
 class NothingToPlotError(ValueError):
     """Raised if none of the metrics to plot is numeric."""
 
 
+class MetricPanel(NamedTuple):
+    """The panel of a metric and its label there.
+
+    :param is_monitor: whether the metric describes the run, such as a time or a learning rate, rather than the model
+    :param label: ``"train"``, ``"eval"``, the name of a dataset ...
+    """
+
+    title: str
+    unit: str
+    is_monitor: bool
+    label: str
+
+
 @dataclass(eq=False, repr=False)
 class Curve:
     """A metric over the epochs.
 
-    :param label: label within its panel: ``"train"``, ``"eval"``, the name of a dataset ...
+    :param label: label within its panel
     :param epochs: horizontal position of each value; several values of one epoch are spread over it
-    :param best: index of the best value, if it is to be marked
+    :param best: index of the best value, which is marked
     """
 
     label: str
@@ -68,74 +83,77 @@ def panels_of(
     :raises NothingToPlotError: if no metric is numeric
     """
     panels: dict[tuple[str, str], Panel] = {}
-    places = place_of_each(metrics)
+    assignments = panels_by_metric(metrics)
     for name, (epochs, values) in metrics.items():
         try:
             numbers = [float(value) for value in values]
         except (TypeError, ValueError):
             continue
-        title, unit, is_monitor, label = places[name]
-        panel = panels.setdefault((title, unit), Panel(title, unit, is_monitor))
-        best = None if is_monitor or label.endswith("train") else best_of(numbers, direction_of(name, directions))
-        panel.curves.append(Curve(label, _spread(epochs), numbers, best))
+        metric = assignments[name]
+        panel = panels.setdefault((metric.title, metric.unit), Panel(metric.title, metric.unit, metric.is_monitor))
+        best = None if metric.is_monitor else best_of(numbers, name, metric, directions)
+        panel.curves.append(Curve(metric.label, _spread(epochs), numbers, best))
     if not panels:
         raise NothingToPlotError("Nothing to plot: no numeric metric has been recorded yet.")
     order = {title: number for number, (_, title, _) in enumerate(_MONITORS)}
     return sorted(panels.values(), key=lambda panel: order[panel.title] if panel.is_monitor else -1)
 
 
-def place_of_each(names: Iterable[str]) -> dict[str, tuple[str, str, bool, str]]:
-    """Return for each metric its panel's title and unit, whether it comes from a monitor, and its label.
+def panels_by_metric(names: Iterable[str]) -> dict[str, MetricPanel]:
+    """Return the panel of each metric.
 
     Evaluations of an averaged model and of several datasets share the metric's panel; the names of their losses reveal
     the prefixes.
     """
     names = list(names)
-    prefixes = {match[1] for name in names if (match := _LOSS_OF_AN_EVALUATION.fullmatch(name))}
+    prefixes = {match[1] for name in names if (match := _EVAL_LOSS.fullmatch(name))}
     longest_first = sorted(prefixes, key=len, reverse=True)
     return {name: _monitor(name) or _quality(name, longest_first) for name in names}
 
 
 def is_monitor(name: str) -> bool:
-    """Whether a metric is of the run itself, such as a time or a learning rate, and not of the model."""
+    """Whether a metric describes the run, such as a time or a learning rate, rather than the model."""
     return _monitor(name) is not None
 
 
-def _monitor(name: str) -> tuple[str, str, bool, str] | None:
+def _monitor(name: str) -> MetricPanel | None:
     for start, title, unit in _MONITORS:
         if name == start or name.startswith(f"{start}_"):
             label = re.sub("_mib$", "", name.removeprefix(start)).strip("_").replace("_", " ")
             label = {"data max": "data, slowest process", "": title, "epoch": title}.get(label, label)
-            return title, unit, True, f"group {label}" if label.isdigit() else label
+            return MetricPanel(title, unit, True, f"group {label}" if label.isdigit() else label)
     return None
 
 
-def _quality(name: str, prefixes: Sequence[str]) -> tuple[str, str, bool, str]:
-    plain = name.removesuffix("_epoch")
-    match = _WITH_KIND.fullmatch(plain)
+def _quality(name: str, prefixes: Sequence[str]) -> MetricPanel:
+    name = name.removesuffix("_epoch")
+    match = _WITH_KIND.fullmatch(name)
     if match:
-        before, kind, title = match.groups()
-        words = [before, *([kind] if kind != "eval" or not before else [])]
-        label = " ".join(word for word in words if word)
+        prefix, kind, title = match.groups()
+        label = prefix if prefix and kind == "eval" else " ".join(filter(None, (prefix, kind)))
     else:
-        before = next((prefix for prefix in prefixes if plain.startswith(prefix)), "")
-        title = plain.removeprefix(before)
-        label = before.strip("_") or "eval"
-    return title.replace("_", " "), "", False, label.replace("_", " ")
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        title = name.removeprefix(prefix)
+        label = prefix.strip("_") or "eval"
+    return MetricPanel(title.replace("_", " "), "", False, label.replace("_", " "))
 
 
 def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
-    """Return whether larger values of a metric are better, which they are not for losses; ``None`` if unknown."""
-    is_greater_better = directions.get(name)
-    return False if is_greater_better is None and "loss" in name else is_greater_better
+    """Return whether larger values of a metric are better; by default smaller ones for losses, ``None`` for others."""
+    direction = directions.get(name)
+    return False if direction is None and "loss" in name else direction
 
 
-def best_of(values: Sequence[float], greater_is_better: bool | None) -> int | None:
-    """Return the index of the best value; ``None`` if the direction is unknown or no value is finite."""
-    finite = [index for index, value in enumerate(values) if math.isfinite(value)]
-    if greater_is_better is None or not finite:
+def best_of(values: Sequence[Any], name: str, panel: MetricPanel, directions: Mapping[str, bool | None]) -> int | None:
+    """Return the index of the best value of a metric, which is marked.
+
+    ``None`` for training metrics, if the direction is unknown, or if no value is a finite number.
+    """
+    greater_is_better = direction_of(name, directions)
+    finite = {i: value for i, value in enumerate(values) if isinstance(value, (int, float)) and math.isfinite(value)}
+    if panel.label.endswith("train") or greater_is_better is None or not finite:
         return None
-    return (max if greater_is_better else min)(finite, key=lambda index: values[index])
+    return (max if greater_is_better else min)(finite, key=lambda index: finite[index])
 
 
 def _spread(epochs: Sequence[int]) -> list[float]:

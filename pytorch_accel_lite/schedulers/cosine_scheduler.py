@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 
 
@@ -64,24 +64,22 @@ class CosineLrScheduler(PlannedLrScheduler):
         warmup = round(check_range("num_warmup_epochs", num_warmup_epochs) * per_epoch)
         cooldown = round(check_range("num_cooldown_epochs", num_cooldown_epochs) * per_epoch)
         if warmup + cooldown >= total:
-            given = f"num_warmup_epochs={num_warmup_epochs!r} and num_cooldown_epochs={num_cooldown_epochs!r}"
+            arguments = f"num_warmup_epochs={num_warmup_epochs!r} and num_cooldown_epochs={num_cooldown_epochs!r}"
             shorter = total / (2 * (warmup + cooldown))
             warmup = int(warmup * shorter)
             cooldown = int(cooldown * shorter)
-            warnings.warn(
-                f"{given} leave nothing of total_num_epochs={total_num_epochs!r} for the annealing. They are shortened "
-                f"to {warmup} and {cooldown} of {total} updates.",
-                stacklevel=2,
+            warn_outside(
+                f"{arguments} leave nothing of total_num_epochs={total_num_epochs!r} for the annealing. They are "
+                f"shortened to {warmup} and {cooldown} of {total} updates."
             )
         self.num_warmup_steps = warmup
         self.num_annealing_steps = total - warmup - cooldown
         self.k_decay = check_range("k_decay", k_decay, above=0)
         self.lr_min = check_range("lr_min", lr_min)
-        self.min_lr_ratio = None if min_lr_ratio is None else check_range("min_lr_ratio", min_lr_ratio, most=1)
         self.warmup_starting_lr = check_range("warmup_starting_lr", warmup_starting_lr)
-        self.warmup_starting_lr_ratio = warmup_starting_lr_ratio
-        if warmup_starting_lr_ratio is not None:
-            check_range("warmup_starting_lr_ratio", warmup_starting_lr_ratio, most=1)
+        check_ratio = partial(check_range, most=1)
+        self.min_lr_ratio = optional(check_ratio, "min_lr_ratio", min_lr_ratio)
+        self.warmup_starting_lr_ratio = optional(check_ratio, "warmup_starting_lr_ratio", warmup_starting_lr_ratio)
         self.step_update(0)
 
     def get_updated_values(self, num_updates: int) -> list[float]:

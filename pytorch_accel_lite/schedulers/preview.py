@@ -37,9 +37,10 @@ def schedule_values(
     rates = [lr] if isinstance(lr, (int, float)) else list(lr)
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
     per_epoch = math.ceil(num_updates / num_epochs)
-    plan: Any = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         run_config=SimpleNamespace(
             num_epochs=num_epochs,
+            gradient_accumulation_steps=1,
             num_update_steps_per_epoch=per_epoch,
             num_local_update_steps_per_epoch=per_epoch,
             max_num_train_steps=num_updates,
@@ -47,15 +48,15 @@ def schedule_values(
         train_dataloader=range(per_epoch),
         eval_dataloaders=[],
     )
-    scheduler = replace_trainer_placeholder_values(plan, create_scheduler_fn)(optimizer)
-    is_timms = hasattr(scheduler, "step_update") and not isinstance(scheduler, SchedulerBase)
+    scheduler = replace_trainer_placeholder_values(trainer, create_scheduler_fn)(optimizer)
+    is_timm = hasattr(scheduler, "step_update") and not isinstance(scheduler, SchedulerBase)
     curves: list[list[float]] = [[] for _ in rates]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch expects optimizer.step() first, which would do nothing here
         for update in range(1, num_updates + 1):
             for curve, group in zip(curves, optimizer.param_groups, strict=True):
                 curve.append(float(group["lr"]))
-            if is_timms:
+            if is_timm:
                 scheduler.step_update(update)
                 if update % per_epoch == 0:
                     scheduler.step(update // per_epoch)

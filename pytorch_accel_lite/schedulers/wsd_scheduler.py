@@ -1,9 +1,8 @@
-"""Warmup-stable-decay: a constant learning rate with a quick decay wherever a finished model is wanted."""
+"""Warmup-stable-decay: a constant learning rate with a quick decay before each checkpoint."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 
@@ -113,7 +113,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         self.step_update(0)
 
     def _plan_period(self, start: int, end: int) -> dict[str, int]:
-        # The small number makes up for products like 0.29 * 100, which fall just short of an integer.
+        # The small number compensates for products like 0.29 * 100, which fall just short of an integer.
         decay_steps = max(1, int(self.decay_phase_ratio * (end - start) + 1e-9)) if self.decay_phase_ratio else 0
         return {
             "period_start": start,
@@ -123,18 +123,17 @@ class WSDLrScheduler(PlannedLrScheduler):
         }
 
     def _count_warmup(self, num_warmup_steps: int | None) -> int:
-        most = self._periods[0]["pre_decay_step"]
+        limit = self._periods[0]["pre_decay_step"]
         if num_warmup_steps is None:
-            return min(self.total_steps // 100, most)
+            return min(self.total_steps // 100, limit)
         if num_warmup_steps:
             check_positive_int("num_warmup_steps", num_warmup_steps)
-        if num_warmup_steps > most:
-            warnings.warn(
-                f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which starts after {most} "
-                f"updates. The warm-up is shortened to {most} updates.",
-                stacklevel=3,
+        if num_warmup_steps > limit:
+            warn_outside(
+                f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which starts after {limit} "
+                f"updates. The warm-up is shortened to {limit} updates."
             )
-        return min(int(num_warmup_steps), most)
+        return min(int(num_warmup_steps), limit)
 
     @property
     def total_steps(self) -> int:
@@ -205,11 +204,10 @@ class WSDLrScheduler(PlannedLrScheduler):
             self.continue_from(state_dict)
             return
         if "num_updates" not in state_dict and "total_steps" in state_dict:
-            warnings.warn(
+            warn_outside(
                 "The state for WSDLrScheduler is from pytorch-accelerated, which does not save the schedule's "
                 f"position: it continues from update {self.num_updates}. To start a new schedule from this checkpoint "
-                "instead, use is_continuation_from_checkpoint=True; to keep the schedule, load_scheduler=False.",
-                stacklevel=2,
+                "instead, use is_continuation_from_checkpoint=True; to keep the schedule, load_scheduler=False."
             )
             state_dict = {**state_dict, "num_updates": self.num_updates}
         super().load_state_dict(state_dict)
@@ -217,7 +215,7 @@ class WSDLrScheduler(PlannedLrScheduler):
     def continue_from(self, state_dict: dict[str, Any] | None) -> None:
         """Start this schedule with the base rates of another run, and set the learning rates accordingly.
 
-        :param state_dict: state of the other run's scheduler; ``None`` keeps the optimizer's own base rates
+        :param state_dict: state of the other run's scheduler; ``None`` keeps the optimizer's base rates
         """
         self._go_to(0, (state_dict or {}).get("base_lr_values", self.base_lr_values))
 

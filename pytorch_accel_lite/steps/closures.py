@@ -1,4 +1,4 @@
-"""Gradients that are computed again within an update: for optimizers with a closure, as LBFGS, and schemes as SAM."""
+"""Recomputing gradients within an update, for optimizers with a closure, such as LBFGS, and schemes such as SAM."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pytorch_accel_lite.steps.combinations import RECOMPUTED, find_conflict
 
 
 class ReplayingStep(PlainStep):
-    """Keeps the batches of an accumulation window, to go forward and backward with them again."""
+    """Keeps the batches of an accumulation window, to repeat their forward and backward passes."""
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         if needs_closure(trainer.optimizer) and not parts_of(trainer.optimizer):
             self.closure = (trainer.recompute_gradients,)
         self._steps: list[tuple[Batch, dict[str, object]]] = []
-        self._update = -1  # the number of updates before that of the window
+        self._update = -1  # number of updates before the window
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
-        """Make the usual step, and keep its batch and the states of the generators before it."""
+        """Run the usual step, and keep its batch and the states of the generators before it."""
         if run.window.sizes is None:
             self._steps.clear()
             self._update = run.progress.update
@@ -74,14 +74,14 @@ class ReplayingStep(PlainStep):
 def recompute_gradients(self: TrainerLike) -> torch.Tensor:
     """Compute the gradients of the current update again, at the weights as they are now, and return the loss.
 
-    To be called in an overridden ``optimizer_step``, on every process; or given to an optimizer as its closure:
-    ``self.optimizer.step(self.recompute_gradients)``. Goes forward and backward with the batches of the accumulation
-    window, with the same random numbers, then weighs, averages over the processes and clips, as for the gradients
-    before, which are replaced. Losses, own numbers and buffers (the running statistics of batch norm) are left as the
-    first pass has made them.
+    Call it in an overridden ``optimizer_step``, on every process, or pass it to an optimizer as its closure:
+    ``self.optimizer.step(self.recompute_gradients)``. Repeats the forward and backward passes of the accumulation
+    window, with the same random numbers, and replaces the gradients, which are weighted, averaged over the processes
+    and clipped as before. Losses, logged values and buffers (running statistics of batch norm) are left as they were
+    after the first pass.
 
     :return: the mean loss of the window over all processes, a scalar without gradients
-    :raises RuntimeError: outside of ``optimizer_step``; or in a run where it does not work: with fp16 (bf16 works),
+    :raises RuntimeError: outside ``optimizer_step``, or in a run where it does not work: with fp16 (bf16 works),
         sharded models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run

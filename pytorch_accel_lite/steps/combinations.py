@@ -1,4 +1,4 @@
-"""Which features of a training run do not work together, and why: errors and docs/combinations.md follow from it."""
+"""Features of a training run that do not work together, from which errors and docs/combinations.md are made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _has_module(trainer: TrainerLike, matches: Callable[[nn.Module], bool]) -> b
 
 
 def _names_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:
-    """Whether the user's own methods name it: only then are batches and generator states kept, which costs time."""
+    """Whether the user's methods mention it: only then are batches and generator states kept, which costs time."""
     if not is_overridden(trainer, "optimizer_step"):
         return False
     values = [value for base in type(trainer).__mro__ if not is_ours(base) for value in vars(base).values()]
@@ -162,8 +162,7 @@ def find_conflict(feature: Feature, trainer: TrainerLike, run: Run) -> Conflict 
 def check_combinations(trainer: TrainerLike, run: Run) -> None:
     """Raise a ``ValueError`` for features that do not work together.
 
-    Others are left out where they do not work: ``recompute_gradients`` raises an error when it is called, and
-    ``compile_step`` warns.
+    Some are checked elsewhere: ``recompute_gradients`` raises an error when it is called, and ``compile_step`` warns.
     """
     for conflict in CONFLICTS:
         is_error = conflict.feature not in (RECOMPUTED, COMPILED)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import builtins
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, find_batch_size
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.loss_shapes import shapes_are_known
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.steps.combinations import Conflict
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.engine.run import Run
 
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
 
@@ -32,13 +30,11 @@ def _dynamo() -> Any:
     """Return torch's compiler, which takes a second to import and is needed only here."""
     from torch._dynamo import eval_frame, exc
 
-    return SimpleNamespace(  # not all of it is in torch 2.6
+    backend_error, limit_error = exc.BackendCompilerFailed, exc.FailOnRecompileLimitHit  # torch 2.7 has further ones
+    return SimpleNamespace(
         Error=exc.TorchDynamoException,
-        of_backends=(
-            exc.BackendCompilerFailed,
-            getattr(exc, "ShortenTraceback", exc.BackendCompilerFailed),
-        ),  # torch 2.7
-        of_limits=(exc.FailOnRecompileLimitHit, getattr(exc, "RecompileLimitExceeded", exc.FailOnRecompileLimitHit)),
+        backend_errors=(backend_error, getattr(exc, "ShortenTraceback", backend_error)),
+        limit_errors=(limit_error, getattr(exc, "RecompileLimitExceeded", limit_error)),
         reset_code=getattr(eval_frame, "reset_code"),  # noqa: B009 (not in its stubs)
     )
 
@@ -51,7 +47,7 @@ class CompiledForward:
     faster than code for any.
 
     :param options: arguments for ``torch.compile``
-    :param adapter: what feeds batches to the trainer's model
+    :param adapter: feeds batches to the trainer's model
     :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
     :ivar logged: names, values and weights that the compiled code has logged
     """
@@ -61,28 +57,28 @@ class CompiledForward:
         self._options = options
         self._usual = trainer.calculate_train_batch_loss
         self._compiled: Callable[[Any], BatchOutput] | None = None
-        self._run: Run | None = None  # whose steps have begun
+        self._run: Run | None = None  # the run whose steps have begun
         self._runs_compiled = True
         self._has_warned = False
         self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
-        self._is_unchecked = False  # whether shapes of outputs and targets are yet to be checked
+        self._is_unchecked = False  # whether shapes of outputs and targets have yet to be checked
         self.logged: list[tuple[str, Any, Any]] = []
         self._adapter = adapter
         self.num_samples: int | None = None
         requested = options.get("options") or {}
         replays = options.get("mode") in _REPLAYING_MODES or requested.get("triton.cudagraphs", False)
         self._replays = replays and trainer.device.type == "cuda"
-        self._copied_in = -1  # the number of updates before that whose gradients were copied last
+        self._last_cloned = -1  # number of updates before the window whose gradients were cloned last
 
     @classmethod
     def create(
         cls, trainer: TrainerLike, options: bool | dict[str, Any], adapter: BatchAdapter
     ) -> CompiledForward | None:
-        """Return what computes training batches with compiled code, or ``None`` if ``options`` is ``False``."""
+        """Create an instance, or return ``None`` if ``options`` is ``False``."""
         return None if options is False else cls(trainer, {} if options is True else dict(options), adapter)
 
     def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Any) -> BatchOutput:
-        """Return what the adapter returns for a batch, of which torch then sees no more than the data."""
+        """Return what the adapter returns for a batch, so that torch traces only its data."""
         output = self._adapter.outputs_and_loss(model, loss_func, batch, None)
         if self.num_samples:
             output["batch_size"] = find_batch_size(batch, self.num_samples)
@@ -101,8 +97,8 @@ class CompiledForward:
             self._begin_replay(run)
         try:
             output = self._call(batch)
-        except (_dynamo().Error, *_dynamo().of_limits) as error:
-            output = self._compute_otherwise(batch, error)
+        except (_dynamo().Error, *_dynamo().limit_errors) as error:
+            output = self._compute_fallback(batch, error)
         if self._replays:
             output["loss"] = _copied(output["loss"])
         if self._is_unchecked and type(output) is dict:
@@ -122,15 +118,15 @@ class CompiledForward:
     def begin_run(self, conflict: Conflict | None) -> None:
         """Begin a run, whose batches are computed without compilation if there is a conflict."""
         if conflict is not None and self._runs_compiled:
-            self._give_up(f"with {conflict.other.name}, {conflict.reason}")
+            self._disable(f"with {conflict.other.name}, {conflict.reason}")
 
     def _begin(self, run: Run) -> None:
         """Prepare for the steps of a run."""
         trainer = self._trainer
         self._run = run
-        self._copied_in = -1
+        self._last_cloned = -1
         if self._adapter.is_new:
-            self._adapter.is_new = False  # or the check would be compiled, too
+            self._adapter.is_new = False  # otherwise the check would be compiled, too
             self._is_unchecked = self._is_default
         is_wrapped = isinstance(trainer.model, DistributedDataParallel)
         if self._compiled is None:
@@ -142,26 +138,26 @@ class CompiledForward:
         def compute(batch: Any) -> BatchOutput:
             return usual(batch)
 
-        # torch keeps compiled code with a code object, for good, and in globals. Copies keep trainers apart.
+        # torch keeps compiled code with a code object, permanently, and in globals. Copies separate the trainers.
         scope = {"__builtins__": builtins}
         copied = FunctionType(compute.__code__.replace(), scope, "compute", None, compute.__closure__)
         weakref.finalize(copied, _dynamo().reset_code, copied.__code__).atexit = False
         options = {"fullgraph": fullgraph} | self._options
         if not options["fullgraph"]:
-            # What is compiled is the user's own code, too, whose versions torch counts for all trainers together. It
-            # forgets those of earlier ones, and the models that they are for; what is used again is compiled again.
+            # The user's code is compiled, too, and torch counts its versions for all trainers together. A reset drops
+            # those of earlier trainers with their models; what they use again is compiled again.
             torch.compiler.reset()
         self._compiled = torch.compile(copied, **options)
 
-    def _compute_otherwise(self, batch: Any, error: Exception) -> BatchOutput:
-        """Compute a batch for which compilation failed: in several graphs if it cannot be one, or else as usual.
+    def _compute_fallback(self, batch: Any, error: Exception) -> BatchOutput:
+        """Compute a batch for which compilation failed: in several graphs, or if that fails too, without compilation.
 
-        A mistake of the user's is an error in this second attempt as well, and then there is nothing to warn of.
+        A mistake of the user's raises an error in this second attempt as well, without a warning.
         """
         if "fullgraph" in self._options:
-            self._usual(batch)  # raises the error of a mistake as it is
+            self._usual(batch)  # raises the error of a mistake unchanged
             raise error
-        if isinstance(error, _dynamo().of_limits):
+        if isinstance(error, _dynamo().limit_errors):
             output = self._usual(batch)
             self._warn(
                 "some batches are computed without compilation, because torch has compiled as many versions as it "
@@ -169,32 +165,33 @@ class CompiledForward:
                 "need compile_step={'dynamic': True}"
             )
             return output
-        if not isinstance(error, _dynamo().of_backends):
+        if not isinstance(error, _dynamo().backend_errors):
             try:
                 self._compile(fullgraph=False)
                 output = self._call(batch)
-                self._warn(f"the step is compiled in parts, because torch cannot compile it as one: {_gist(error)}")
+                reason = _summarize(error)
+                self._warn(f"the step is compiled in parts, because torch cannot compile it as one: {reason}")
                 return output
             except _dynamo().Error as other:
                 error = other
         output = self._usual(batch)
-        self._give_up(_gist(error))
+        self._disable(_summarize(error))
         return output
 
-    def _give_up(self, reason: str) -> None:
+    def _disable(self, reason: str) -> None:
         self._runs_compiled = False
         self._compiled = None
-        warnings.warn(f"compile_step: the step is not compiled, because {reason}.", stacklevel=2)
+        warn_outside(f"compile_step: the step is not compiled, because {reason}.")
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"compile_step: {reason}.", stacklevel=2)
+            warn_outside(f"compile_step: {reason}.")
 
     def _begin_replay(self, run: Run) -> None:
-        """Let the CUDA graphs begin again. They overwrite what they returned, such as gradients of this window."""
-        if run.window.steps > 1 and run.window.sizes is not None and self._copied_in != run.progress.update:
-            self._copied_in = run.progress.update
+        """Start a replay of the CUDA graphs, which overwrite what they returned, such as gradients of this window."""
+        if run.window.steps > 1 and run.window.sizes is not None and self._last_cloned != run.progress.update:
+            self._last_cloned = run.progress.update
             for parameter in optimized_parameters(self._trainer.optimizer):
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
@@ -216,9 +213,9 @@ def _copied(values: Any) -> Any:
     return values.clone() if isinstance(values, torch.Tensor) else values
 
 
-def _gist(error: Exception) -> str:
-    """Return what an error of the compiler is about: its first line, and the place in the user's code."""
+def _summarize(error: Exception) -> str:
+    """Return the first line of a compiler error, and the location in the user's code."""
     cause = error.__cause__ or getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    places = [line for line in lines if line.startswith("File ")]
-    return " at ".join([f"{type(cause).__name__}: {lines[0] if lines else ''}".rstrip(".:"), *places[-1:]])
+    locations = [line for line in lines if line.startswith("File ")]
+    return " at ".join([f"{type(cause).__name__}: {lines[0] if lines else ''}".rstrip(".:"), *locations[-1:]])

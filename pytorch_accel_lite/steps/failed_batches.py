@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import recursively_apply
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 
-from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size, is_number
+from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.splitting import concatenate_if_possible, split_batch
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
@@ -79,7 +77,7 @@ class GuardedStep(PlainStep):
                 skip_batch(trainer, run, batch, error)
                 return None
             if error is not None:
-                traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
+                traceback.clear_frames(error.__traceback__)  # the frames hold tensors of the attempt
             self._split_further(trainer, largest)
 
     def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch) -> list[BatchOutput]:
@@ -136,63 +134,7 @@ def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | 
     """Count the samples of a batch that is skipped, and report the failures of all processes."""
     text = f"{type(error).__name__}: {error}"
     failure = None if error is None else BatchFailure(trainer.ranks.rank, run.batch_indices, text)
-    of_all = [failed for failed in trainer.ranks.all_gather_object(failure) if failed is not None]
+    failures = [report for report in trainer.ranks.all_gather_object(failure) if report is not None]
     total = batch.total_samples
     run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
-    trainer.call_event("on_train_batch_skipped", failures=of_all, error=error, step=run.progress.step)
-
-
-def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into parts that together count in the window as the full batch does."""
-    if parts <= 1 or batch.is_filler:
-        return [batch]
-    begin = 0
-    pieces: list[Batch] = []
-    for data, size in split_batch(batch.data, parts, find_batch_size(batch.data, batch.num_samples)):
-        part = batch._replace(
-            data=data,
-            num_samples=None if batch.num_samples is None else size,
-            total_samples=0 if batch.total_samples is not None and pieces else batch.total_samples,
-            indices=None if batch.indices is None else batch.indices[begin : begin + size],
-        )
-        pieces.append(part)
-        begin += size
-    return pieces
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that the device or the host ran out of memory."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
-
-
-def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
-    """Merge the outputs of the parts into the output of a step on the full batch."""
-    if len(outputs) == 1:
-        return outputs[0]
-    shares = _shares(outputs, "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size")
-    merged: BatchOutput = {}
-    for key in outputs[0]:
-        values = [output[key] for output in outputs]
-        if key in ("batch_size", "num_items_in_batch"):
-            merged[key] = sum(values)
-        elif key == "loss":
-            merged[key] = _mean(values, shares)
-        elif key == "losses":
-            names = dict.fromkeys(chain.from_iterable(values))
-            merged[key] = {name: _mean([losses.get(name, 0) for losses in values], shares) for name in names}
-        elif all(map(is_number, values)):
-            merged[key] = _mean(values, _shares(outputs, "batch_size"))
-        else:
-            merged[key] = concatenate_if_possible(values)
-    return merged
-
-
-def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Any]:
-    """Return the shares of the outputs in what they count together; zeros if that is nothing."""
-    total = sum(output[counted] for output in outputs)
-    total = torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
-    return [output[counted] / total for output in outputs]
-
-
-def _mean(values: list[Any], shares: list[Any]) -> Any:
-    return sum(value * share for value, share in zip(values, shares, strict=True))
+    trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)

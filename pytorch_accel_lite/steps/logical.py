@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,11 +14,9 @@ from pytorch_accel_lite.base.batches import Batch, BatchOutput, is_number
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_all
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.engine.losses import LossTrackers
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.checkpoint.training_state import TrainingState
 
 
 class LogicalProcesses:
@@ -49,26 +47,26 @@ class LogicalProcesses:
             )
         self.count = count
         self.shares = Shares(count, range(*split(count, ranks.rank, ranks.world_size)))
-        self.current = self.shares.own[0]
+        self.current = self.shares.local[0]
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
         self.is_computing = False
 
     def __repr__(self) -> str:
-        own = self.shares.own
-        return f"LogicalProcesses({self.count}, {own[0]} to {own[-1]} on this process)"
+        local = self.shares.local
+        return f"LogicalProcesses({self.count}, {local[0]} to {local[-1]} on this process)"
 
     def begin_share(self, batch: Batch) -> None:
-        """Begin to compute the share of a logical process, with random numbers of its own."""
+        """Begin the share of a logical process, with its own random numbers."""
         assert batch.share is not None
         self.current = batch.share.number
-        seed_all(mix(batch.share.number, after=batch.share.place))
+        seed_all(mix(batch.share.number, after=batch.share.seed))
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""
-        return SharedLossTrackers(self.shares.own, lambda: self.current)
+        return SharedLossTrackers(self.shares.local, lambda: self.current)
 
     def capture(self, trainer: TrainerLike) -> dict[str, Any]:
-        """Return what a training state keeps of them. Call it on every process."""
+        """Return the state of the logical processes for a training state. Call it on every process."""
         run = trainer.current_run
         losses = trainer.ranks.all_gather_object(run.loss_trackers.local_sums())
         return {
@@ -78,24 +76,24 @@ class LogicalProcesses:
         }
 
     def restore(self, trainer: TrainerLike, state: TrainingState) -> None:
-        """Restore what :meth:`capture` returned; if their number has changed, only what does not depend on it.
+        """Restore the result of :meth:`capture`; if the number of logical processes has changed, only the losses.
 
         Between steps, the generators are the same on all processes.
         """
         is_same = state.metadata.get("logical_processes") == self.count
-        kept: dict[str, Any] = state.shared["logical"] if is_same else {"losses": [state.shared["losses"]]}
+        saved: dict[str, Any] = state.shared["logical"] if is_same else {"losses": [state.shared["losses"]]}
         run = trainer.current_run
         if isinstance(run.loss_trackers, SharedLossTrackers):
-            run.loss_trackers.load_sums(kept["losses"])
+            run.loss_trackers.load_sums(saved["losses"])
         if is_same:
-            restore_generators(kept["generators"])
-            run.step_metrics.update(kept.get("step_metrics", {}))
+            restore_generators(saved["generators"])
+            run.step_metrics.update(saved.get("step_metrics", {}))
 
     @contextmanager
     def computing_identically(self, trainer: TrainerLike) -> Iterator[None]:
         """Compute the same bits everywhere in a block: with one thread on the CPU, and deterministic kernels on a GPU.
 
-        Sums of several threads have other last bits, and what launchers set depends on the number of processes.
+        The last bits of sums depend on the number of threads, which launchers set by the number of processes.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -107,9 +105,9 @@ class LogicalProcesses:
 
 
 class SharedLossTrackers(LossTrackers):
-    """Running losses of this process, as shown while they run, and of each of its logical processes.
+    """Running losses of this process, which are displayed, and of each of its logical processes.
 
-    The means over all processes are made from the latter, added up in the order of the logical processes.
+    The latter are added up in the order of the logical processes for the means over all processes.
     """
 
     def __init__(self, numbers: Iterable[int], current: Callable[[], int]) -> None:

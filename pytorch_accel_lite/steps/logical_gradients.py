@@ -20,30 +20,30 @@ Gradients = list[torch.Tensor | None]
 
 def add_gradients(first: Gradients, second: Gradients) -> Gradients:
     """Add gradients to others in place. A missing one adds nothing."""
-    both = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    if pairs:
+        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 
 class GradientSum:
     """The sum of gradients over logical processes and the steps of an accumulation window.
 
-    The shares of a step are added in a tree (:class:`TreeSum`), the sums of the steps
-    in turn. Within a process, gradients are those of one share and, for each level of the tree, at most one sum.
-    Between processes, each adds up one slice of the gradients: it gets that slice of the nodes of all others after each
-    step, and all get its sum at the end of the window, as in an all-reduce. All additions are in the gradients' own
-    dtype. Where a process has no gradient, it sends negative zeros, which change no bit of what they are added to.
+    The shares of a step are added in a tree (:class:`TreeSum`), the sums of the steps one after another. A process
+    holds the gradients of one share and, for each level of the tree, at most one sum. Each process adds up one slice of
+    the gradients over all processes: it receives that slice of the nodes of all others after each step, and sends its
+    sum to all at the end of the window, as in an all-reduce. All additions are in the dtype of the gradients. In place
+    of missing gradients, negative zeros are sent, which change no bit of what they are added to.
 
     :param count: number of logical processes
     """
 
     def __init__(self, ranks: Ranks, count: int) -> None:
         self._ranks = ranks
-        world_size = ranks.world_size
-        self._blocks = [blocks_of(range(*split(count, rank, world_size))) for rank in range(world_size)]
+        ranges = (range(*split(count, rank, ranks.world_size)) for rank in range(ranks.world_size))
+        self._blocks = [blocks_of(numbers) for numbers in ranges]
         self._tree = TreeSum[Gradients](add_gradients)
-        self._of_steps: Gradients | None = None  # with one process
+        self._total: Gradients | None = None  # with one process
         self._slices: list[torch.Tensor] = []
         self._parameters: list[nn.Parameter] = []
         self._missed: set[int] = set()
@@ -56,17 +56,17 @@ class GradientSum:
             parameter.grad = None
 
     def take(self, number: int) -> None:
-        """Take the gradients of a share off the parameters.
+        """Take the gradients of a share from the parameters.
 
         :param number: number of its logical process
         """
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        self._skip_to(number)
+        self._add_empty_shares(number)
         self._tree.push(Node(0, number, gradients))
 
-    def _skip_to(self, number: int) -> None:
+    def _add_empty_shares(self, number: int) -> None:
         """Add nothing for the shares before this one that have no samples."""
         blocks = self._tree.nodes
         blocks_of_rank = self._blocks[self._ranks.rank]
@@ -77,10 +77,10 @@ class GradientSum:
     def end_step(self) -> None:
         """Add the gradients of a step to those of the window. Call it on every process."""
         level, start = self._blocks[self._ranks.rank][-1]
-        self._skip_to(start + (1 << level))
+        self._add_empty_shares(start + (1 << level))
         if self._ranks.world_size == 1:
             total = self._tree.total()
-            self._of_steps = total if self._of_steps is None else add_gradients(self._of_steps, total)
+            self._total = total if self._total is None else add_gradients(self._total, total)
             return
         for gradients in (node.value for node in self._tree.nodes):
             self._missed.update(index for index, gradient in enumerate(gradients) if gradient is None)
@@ -97,9 +97,9 @@ class GradientSum:
         Parameters that had a gradient in no share get none.
         """
         if self._ranks.world_size == 1:
-            for parameter, gradient in zip(self._parameters, self._of_steps or (), strict=True):
+            for parameter, gradient in zip(self._parameters, self._total or (), strict=True):
                 parameter.grad = gradient
-            self._of_steps = None
+            self._total = None
             return
         unused: set[int] = set()
         for (indices, with_flags), part in zip(self._groups(), self._slices, strict=True):
@@ -135,18 +135,18 @@ class GradientSum:
         num_nodes = len(flat)
         length = len(flat[0]) // world_size
         slices = zip(*(vector.split(length) for vector in flat), strict=True)  # type: ignore[no-untyped-call]
-        mine = flat[0] if num_nodes == 1 else torch.cat(list(chain.from_iterable(slices)))
+        sent_slices = flat[0] if num_nodes == 1 else torch.cat(list(chain.from_iterable(slices)))
         del flat, slices
-        sent = [num_nodes * length] * world_size
-        received = [len(blocks) * length for blocks in self._blocks]
-        slices_of_all = mine.new_empty(sum(received))
-        scale = mine.element_size()
-        sizes = [n * scale for n in received], [n * scale for n in sent]
-        dist.all_to_all_single(_bytes(slices_of_all), _bytes(mine), *sizes)
-        del mine
+        sent_sizes = [num_nodes * length] * world_size
+        received_sizes = [len(blocks) * length for blocks in self._blocks]
+        received_slices = sent_slices.new_empty(sum(received_sizes))
+        scale = sent_slices.element_size()
+        sizes = [n * scale for n in received_sizes], [n * scale for n in sent_sizes]
+        dist.all_to_all_single(_bytes(received_slices), _bytes(sent_slices), *sizes)
+        del sent_slices
         tree = TreeSum[torch.Tensor](torch.Tensor.add_)
-        blocks = (block for of_rank in self._blocks for block in of_rank)
-        for (level, start), part in zip(blocks, slices_of_all.split(length), strict=True):  # type: ignore[no-untyped-call]
+        blocks = (block for rank_blocks in self._blocks for block in rank_blocks)
+        for (level, start), part in zip(blocks, received_slices.split(length), strict=True):  # type: ignore[no-untyped-call]
             tree.push(Node(level, start, part))
         return tree.total().clone()  # does not keep the others in memory
 
@@ -165,7 +165,7 @@ class GradientSum:
         size = sum(part.numel() for part in parts) + len(flags)
         tail = torch.zeros(len(flags) + -size % self._ranks.world_size, dtype=first.dtype, device=first.device)
         if all(flags):
-            tail[: len(flags)] = 1.0  # copies nothing to the device, which would wait for it
+            tail[: len(flags)] = 1.0  # without a copy to the device, which would wait for it
         else:
             tail[: len(flags)] = torch.tensor(flags, dtype=first.dtype)
         return torch.cat([*(part.detach().reshape(-1) for part in parts), tail])
@@ -194,10 +194,9 @@ class Node(Generic[T]):
 class TreeSum(Generic[T]):
     """Adds up terms that arrive from left to right, like a binary counter.
 
-    Two neighbours that are the halves of an aligned block of terms become one node. What is left at the end is added
-    from right to left. So the terms of a contiguous range become a few nodes, at most two for each level, which become
-    those of the entire tree when they are pushed in order: the order of additions never depends on how the
-    terms were divided.
+    Two neighbours that are the halves of an aligned block of terms become one node. The remaining nodes are added from
+    right to left. The terms of a contiguous range become a few nodes, at most two for each level, and pushing the nodes
+    of all ranges in order gives the same tree, so the order of additions does not depend on how the terms were divided.
 
     :param add: adds the right value to the left one, which it may change, and returns the sum
     """

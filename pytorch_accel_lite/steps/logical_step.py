@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,12 @@ from pytorch_accel_lite.base.randomness import seed_all
 from pytorch_accel_lite.base.splitting import concatenate_if_possible
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.shares import split
+from pytorch_accel_lite.engine.batch_parts import merge_outputs
+from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
-from pytorch_accel_lite.steps.failed_batches import merge_outputs
 from pytorch_accel_lite.steps.logical_gradients import GradientSum
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.engine.run import Run
 
 
 class LogicalWindow(GradientWindow):
@@ -37,17 +35,21 @@ class LogicalWindow(GradientWindow):
     def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:
         super().__init__(trainer.ranks, trainer.device, steps, batch_size)
         self.is_guarded = True  # the processes forward different numbers of times
-        self.nominal = batch_size * steps * count
         self.sums = GradientSum(trainer.ranks, count)
         self.number = 0  # of the logical process that is being computed
         self._count = count
         self.items: dict[int, Count] = {}
 
+    @property
+    def nominal(self) -> int:
+        """The number of samples in a full window."""
+        return self._batch_size * self.steps * self._count
+
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss of a share, weighted by its part of the window; the step counts the samples."""
         weight: Count = num_samples
         if items is not None:
-            # What a share is weighted by before the true number is known is arbitrary, but the same everywhere.
+            # The weight of a share before the true number is known is arbitrary, but the same on all processes.
             self.items_per_batch = float(self._batch_size)
             weight = as_weight(items) if num_samples else 0
             self.items[self.number] = self.items.get(self.number, 0) + weight
@@ -67,9 +69,9 @@ class LogicalWindow(GradientWindow):
         self.items = {}
         if world_size > 1:
             longest = len(ranges[0])
-            mine = torch.cat([items, items.new_zeros(longest - len(items))])
+            padded = torch.cat([items, items.new_zeros(longest - len(items))])
             items = items.new_empty(world_size * longest)
-            dist.all_gather_into_tensor(items, mine)
+            dist.all_gather_into_tensor(items, padded)
             parts = items.view(world_size, longest)
             items = torch.cat([part[: len(numbers)] for part, numbers in zip(parts, ranges, strict=True)])
         return items.sum()
@@ -85,7 +87,7 @@ class LogicalStep(PlainStep):
         batch_size = run.required_config.train_per_device_batch_size
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
         self._modules = [trainer.model, *attributes.modules(trainer).values()]
-        self._with_buffers: list[nn.Module] = []
+        self._buffered_modules: list[nn.Module] = []
         run.window = self._window
         self._find_buffers()
         shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
@@ -97,14 +99,15 @@ class LogicalStep(PlainStep):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
-        :return: the outputs of the shares of this process, put together
+        :return: the merged outputs of the shares of this process
         """
         assert batch.share is not None
         assert batch.total_samples is not None
         window, sums = self._window, self._window.sums
         self._find_buffers()
         before = _copies(self._buffers())
-        sums.begin_step(self._trained(trainer))
+        parameters = dict.fromkeys([*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)])
+        sums.begin_step([parameter for parameter in parameters if parameter.requires_grad])  # may change between steps
         first = self._compute_shares(trainer, run, batch, before)
         run.progress.add_samples(batch.total_samples)
         sums.end_step()
@@ -112,7 +115,7 @@ class LogicalStep(PlainStep):
         trainer.ranks.copy_from_first(self._buffers())
         nominal, true = window.sizes or (window.nominal, 0)
         window.sizes = nominal, true + batch.total_samples
-        seed_all(batch.share.place)
+        seed_all(batch.share.seed)
         return self._merge(trainer, run, batch)
 
     def _compute_shares(
@@ -152,7 +155,7 @@ class LogicalStep(PlainStep):
     def _merge(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
         """Track the losses of the shares, and return the output of this process's part of the step.
 
-        Without anyone to see them, batches and outputs are not concatenated.
+        Batches and outputs are concatenated only if a callback listens to the end of the step.
         """
         for number, (share, output) in self._logical.outputs.items():
             self._logical.current = number
@@ -163,7 +166,10 @@ class LogicalStep(PlainStep):
         data = shares[0].data
         if is_seen and len(shares) > 1:
             data = concatenate_if_possible([share.data for share in shares])
-        output = merge_outputs([output if is_seen else _numbers_of(output) for output in outputs])
+        if not is_seen:
+            names = ("loss", "batch_size", "num_items_in_batch")
+            outputs = tuple({name: output[name] for name in names if name in output} for output in outputs)
+        output = merge_outputs(outputs)
         run.loss_trackers.measure(batch, output["batch_size"])
         run.batch = batch._replace(data=data)
         run.loss_trackers.measure(run.batch, output["batch_size"])
@@ -172,18 +178,13 @@ class LogicalStep(PlainStep):
             run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss
         return output
 
-    def _trained(self, trainer: TrainerLike) -> list[nn.Parameter]:
-        """Return the parameters that get gradients, which may change between steps."""
-        parameters = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)]
-        return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
-
     def _find_buffers(self) -> None:
-        """Find the modules that have buffers, which may change between steps: walking through all takes long."""
+        """Find the modules that have buffers, which may change between steps: iterating over all modules is slow."""
         modules = chain.from_iterable(root.modules() for root in self._modules)
-        self._with_buffers = [m for m in dict.fromkeys(modules) if any(True for _ in m.buffers(recurse=False))]
+        self._buffered_modules = [m for m in dict.fromkeys(modules) if any(True for _ in m.buffers(recurse=False))]
 
     def _buffers(self) -> list[torch.Tensor]:
-        buffers = (module.buffers(recurse=False) for module in self._with_buffers)
+        buffers = (module.buffers(recurse=False) for module in self._buffered_modules)
         return list(dict.fromkeys(chain.from_iterable(buffers)))
 
 
@@ -195,8 +196,3 @@ def _restore(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
     if tensors:
         with torch.no_grad():
             torch._foreach_copy_(list(tensors), list(values))
-
-
-def _numbers_of(output: BatchOutput) -> BatchOutput:
-    """Return the loss of an output, and what it is a mean over."""
-    return {key: output[key] for key in ("loss", "batch_size", "num_items_in_batch") if key in output}

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
+from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
+from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.run import Run, Step
 from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data import Batch
 
 
 class ManualStep(Step):
@@ -32,8 +32,8 @@ class ManualStep(Step):
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__()
-        alone = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
-        self.optimizers = parts_of(trainer.optimizer) or {"loss": alone}
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
+        self.optimizers = parts_of(trainer.optimizer) or {"loss": optimizer}
         self.updating = next(iter(self.optimizers))
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
@@ -43,10 +43,9 @@ class ManualStep(Step):
         self._num_parameters = max(len([*optimized_parameters(part)]) for part in self.optimizers.values())
         self.losses: dict[str, torch.Tensor] = {}
         self.items: dict[str, Any] = {}
-        self.ends_window = True
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
-        self._made: list[bool] = []  # for each update of the step whether it was made, rather than skipped
+        self._updates_made: list[bool] = []  # for each update of the step, False if it was skipped
         if trainer.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
             trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
@@ -56,8 +55,7 @@ class ManualStep(Step):
         """Run the user's step on a batch and track its losses."""
         self.losses = {}
         self.items = {}
-        self._made = []
-        self.ends_window = batch.is_last or (run.progress.step + 1) % run.window.steps == 0
+        self._updates_made = []
         with mixed_precision(trainer.accelerator):
             output = trainer.train_step(batch.data)
         output = self._complete(output)
@@ -68,6 +66,12 @@ class ManualStep(Step):
         run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
         return output
 
+    def set_accumulation(self, run: Run, steps: int) -> None:
+        """Set the number of steps for every optimizer."""
+        super().set_accumulation(run, steps)
+        for window in self.windows.values():
+            window.steps = steps
+
     def _complete(self, output: Any) -> BatchOutput:
         if output is not None and not isinstance(output, dict):
             raise TypeError(f"train_step must return a dict or None, not {type(output).__name__}.")
@@ -76,6 +80,14 @@ class ManualStep(Step):
             if not self.losses:
                 raise ValueError("train_step made no update: call self.update(loss, optimizer=...), or return a loss.")
             completed["loss"] = dict(self.losses)
+        elif not self.losses and not self.updated and getattr(completed["loss"], "requires_grad", False):
+            parameters = chain.from_iterable(map(optimized_parameters, self.optimizers.values()))
+            if all(parameter.grad is None for parameter in parameters):  # it may call backward() itself
+                warn_outside(
+                    "train_step returned a loss that requires gradients, but called no update(), so nothing learns "
+                    "from it, unless the step uses an optimizer by itself. Call self.update(loss), or override "
+                    "calculate_train_batch_loss if each step makes one update."
+                )
         counts = [self.items.get(name) for name in self.losses]
         if counts and counts[0] is not None and all(count is counts[0] for count in counts):
             completed.setdefault("num_items_in_batch", counts[0])
@@ -101,7 +113,7 @@ class ManualStep(Step):
         if items is not None:
             self.items[name] = items
         self._backward(trainer, name, weighted, retain_graph)
-        if self.ends_window:
+        if run.window.is_ending:
             self._step(trainer, name)
 
     def _backward(self, trainer: TrainerLike, name: str, loss: torch.Tensor, retain_graph: bool) -> None:
@@ -128,7 +140,7 @@ class ManualStep(Step):
         self.updating = name
         optimizer = self.optimizers[name]
         if trainer.ranks.world_size > 1:
-            update = run.progress.update, len(self._made), [*self.optimizers].index(name)
+            update = run.progress.update, len(self._updates_made), [*self.optimizers].index(name)
             average_gradients(optimized_parameters(optimizer), trainer.ranks, update, self._num_parameters)
         self.windows[name].finish(optimizer)
         self.gradient_norm = None
@@ -137,10 +149,10 @@ class ManualStep(Step):
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
             stepped = _ScaledOptimizer(optimizer, self._scaler)
-        with _alone(trainer, stepped):
+        with _only_optimizer(trainer, stepped):
             trainer.clip_gradients()
         trainer.call_event("on_optimizer_step_start")
-        with _alone(trainer, stepped):
+        with _only_optimizer(trainer, stepped):
             if not self.skips_update:
                 trainer.optimizer_step()
             trainer.optimizer_zero_grad()
@@ -148,12 +160,12 @@ class ManualStep(Step):
         self._must_update_scaler = self._scaler is not None
         if self.windows[name].steps == 1:
             self._update_scaler()
-        is_made = not self.skips_update and not getattr(stepped, "was_skipped", False)
-        self._made.append(is_made)
-        self.skipped_updates += not is_made
+        was_made = not self.skips_update and not getattr(stepped, "was_skipped", False)
+        self._updates_made.append(was_made)
+        self.skipped_updates += not was_made
         scheduler = schedulers_in(trainer.scheduler).get(name)
-        if is_made and scheduler is not None and run.request.scheduler_interval == "update":
-            with _alone(trainer, stepped):
+        if was_made and scheduler is not None and run.request.scheduler_interval == "update":
+            with _only_optimizer(trainer, stepped):
                 scheduler.step()
 
     def _update_scaler(self) -> None:
@@ -171,24 +183,24 @@ class ManualStep(Step):
                     "would have used the gradients. Call it in every step of a window, or train without accumulation."
                 )
         self._update_scaler()
-        self.skips_update = not all(self._made)
+        self.skips_update = not all(self._updates_made)
         if self.synced_buffers:
             trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
-            vars(trainer.optimizer)["_opt_called"] = True  # or torch would warn of a schedule that is stepped too early
-            is_skipped = bool(self._made) and not any(self._made)
+            vars(trainer.optimizer)["_opt_called"] = True  # otherwise torch warns that the scheduler steps too early
+            is_skipped = bool(self._updates_made) and not any(self._updates_made)
             if run.request.scheduler_interval == "update" and not is_skipped:
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the nominal sizes of the windows, too."""
+        """Also return the nominal sizes of the windows."""
         items = {name: window.items_per_batch for name, window in self.windows.items()}
         return {**super().state_dict(), "own_items_per_batch": items}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the nominal sizes of the windows, too."""
+        """Also restore the nominal sizes of the windows."""
         super().load_state_dict(state)
         for name, window in self.windows.items():
             window.items_per_batch = state.get("own_items_per_batch", {}).get(name)
@@ -196,8 +208,8 @@ class ManualStep(Step):
 
 def _refuse_gradients(name: str, optimizer: Any) -> None:
     """Raise an error if there are gradients before the first backward pass of an update, which would use them, too."""
-    left = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
-    if any(bool(gradient.any()) for gradient in left):  # an overridden optimizer_zero_grad may leave zeros
+    gradients = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
+    if any(bool(gradient.any()) for gradient in gradients):  # an overridden optimizer_zero_grad may leave zeros
         raise RuntimeError(
             f"update(optimizer={name!r}): its parameters already have gradients, which the update would use as well. "
             "Does train_step call backward() itself? Pass the sum of the losses to update() instead, or clear the "
@@ -218,11 +230,11 @@ class _ScaledOptimizer:
 
     def step(self, closure: Any = None) -> None:
         """Step the optimizer if its gradients are finite."""
-        noted = self._optimizer.register_step_post_hook(self._note)
+        hook = self._optimizer.register_step_post_hook(self._note)
         try:
             self._scaler.step(self._optimizer)
         finally:
-            noted.remove()
+            hook.remove()
 
     def _note(self, *_: Any) -> None:
         self.was_skipped = False
@@ -232,7 +244,7 @@ class _ScaledOptimizer:
 
 
 @contextmanager
-def _alone(trainer: TrainerLike, optimizer: Any) -> Iterator[None]:
+def _only_optimizer(trainer: TrainerLike, optimizer: Any) -> Iterator[None]:
     """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone.
 
     Its gradients are unscaled already, so Accelerate must not unscale those of all optimizers to clip them.
@@ -260,8 +272,8 @@ def update(
     :param loss: a scalar tensor, the mean over the samples of the batch
     :param optimizer: name of the optimizer to update; may be omitted if there is only one
     :param num_items: number of items that the loss is a mean over if these are not samples, for example tokens. The
-        mean that is recorded for the epoch is one over items, too. The sum of several losses is recorded as a mean over
-        samples, unless all of them are given the same number.
+        mean recorded for the epoch is then one over items, too. The sum of several losses is recorded as a mean over
+        samples, unless the same number is passed for all of them.
     :param retain_graph: keep the graph for another loss over the same outputs
     :raises ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
     """
@@ -274,12 +286,12 @@ def update(
     if name not in step.optimizers:
         existing = ", ".join(map(repr, step.optimizers)) if parts_of(self.optimizer) else "one without a name"
         raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {existing}.")
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.requires_grad:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
+    if not loss.requires_grad:
         raise ValueError(
             "update(loss): the loss does not require gradients. Was it detached, or computed under torch.no_grad() or "
             "with frozen networks?"
         )
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
     step.update_one(self, name, loss.reshape(()), num_items, retain_graph)

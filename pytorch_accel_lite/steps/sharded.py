@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.distributed.layout import covers, infos_of, is_hybrid
+from pytorch_accel_lite.distributed.layout import covers, is_hybrid, mesh_infos
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers.gradients import parameters_not_in_model
@@ -19,24 +19,23 @@ from pytorch_accel_lite.optimizers.gradients import parameters_not_in_model
 class ShardedStep(PlainStep):
     """Reduces the gradients of modules sharded by ``fully_shard`` only at the end of a window.
 
-    Gradients of a single dimension are reduced once, and kept whole until then. Those of two dimensions (HSDP) are
-    divided over the first group in every step, which takes less memory, and reduced over the groups once.
+    Over a mesh of one dimension, gradients are reduced once and kept unsharded until then. Over two dimensions (HSDP),
+    they are sharded over the first in every step, which takes less memory, and reduced over the second once.
     """
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
-        from torch.distributed.fsdp import FSDPModule  # which takes a second to import
+        from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
-        self._parts: list[Any] = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+        self._fsdp_modules: list[Any] = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
         self._reduces = True
-        for part in self._parts:  # a run that failed within a window leaves them otherwise
-            part.set_requires_gradient_sync(True, recurse=False)
+        for sharded in self._fsdp_modules:  # a run that failed within a window may have disabled it
+            sharded.set_requires_gradient_sync(True, recurse=False)
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
-        """Do so for plain parameters beside sharded ones, such as adapters, and for buffers.
+        """Make plain parameters beside sharded ones, such as adapters, and buffers the same on all processes.
 
-        In tensor parallelism without ``fully_shard``, also for the shards, which several processes train on different
-        data.
+        In tensor parallelism without ``fully_shard``, also the shards that several processes train on different data.
         """
         super().begin_replicas(trainer, run)
         model = trainer.model
@@ -46,11 +45,11 @@ class ShardedStep(PlainStep):
         trainer.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
         run.data.ranks.copy_from_first([local(shard) for shard in self.averaged if not _is_plain(shard)])
         changing = set(model.state_dict())  # constants are usually not in it
-        kept = [name.rpartition(".") for name in buffers if name in changing]
-        self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in kept]
+        names = [name.rpartition(".") for name in buffers if name in changing]
+        self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in names]
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
-        """Make the usual step, and reduce the gradients if it ends a window."""
+        """Run the usual step, and reduce the gradients if it ends a window."""
         if run.window.steps > 1:
             self._set_reduction(trainer.accelerator.sync_gradients)
         return super().forward_backward(trainer, run, batch)
@@ -59,11 +58,11 @@ class ShardedStep(PlainStep):
         if ends_window == self._reduces:
             return
         self._reduces = ends_window
-        for part in self._parts:
-            if any(map(is_hybrid, infos_of(part))):
-                part.set_requires_all_reduce(ends_window, recurse=False)
+        for module in self._fsdp_modules:
+            if any(map(is_hybrid, mesh_infos(module))):
+                module.set_requires_all_reduce(ends_window, recurse=False)
             else:
-                part.set_requires_gradient_sync(ends_window, recurse=False)
+                module.set_requires_gradient_sync(ends_window, recurse=False)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 from pytorch_accel_lite.base.batches import TARGET_KEYS, parts_in, tensors_in
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.randomness import seed_generators
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, doubt, listed, mistake
+from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, doubt, mistake
 
 # ----------------------------------------------------------------------------------------------------- reading
 
@@ -60,16 +62,16 @@ def _is_indexed(dataset: Any) -> bool:
     return has_both and not isinstance(dataset, (IterableDataset, Mapping))
 
 
-def _read(dataset: Any, most: int, seconds: float) -> dict[int, Any]:
-    """Read samples of a dataset, evenly spaced, with the same random numbers for each; a few of a stream."""
+def _read(dataset: Any, most: int, seconds: float = math.inf, seed: int = 0) -> dict[int, Any]:
+    """Read samples of a dataset, chosen at random, with the same random numbers for each; a few of a stream."""
     end = time.monotonic() + seconds
-    seed_generators(0)
+    seed_generators(seed)
     if not _is_indexed(dataset):
         return dict(enumerate(islice(dataset, min(most, 64)))) if isinstance(dataset, IterableDataset) else {}
     size = len(dataset)
     samples: dict[int, Any] = {}
-    for index in range(size) if size <= most else sorted(random.Random(0).sample(range(size), most)):
-        seed_generators(0)
+    for index in sorted(random.Random(0).sample(range(size), min(most, size))):
+        seed_generators(seed)
         samples[index] = dataset[index]
         if time.monotonic() > end:
             break
@@ -77,7 +79,7 @@ def _read(dataset: Any, most: int, seconds: float) -> dict[int, Any]:
 
 
 def _divide(sample: Any) -> tuple[Any, Any]:
-    """Return the inputs and the target of a sample, as far as that can be told."""
+    """Return the inputs and the target of a sample, as far as they can be told apart."""
     if isinstance(sample, Mapping):
         target = next((sample[key] for key in TARGET_KEYS if key in sample), None)
         return {key: value for key, value in sample.items() if key not in TARGET_KEYS}, target
@@ -112,11 +114,11 @@ def check_data(probe: Probe) -> Iterator[Finding]:
     """
     try:
         watch = probe.watch_step(probe.batch)
-    except Exception:  # such as an error of the loss about labels; the first check tells
+    except Exception:  # such as an error of the loss about labels; the first check reports it
         watch = probe.latest_watch
-    given = None if watch.first_input is None else watch.first_input.float()
-    if given is not None and given.numel() > 1 and float(given.abs().max()) >= 100 and float(given.std()) > 20:
-        text = f"The first layer is given values from {float(given.min()):.4g} to {float(given.max()):.4g}."
+    inputs = torch.empty(0) if watch.first_input is None else watch.first_input.float()
+    if inputs.numel() > 1 and float(inputs.abs().max()) >= 100 and float(inputs.std()) > 20:
+        text = f"The first layer is given values from {float(inputs.min()):.4g} to {float(inputs.max()):.4g}."
         yield doubt(text, "Scale the inputs to about -1 to 1, such as images / 255, or standardise them.")
     losses = {call.name: call for call in watch.losses}
     binary = losses.get("binary_cross_entropy_with_logits")
@@ -129,17 +131,15 @@ def check_data(probe: Probe) -> Iterator[Finding]:
     if call is not None and not call.targets.is_floating_point():
         kept = call.targets[call.targets != call.ignored]
         yield from _look_at_labels("a batch", dict(enumerate(kept.flatten().tolist())), classes, False)
-    is_own = call is not None and call.targets.equal(_tensor(_divide(probe.batch.data)[1]))  # none that the step makes
+    are_of_data = call is not None and call.targets.equal(_tensor(_divide(probe.batch.data)[1]))  # not of the step
     for name, dataset in _datasets(probe).items():
         samples = _read(dataset, 5000, min(5.0, 0.2 * probe.seconds_left))
         yield from _look_for_nan(probe, name, samples)
         targets = {index: _numbers(_divide(sample)[1]) for index, sample in samples.items()}
         labels = {i: int(t[0]) for i, t in targets.items() if t is not None and t.size == 1 and t.dtype.kind in "iu"}
         labels = {index: label for index, label in labels.items() if call is None or label != call.ignored}
-        if is_own:
-            yield from _look_at_labels(
-                name, labels, classes, is_all=_is_indexed(dataset) and len(labels) == len(dataset)
-            )
+        if are_of_data:
+            yield from _look_at_labels(name, labels, classes, _is_indexed(dataset) and len(labels) == len(dataset))
         if name == "train_dataset":
             yield from _look_at_order(probe, [*labels.values()])
             yield from _look_at_inputs([_divide(sample) for sample in samples.values()])
@@ -149,21 +149,19 @@ def check_data(probe: Probe) -> Iterator[Finding]:
 def _look_for_nan(probe: Probe, name: str, samples: Mapping[int, Any]) -> Iterator[Finding]:
     bad = {}
     for index, sample in samples.items():
-        numbers = [_numbers(part) for part in parts_in([sample]) if isinstance(part, (torch.Tensor, np.ndarray, float))]
-        if any(not np.isfinite(n).all() for n in numbers if n is not None and n.dtype.kind == "f"):
+        if any(n is not None and not np.isfinite(n).all() for n in map(_numbers, parts_in([sample]))):
             bad[index] = sample
-    try:  # NaN may stand for targets that are missing, which the loss leaves out
-        few = [*islice(bad.values(), 2), *islice(samples.values(), 6)]
+    few = [*islice(bad.values(), 2), *islice(samples.values(), 6)]
+    is_finite = False
+    with suppress(Exception):  # NaN may stand for targets that are missing, which the loss leaves out
         data = probe.run.data.train_loader.source.collate_fn(few)
         is_finite = math.isfinite(probe.train(probe.batch._replace(data=data, num_samples=len(few)), quiet=True).loss)
-    except Exception:
-        is_finite = False
     if bad and not is_finite:
         text = f"{len(bad)} of {len(samples)} samples of {name} contain infinities or NaN: {listed(bad)}."
         yield mistake(text, "Remove them, or replace the values.", samples=[*bad])
 
 
-def _look_at_labels(name: str, labels: Mapping[int, int], classes: int, is_all: bool) -> Iterator[Finding]:
+def _look_at_labels(name: str, labels: Mapping[int, int], classes: int, are_all: bool) -> Iterator[Finding]:
     """Look for labels outside of the classes, classes that are missing, and a single class."""
     counts = Counter(labels.values())
     wrong = {index: label for index, label in labels.items() if not 0 <= label < classes}
@@ -175,11 +173,9 @@ def _look_at_labels(name: str, labels: Mapping[int, int], classes: int, is_all: 
         advice = "Number the classes from 0, and give the model an output for each."
         yield mistake(text, advice, samples=[*wrong], labels=sorted(set(wrong.values())))
     elif name == "train_dataset" and len(labels) >= 50 and count > 0.95 * len(labels):
-        text = (
-            f"{count} of {len(labels)} samples have the label {most}: a model that always predicts it is as accurate."
-        )
+        text = f"{count} of {len(labels)} samples have the label {most}: always predicting it is as accurate."
         yield doubt(text, "Weight the loss or the samples, and use other metrics.", label=most, count=count)
-    elif name == "train_dataset" and missing and is_all and len(labels) >= 20 * classes:
+    elif name == "train_dataset" and missing and are_all and len(labels) >= 20 * classes:
         text = f"{len(missing)} of {classes} classes never occur: {listed(missing)}."
         yield doubt(text, "Give the model as many outputs as there are classes.", classes=missing)
 
@@ -203,11 +199,11 @@ def _look_at_inputs(pairs: list[tuple[Any, Any]]) -> Iterator[Finding]:
         yield mistake(f"All {len(pairs)} training samples that were read have the same inputs.", "Look at __getitem__.")
         return
     rows = [(_numbers(inputs), _numbers(target)) for inputs, target in pairs]
-    found = [(row, target) for row, target in rows if row is not None and target is not None and target.size == 1]
-    sizes = {row.size for row, _ in found}
-    if len(found) < max(20, len(pairs)) or len(sizes) != 1 or not 2 <= sizes.pop() <= 10_000:
+    numeric = [(row, target) for row, target in rows if row is not None and target is not None and target.size == 1]
+    sizes = {row.size for row, _ in numeric}
+    if len(numeric) < max(20, len(pairs)) or len(sizes) != 1 or not 2 <= sizes.pop() <= 10_000:
         return
-    inputs, targets = (np.stack(column).astype(np.float64) for column in zip(*found, strict=True))
+    inputs, targets = (np.stack(column).astype(np.float64) for column in zip(*numeric, strict=True))
     equal = np.flatnonzero((inputs == targets).all(0)).tolist()
     if equal and len(np.unique(targets)) > 1:
         text = f"The targets equal column {listed(equal)} of the inputs, in all {len(pairs)} samples read."
@@ -229,20 +225,16 @@ def _encoding_columns(inputs: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
 
 def _compare_ranges(probe: Probe) -> Iterator[Finding]:
     """Compare the inputs of evaluation with those of training, which should be scaled alike."""
-    loader = probe.run.data.eval_loader
     values = []
-    for batches in (probe.batches, [] if loader is None else list(islice(loader.steps(1), 4))):
+    for batches in (probe.batches, probe.eval_batches):
         first = [tensor for batch in batches for tensor in islice(tensors_in([_divide(batch.data)[0]]), 1)]
-        first = [tensor for tensor in first if tensor.is_floating_point()]
-        values.append(torch.cat([torch.empty(0), *(tensor.flatten().float().cpu() for tensor in first)]))
+        floats = [tensor.flatten().float().cpu() for tensor in first if tensor.is_floating_point()]
+        values.append(torch.cat([torch.empty(0), *floats]))
     (train_mean, train_std), (mean, std) = ((float(v.mean()), float(v.std())) for v in values)
     is_far = not 0.2 < (std + 1e-9) / (train_std + 1e-9) < 5 or abs(mean - train_mean) > 3 * max(std, train_std)
     if is_far and min(map(len, values)) >= 64:
-        yield doubt(
-            f"Inputs have mean {train_mean:.3g} and standard deviation {train_std:.3g} in training, but {mean:.3g} and "
-            f"{std:.3g} in evaluation.",
-            "Scale both datasets alike, with the statistics of the training data.",
-        )
+        both = f"{train_mean:.3g} ± {train_std:.3g} in training, but {mean:.3g} ± {std:.3g} in evaluation"
+        yield doubt(f"Inputs are {both}.", "Scale both datasets alike, with the statistics of the training data.")
 
 
 # ----------------------------------------------------------------------------------------------------- leakage
@@ -253,30 +245,30 @@ def check_leakage(probe: Probe) -> Iterator[Finding]:
 
     A model that has seen the evaluation data looks better than it is.
     """
-    datasets = [one for one in _datasets(probe).values() if one is not None]
+    datasets = [dataset for dataset in _datasets(probe).values() if dataset is not None]
     if not all(map(_is_indexed, datasets)):
         raise NotApplicableError("The samples of streams, and of several datasets, are not compared.")
-    found = [_digests(dataset, min(8.0, 0.3 * probe.seconds_left)) for dataset in datasets]
-    if not all(found):
+    digests = [_digests(dataset, min(8.0, 0.3 * probe.seconds_left)) for dataset in datasets]
+    if not all(digests):
         raise NotApplicableError("Samples have too few values, or no tensors, to tell whether they are the same.")
     first = [_numbers(part) for part in parts_in([_divide(datasets[0][0])[0]])]
     are_tokens = all(numbers is None or numbers.dtype.kind != "f" for numbers in first)  # some texts are the same
-    train = set(found[0].values())
-    repeated = len(found[0]) - len(train)
-    if repeated > 0.3 * len(found[0]) and not are_tokens:
+    train = set(digests[0].values())
+    repeated = len(digests[0]) - len(train)
+    if repeated > 0.3 * len(digests[0]) and not are_tokens:
         advice = "Look whether data were read twice. To give some samples more weight, use a WeightedRandomSampler."
-        yield doubt(f"{repeated} of {len(found[0])} training samples repeat others.", advice, repeated=repeated)
-    both = [index for index, digest in found[-1].items() if digest in train] if len(found) > 1 else []
-    share = len(both) / len(found[-1])
+        yield doubt(f"{repeated} of {len(digests[0])} training samples repeat others.", advice, repeated=repeated)
+    both = [index for index, digest in digests[-1].items() if digest in train] if len(digests) > 1 else []
+    share = len(both) / len(digests[-1])
     if len(both) >= 2 and share >= (0.2 if are_tokens else 0.01):
-        text = f"{len(both)} of {len(found[-1])} evaluation samples are training samples, too: {listed(both)}."
+        text = f"{len(both)} of {len(digests[-1])} evaluation samples are training samples, too: {listed(both)}."
         advice = "Split the data before they are augmented, repeated or cut into pieces."
         yield (mistake if share >= 0.05 else doubt)(text, advice, samples=both)
 
 
 def _digests(dataset: Any, seconds: float) -> dict[int, str]:
     """Return what identifies the inputs of samples, by index, if they hold so much that two are hardly the same."""
-    found = {}
+    digests = {}
     for index, sample in _read(dataset, 50_000, seconds).items():
         inputs, _ = _divide(sample)
         numbers = [n.astype(np.float64) for part in parts_in([inputs]) if (n := _numbers(part)) is not None]
@@ -285,20 +277,20 @@ def _digests(dataset: Any, seconds: float) -> dict[int, str]:
         is_rich = len(np.unique(values)) >= least[0] and values.size >= least[1]
         digest = _digest(inputs)
         if digest is not None and (is_rich or (isinstance(inputs, str) and len(inputs) > 100)):
-            found[index] = digest
-    return found
+            digests[index] = digest
+    return digests
 
 
 def _digest(inputs: Any) -> str | None:
     """Return what identifies inputs; ``None`` if they hold something that cannot be compared."""
-    found = hashlib.sha1(usedforsecurity=False)
+    digest = hashlib.sha1(usedforsecurity=False)
     for part in parts_in([inputs]):
         numbers = _numbers(part)
         if numbers is None and not isinstance(part, (str, bytes, list, tuple, Mapping)):
             return None
         if not isinstance(part, (list, tuple, Mapping)):
-            found.update(str(part).encode() if numbers is None else numbers.tobytes())
-    return found.hexdigest()
+            digest.update(str(part).encode() if numbers is None else numbers.tobytes())
+    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------ augmentation
@@ -311,39 +303,30 @@ def check_augmentation(probe: Probe) -> Iterator[Finding]:
     augments less than it seems.
     """
     dataset, evaluation = _datasets(probe).values()
-    can_read = evaluation is not None and not isinstance(evaluation, Mapping)
-    if can_read and _first_samples(evaluation, 2) != _first_samples(evaluation, 4):
-        text = "An evaluation sample that is read twice differs."
-        yield mistake(text, "Create the evaluation dataset without random transforms.")
+    if _digest_of_first(evaluation, 2) != _digest_of_first(evaluation, 4):
+        yield mistake("An evaluation sample that is read twice differs.", "Leave random transforms out of its dataset.")
     if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset) or type(dataset) is TensorDataset:
         return
     copies = [independent_copy(dataset) for _ in range(2)]
     if any(copied is dataset for copied in copies):
         raise NotApplicableError("The dataset cannot be copied.")
-    one, again = (_first_samples(copies[0], seed) for seed in (2, 4))
-    other = _first_samples(copies[1], 6)
+    digests, drawn = [], []
+    for seed in (2, 4):
+        digests.append(_digest_of_first(copies[0], seed))
+        drawn.append([random.random(), float(np.random.rand()), float(torch.rand(()))])
+    (one, again), other = digests, _digest_of_first(copies[1], 6)
     if one == other != again:
-        text = (
-            "The dataset draws random numbers from a generator of its own: all workers have a copy and draw the same."
-        )
+        text = "The dataset draws random numbers from a generator of its own, which is the same in all workers."
         advice = "Draw from the generators of torch, numpy or random, which the trainer seeds for each sample."
         yield (mistake if getattr(probe.run.data.train_loader, "num_workers", 0) else doubt)(text, advice)
     elif one == again != other:
-        text = "A training sample is augmented once, and then the same each time that it is read."
-        yield doubt(text, "Keep the sample as it was before the augmentation.")
-    states = []
-    for seed in (2, 4):
-        _first_samples(copies[0], seed)
-        states.append([random.random(), float(np.random.rand()), float(torch.rand(()))])
-    fixed = [name for name, a, b in zip(("random", "numpy", "torch"), *states, strict=True) if a == b]
+        yield doubt("A training sample is augmented only once.", "Keep the sample as it was before the augmentation.")
+    fixed = [name for name, a, b in zip(("random", "numpy", "torch"), *drawn, strict=True) if a == b]
     if fixed:
-        text = f"Reading a sample seeds the generator of {listed(fixed)}: all that follows draws the same numbers."
         advice = "Do not seed in __getitem__; use a generator of your own for what must be fixed."
-        yield mistake(text, advice, generators=fixed)
+        yield mistake(f"Reading a sample seeds the generator of {listed(fixed)}.", advice, generators=fixed)
 
 
-def _first_samples(dataset: Any, seed: int) -> str | None:
-    """Return what identifies the first samples, read with these random numbers."""
-    seed_generators(seed)
-    is_stream = isinstance(dataset, IterableDataset)
-    return _digest(list(islice(dataset, 3)) if is_stream else [dataset[index] for index in range(min(3, len(dataset)))])
+def _digest_of_first(dataset: Any, seed: int) -> str | None:
+    """Return what identifies a few samples, read with these random numbers."""
+    return _digest([*_read(dataset, 3, seed=seed).values()])

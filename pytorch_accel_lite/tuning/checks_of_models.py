@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import RandomSampler
 
-from pytorch_accel_lite.base.batches import TARGET_KEYS, tensors_in
+from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch, is_packed, tensors_in
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.optimizers.attributes import registered
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.tuning.probing import (
@@ -22,17 +23,16 @@ from pytorch_accel_lite.tuning.probing import (
     NotApplicableError,
     Probe,
     Watch,
-    describe_error,
     difference,
     distance,
     doubt,
-    listed,
     mistake,
-    parts_by_name,
     remark,
     select,
+    tensors_by_name,
     with_parts,
 )
+from pytorch_accel_lite.tuning.reports import describe_error
 
 
 def check_runs(probe: Probe) -> Iterator[Finding]:
@@ -71,11 +71,8 @@ def check_determinism(probe: Probe) -> Iterator[Finding]:
     findings = list(_look_at_modes(probe, first.watch))
     dropouts, drawn = listed(set(first.watch.dropouts)), listed(set(first.watch.drawn_by_model))
     if dropouts and not findings:
-        text = f"Dropout is active in evaluation ({dropouts})."
-        advice = (
-            "Pass training=self.training to functional dropout, dropout_p=p if self.training else 0.0 to attention."
-        )
-        findings.append(mistake(text, advice))
+        advice = "Pass training=self.training to dropout, dropout_p=p if self.training else 0.0 to attention."
+        findings.append(mistake(f"Dropout is active in evaluation ({dropouts}).", advice))
     yield from findings
     off, off_after = difference(first.numbers, second.numbers), probe.change_after_another_batch
     is_classifier = any(call.name == "cross_entropy" for call in first.watch.losses)
@@ -118,23 +115,43 @@ def _look_at_modes(probe: Probe, evaluation: Watch) -> Iterator[Finding]:
 def check_batch_independence(probe: Probe) -> Iterator[Finding]:
     """Evaluate a batch, and its second half together with other samples.
 
-    A prediction must not depend on which other samples happen to be in the batch.
+    A prediction must not depend on which other samples happen to be in the batch, or before it in a packed row.
 
     Look for a softmax, norm, mean or maximum over the first dimension or over all, for batch_first=True missing in an
-    RNN or in attention, for view() that mixes samples, and for batch norm in training mode.
+    RNN or in attention, for view() that mixes samples, and for batch norm in training mode. Packed sequences must be
+    kept apart: PackSequences(model) finds out how.
     """
     batch = probe.eval_batch
+    if is_packed(batch.data):
+        yield from _depends_on_first_sequence(probe, batch)
+        return
     size = probe.require_samples(batch, 4)
     kept = range(size // 2, size)
-    whole = probe.evaluate(batch)
-    other = probe.evaluate(select(batch, [*[*kept, *kept][: size // 2], *kept]))
-    whole.refuse_randomness()
-    before, after = whole.rows(size), other.rows(size)
+    before = probe.evaluate(batch).without_randomness().rows(size)
+    after = probe.evaluate(select(batch, [*[*kept, *kept][: size // 2], *kept])).rows(size)
     off = {row: difference([rows[row] for rows in before], [rows[row] for rows in after]) for row in kept}
     most = max(off.values())
     if most > TOLERANCE:
         text = f"With other samples in its batch, the outputs of a sample differ by {most:.1%} of the largest."
         yield mistake(text, difference=most, samples=[row for row, apart in off.items() if apart > TOLERANCE])
+
+
+def _depends_on_first_sequence(probe: Probe, batch: Batch) -> Iterator[Finding]:
+    """Evaluate a row of packed sequences, and the same with other tokens in the first of them."""
+    tokens, positions = batch.data.get("input_ids"), batch.data["position_ids"]
+    starts = (positions[0].diff() != 1).nonzero()[:, 0].tolist()
+    if not starts or not isinstance(tokens, torch.Tensor) or tokens.shape != positions.shape:
+        raise NotApplicableError("The batch is a row with a single sequence.")
+    begin = starts[0] + 1
+    changed = torch.cat([tokens.flip(1)[:, :begin], tokens[:, begin:]], dim=1)
+    batches = (batch._replace(data={**batch.data, "input_ids": ids}) for ids in (tokens, changed))
+    numbers = [probe.evaluate(packed).without_randomness().numbers for packed in batches]
+    later = [[out[:, begin:] for out in outputs if out.shape[:2] == tokens.shape] for outputs in numbers]
+    if not later[0]:
+        raise NotApplicableError("The model's outputs do not have a value for each token of the row.")
+    off = difference(*later)
+    if off > TOLERANCE:
+        yield mistake(f"The first sequence of a packed row changes outputs of the others by {off:.1%}.", difference=off)
 
 
 def check_permutation(probe: Probe) -> Iterator[Finding]:
@@ -147,25 +164,21 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
     """
     batch = probe.eval_batch
     size = probe.require_samples(batch, 4)
-    order = list(range(size))[::-1]
-    first, second = probe.evaluate(batch), probe.evaluate(select(batch, order))
-    first.refuse_randomness()
+    order = [*range(size)][::-1]
+    first, second = probe.evaluate(batch).without_randomness(), probe.evaluate(select(batch, order))
     if isinstance(getattr(probe.run.data.train_loader, "sampler", None), RandomSampler):
         # Batches of pairs or triplets, one after another or in two halves, are the same if these are moved as a whole.
-        blocks = [[range(size)[start : start + by] for start in range(0, size, by)] for by in (2, 3)]
-        orders = [[row for block in reversed(of_size) for row in block] for of_size in blocks]
-        half = [*range(size // 2)][::-1]
-        orders.append([*half, *(row + len(half) for row in half), *range(2 * len(half), size)])
-        moved = [probe.evaluate(select(batch, rows)).loss - first.loss for rows in orders]
+        half = size // 2
+        keys: list[Callable[[int], Any]] = [lambda row: -(row // 2), lambda row: -(row // 3)]
+        keys.append(lambda row: (row // half, -row))
+        moved = [probe.evaluate(select(batch, sorted(range(size), key=key))).loss - first.loss for key in keys]
         if min(map(abs, [*moved, second.loss - first.loss])) > TOLERANCE * max(abs(first.loss), 1e-6):
-            losses = first.loss, second.loss
-            text = f"The loss of a batch is {losses[0]:.6g}, and {losses[1]:.6g} with its samples in reverse order."
-            yield doubt(text, losses=losses)
+            text = f"The loss of a batch is {first.loss:.6g}, and {second.loss:.6g} with its samples in reverse order."
+            yield doubt(text, losses=(first.loss, second.loss))
             return
     off = difference([rows[order] for rows in first.rows(size)], second.rows(size))
     if off > TOLERANCE:
-        text = f"With its samples in reverse order, outputs of a batch differ by {off:.1%} of the largest."
-        yield mistake(text, difference=off)
+        yield mistake(f"In reverse order, outputs of the samples differ by {off:.1%} of the largest.", difference=off)
 
 
 def check_inputs_matter(probe: Probe) -> Iterator[Finding]:
@@ -177,17 +190,17 @@ def check_inputs_matter(probe: Probe) -> Iterator[Finding]:
     """
     batch = probe.eval_batch
     size = probe.require_samples(batch, 4)
-    given = {t.data_ptr() for args, kwargs, _ in probe.evaluate(batch).watch.calls for t in tensors_in([args, kwargs])}
-    inputs = {name: t for name, t in parts_by_name(batch.data).items() if isinstance(t, torch.Tensor) and t.ndim}
-    inputs = {n: t for n, t in inputs.items() if len(t) == size and t.data_ptr() in given and bool((t != t[:1]).any())}
+    calls = probe.evaluate(batch).watch.calls
+    passed = {tensor.data_ptr() for args, kwargs, _ in calls for tensor in tensors_in([args, kwargs])}
+    inputs = {n: t for n, t in tensors_by_name(batch.data).items() if len(t) == size and t.data_ptr() in passed}
+    inputs = {name: tensor for name, tensor in inputs.items() if bool((tensor != tensor[:1]).any())}
     if not inputs:
         raise NotApplicableError("The model is not given the tensors of the batch as they are, or they are constant.")
-    ignored = _ignored(probe, inputs)
-    if ignored:
-        with probe.training() as update:  # a last layer of zeros, or a gate that is closed at first, is no mistake
-            for number in range(5):
-                update(probe.batches[number % len(probe.batches)], number)
-            ignored = _ignored(probe, ignored)
+    with probe.training() as update:
+        ignored = _ignored(probe, inputs)
+        for number in range(5 if ignored else 0):  # a last layer of zeros, or a gate closed at first, is no mistake
+            update(probe.batches[number % len(probe.batches)], number)
+        ignored = _ignored(probe, ignored)
     for name in ignored:
         text = f"Shuffling {name!r} among the samples of a batch changes neither outputs nor loss."
         yield (mistake if len(ignored) == len(inputs) else doubt)(text, input=name)
@@ -222,16 +235,26 @@ def check_causality(probe: Probe) -> Iterator[Finding]:
     """
     batch = probe.batch
     size = probe.require_samples(batch)
-    first = probe.train(batch, quiet=True)
-    first.refuse_randomness()
+    first = probe.train(batch, quiet=True).without_randomness()
+    candidates: list[tuple[int, int]] = []
     for args, kwargs, _ in first.watch.calls:
         values = [value for name, value in kwargs.items() if "label" not in name and name not in TARGET_KEYS]
         for inputs in tensors_in([args, values]):
             steps = [_steps_ahead(inputs, call.targets, call.ignored, size) for call in first.watch.losses]
-            for step in [step for step in steps if step is not None][:1]:
-                yield from _judge(step, _change_of_early_outputs(probe, inputs.shape[1]))
-                return
-    raise NotApplicableError("The targets are not a sequence of the inputs.")
+            candidates += [(step, inputs.shape[1]) for step in steps if step is not None]
+    if not candidates:
+        raise NotApplicableError("The targets are not a sequence of the inputs.")
+    step, length = candidates[0]
+    off = _change_of_early_outputs(probe, length) if step in (0, 1) else 0.0
+    how = ""
+    if step == 0 and off > TOLERANCE:
+        raise NotApplicableError("The model reconstructs its inputs.")
+    if step == 0:
+        how = ", which each output sees, though the model is causal: it only has to copy"
+    elif off > TOLERANCE:
+        how = f", which the model sees: later inputs change outputs by up to {off:.1%} of the largest"
+    if step != 1 or how:
+        yield mistake(f"The targets are {_STEPS[step]} of each sequence{how}.", steps_ahead=step, difference=off)
 
 
 def _steps_ahead(inputs: torch.Tensor, targets: torch.Tensor, ignored: int, size: int) -> int | None:
@@ -258,35 +281,18 @@ def _change_of_early_outputs(probe: Probe, length: int) -> float:
     """Return how much the outputs for the first half of sequences change with the second half of the batch."""
     batch, middle = probe.batch, length // 2
     size = batch.num_samples or 0
-    changed = {name: part.clone() for name, part in parts_by_name(batch.data).items() if isinstance(part, torch.Tensor)}
-    changed = {name: part for name, part in changed.items() if part.ndim > 1 and part.shape[1] >= length}
-    for part in changed.values():
-        part[:, middle:] = part[[*range(1, size), 0], middle:]
+    parts = {n: part for n, part in tensors_by_name(batch.data).items() if part.ndim > 1 and part.shape[1] >= length}
+    changed = {n: torch.cat([part[:, :middle], part.roll(-1, 0)[:, middle:]], dim=1) for n, part in parts.items()}
     passes = [probe.train(one, True) for one in (batch, batch._replace(data=with_parts(batch.data, changed)))]
     inputs = [[t for t in tensors_in(one.watch.calls[0][:2]) if t.shape[1:2] == (length,)] for one in passes]
-    differing = torch.stack(
-        [(a != b).reshape(size, length, -1).any(2).any(0) for a, b in zip(*inputs, strict=True)]
-    ).any(0)
+    pairs = zip(*inputs, strict=True)
+    differing = torch.stack([(a != b).transpose(0, 1).flatten(1).any(1) for a, b in pairs]).any(0)
     seen = int(differing.long().argmax()) if bool(differing.any()) else 0  # elements that are the same in both
     outputs = [[t for t in one.rows(size) if t.ndim > 2 and length in t.shape[1:3]] for one in passes]
     early = [[t.movedim(1 if t.shape[1] == length else 2, 1)[:, :seen] for t in tensors] for tensors in outputs]
     if not early[0] or not seen:
         raise NotApplicableError("The model's outputs do not have a row for each element of the sequences.")
     return difference(*early)
-
-
-def _judge(step: int, off: float) -> Iterator[Finding]:
-    text = f"The targets are {_STEPS[step]} of each sequence"
-    if step in (2, -1):
-        yield mistake(f"{text}.", steps_ahead=step)
-    elif step == 1 and off > TOLERANCE:
-        text = f"{text}, which the model sees: later inputs change outputs by up to {off:.1%} of the largest."
-        yield mistake(text, steps_ahead=step, difference=off)
-    elif step == 0 and off <= TOLERANCE:
-        text = f"{text}, which each output sees, though the model is causal: it only has to copy."
-        yield mistake(text, steps_ahead=step)
-    elif step == 0:
-        raise NotApplicableError("The model reconstructs its inputs.")
 
 
 # ----------------------------------------------------------------------------------------------------- padding
@@ -304,61 +310,56 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
     """
     batch = probe.batch
     size = probe.require_samples(batch)
-    first = probe.train(batch, quiet=True, gradients=True)
-    first.refuse_randomness()
+    first = probe.train(batch, quiet=True, gradients=True).without_randomness()
     ignored = next((call.ignored for call in first.watch.losses if call.name == "cross_entropy"), -100)
-    parts = parts_by_name(batch.data)
-    by, real = _find_padding(
-        probe, {str(n): p for n, p in parts.items() if isinstance(p, torch.Tensor) and p.ndim}, ignored
-    )
-    longer = {name: _pad(str(name), part, real, ignored) for name, part in parts.items()}
+    parts = tensors_by_name(batch.data)
+    marker, real = _find_padding(probe, parts, ignored)
+    longer = {n: _pad(str(n), part, real, ignored) for n, part in parts.items() if part.shape[:2] == real.shape}
     second = probe.train(batch._replace(data=with_parts(batch.data, longer)), quiet=True, gradients=True)
     length = real.shape[1]
-    pairs = [(one, other) for one, other in zip(first.rows(size), second.rows(size), strict=True)]
+    pairs = [*zip(first.rows(size), second.rows(size), strict=True)]
     pooled = [pair for pair in pairs if pair[0].shape == pair[1].shape and length not in pair[0].shape[1:]]
     pooled += [(a[real], b[:, :length][real]) for a, b in pairs if b.shape[1:2] == (length + _LONGER,)]
     off = difference([one for one, _ in pooled], [other for _, other in pooled])
     off_loss = abs(first.loss - second.loss) / max(abs(first.loss), 1e-6)
     off_gradients = distance(first.gradients, second.gradients)
     if max(off, off_loss) > 1e-3 or off_gradients > 1e-2:
-        yield (doubt if by.startswith("the value") else mistake)(
+        yield (doubt if marker.startswith("the value") else mistake)(
             f"With {_LONGER} more positions of padding, the loss changes from {first.loss:.5g} to {second.loss:.5g}, "
-            f"gradients by {off_gradients:.1%} and outputs of real positions by {off:.1%}; {by} told what is padding.",
+            f"gradients by {off_gradients:.1%} and outputs of real positions by {off:.1%}; {marker} marks the padding.",
             losses=(first.loss, second.loss),
             gradients=off_gradients,
             outputs=off,
         )
 
 
-def _find_padding(probe: Probe, parts: Mapping[str, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
-    """Return what tells padding in a batch, and which positions are none.
+def _find_padding(probe: Probe, parts: Mapping[Any, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
+    """Return what marks padding in a batch, and which positions are none.
 
-    :raises NotApplicableError: if nothing tells
+    :raises NotApplicableError: if nothing does
     """
     rows = {name: part for name, part in parts.items() if part.ndim > 1 and part.shape[1] >= 2}
-    masks = {name: part for name, part in rows.items() if part.ndim == 2 and "mask" in name.lower()}
-    found: dict[str, torch.Tensor] = {name: mask.eq(mask[0, 0]) for name, mask in masks.items()}
+    masks = {str(name): part for name, part in rows.items() if part.ndim == 2 and "mask" in str(name).lower()}
+    candidates = {name: mask.eq(mask[0, 0]) for name, mask in masks.items()}
     for name, lengths in parts.items():
         for part in rows.values() if lengths.ndim == 1 and not lengths.is_floating_point() else ():
             real = torch.arange(part.shape[1], device=lengths.device) < lengths[:, None]
             is_constant = len(part[~real]) > 0 and bool((part[~real] == part[~real][:1]).all())
-            if int(lengths.max()) == part.shape[1] and (is_constant or "len" in name.lower()):
-                found[f"the lengths in {name!r}"] = real
+            if int(lengths.max()) == part.shape[1] and (is_constant or "len" in str(name).lower()):
+                candidates[f"the lengths in {name!r}"] = real
     fillers: set[Any] = {getattr(part, "padding_idx", None) for part in probe.modules.values()}
     for name, part in rows.items():
         for value in {*fillers, ignored, -100} - {None} if part.ndim == 2 and not part.is_floating_point() else ():
             if bool(part.eq(value).any()):
-                found[f"the value {value} in {name!r}"] = part.ne(value)
-    for name, real in found.items():
+                candidates[f"the value {value} in {name!r}"] = part.ne(value)
+    for name, real in candidates.items():
         if bool(real[:, 0].all()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):
             return name, real
-    raise NotApplicableError("Nothing in the batch tells padding at the end: no mask, lengths, or ignored labels.")
+    raise NotApplicableError("Nothing in the batch marks padding at the end: no mask, lengths, or ignored labels.")
 
 
-def _pad(name: str, part: Any, real: torch.Tensor, ignored: int) -> Any:
+def _pad(name: str, part: torch.Tensor, real: torch.Tensor, ignored: int) -> torch.Tensor:
     """Add padding to a part of a batch, of the kind that it has."""
-    if not isinstance(part, torch.Tensor) or part.shape[:2] != real.shape:
-        return part
     existing = part[~real].flatten()
     value: Any = 1 - int(part.flatten()[0]) if "mask" in name.lower() else 0
     if existing.numel():
@@ -372,7 +373,7 @@ def _pad(name: str, part: Any, real: torch.Tensor, ignored: int) -> Any:
 
 
 def check_reload(probe: Probe) -> Iterator[Finding]:
-    """Load a training state of the second update into the program as it was, compare the outputs, and go on training.
+    """Load a training state of the second update into the program as it was, compare the outputs, and train further.
 
     What is not in the state is lost when a model is loaded or a run resumed.
 
@@ -420,8 +421,8 @@ def _outputs(probe: Probe) -> list[torch.Tensor]:
     """Return what an evaluation gives, or nothing if there is none, or one that draws random numbers."""
     if probe.has_own_step:
         return []
-    found = probe.evaluate(probe.eval_batch)
-    return [] if found.is_random else found.numbers
+    result = probe.evaluate(probe.eval_batch)
+    return [] if result.is_random else result.numbers
 
 
 def _plain_tensors(probe: Probe) -> dict[str, torch.Tensor]:

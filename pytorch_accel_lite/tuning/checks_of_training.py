@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch
 from pytorch_accel_lite.base.loss_shapes import LossShapeError
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.tuning.probing import (
     LOSSES_OF_ELEMENTS,
@@ -23,11 +24,11 @@ from pytorch_accel_lite.tuning.probing import (
     Probe,
     distance,
     doubt,
-    listed,
     mistake,
     parts_by_name,
     remark,
     select,
+    tensors_by_name,
     with_parts,
 )
 
@@ -54,14 +55,11 @@ def check_broadcast(probe: Probe) -> Iterator[Finding]:
             both = np.broadcast_shapes(outputs, targets)
             text = f"{call.name} broadcasts outputs of shape {outputs} and targets of shape {targets} to {both}."
             yield (doubt if both in shapes else mistake)(text, shapes=shapes)
-    outer = [shapes for shapes in watch.outer if shapes[0][0] == size]
     # A layer that is as wide as the batch is large is no mistake.
-    if outer and size > 2 and probe.watch_step(select(probe.batch, range(size - 1))).outer:
-        yield mistake(
-            f"The step combines values of shapes {outer[0][0]} and {outer[0][1]}, which gives {size} x {size} numbers: "
-            "those of each sample with every other.",
-            shapes=outer[0],
-        )
+    if size > 2 and size in watch.squares and probe.watch_step(select(probe.batch, range(size - 1))).squares:
+        shapes = (size, 1), (size,)
+        text = f"The step combines values of shapes {shapes[0]} and {shapes[1]}: those of each sample with every other."
+        yield mistake(text, shapes=shapes)
 
 
 def check_initial_loss(probe: Probe) -> Iterator[Finding]:
@@ -88,7 +86,11 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
     are_probabilities = classes > 1 and bool(((outputs.sum(1) - 1).abs() < 1e-3).all() and (outputs >= 0).all())
     are_logarithms = classes > 1 and bool(((outputs.exp().sum(1) - 1).abs() < 1e-2).all())
     takes_logits = name in ("cross_entropy", "binary_cross_entropy_with_logits")
-    usual, mean = math.log(max(classes, 2)), _mean_loss(call) if takes_logits else 0.0
+    usual, mean = math.log(max(classes, 2)), 0.0  # of logits, however the program has reduced it or weighted classes
+    if name == "cross_entropy":
+        mean = float(functional.cross_entropy(outputs, call.targets, ignore_index=call.ignored))
+    elif takes_logits:
+        mean = float(functional.binary_cross_entropy_with_logits(outputs, call.targets.float()))
     if takes_logits and (are_probabilities or (classes == 1 and last in ("sigmoid", "softmax"))):
         text = f"{name} is given probabilities, and applies a softmax or a sigmoid to them again."
         yield mistake(text, "Give it logits: remove the last function of the model.")
@@ -97,8 +99,7 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
         advice = "Look at the scale of the inputs, and of the initial weights of the last layer."
         yield doubt(text, advice, loss=mean, usual=usual)
     elif (name == "kl_div" and are_probabilities) or (name == "nll_loss" and classes > 1 and not are_logarithms):
-        given = "probabilities" if are_probabilities else "values"
-        text = f"{name} is given {given} in place of their logarithms."
+        text = f"{name} is given {'probabilities' if are_probabilities else 'values'} in place of their logarithms."
         yield mistake(text, "Give it log_softmax(outputs, 1), or use cross_entropy with the logits.")
     elif name in LOSSES_OF_ELEMENTS and last in _RANGES:
         (least, most), low, high = _RANGES[last], float(call.targets.min()), float(call.targets.max())
@@ -106,13 +107,6 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
         if low < least - margin or high > most + margin:
             text = f"Targets range from {low:.3g} to {high:.3g}, but the model's last function is a {last}."
             yield mistake(text, "Remove the last activation, or scale the targets.", targets=(low, high))
-
-
-def _mean_loss(call: LossCall) -> float:
-    """Return the mean loss for logits, however the program has reduced it or weighted the classes."""
-    if call.name == "cross_entropy":
-        return float(functional.cross_entropy(call.outputs.float(), call.targets, ignore_index=call.ignored))
-    return float(functional.binary_cross_entropy_with_logits(call.outputs.float(), call.targets.float()))
 
 
 def check_mean_loss(probe: Probe) -> Iterator[Finding]:
@@ -125,17 +119,14 @@ def check_mean_loss(probe: Probe) -> Iterator[Finding]:
     """
     batch = probe.batch
     rows = [*range(probe.require_samples(batch, 4))]
-    once, twice, thrice = (probe.train(select(batch, rows * times), True, gradients=True) for times in (1, 2, 3))
-    once.refuse_randomness()
+    batches = (select(batch, rows * times) for times in (1, 2, 3))
+    once, twice, thrice = (probe.train(one, quiet=True, gradients=True).without_randomness() for one in batches)
     first, second, third = losses = (once.loss, twice.loss, thrice.loss)
-    text = ""
-    if abs(second - first) > 1e-2 * abs(first):
-        if abs(third - 2 * second + first) < 1e-2 * abs(second - first):
-            text = "is a sum over the batch"
-        elif max(abs(2 * second - first), abs(3 * third - first)) < 1e-3 * abs(first):
-            text = "is divided by the batch size once too often"
-    if text:
-        text = f"The loss of a batch is {first:.6g}; with each sample twice, {second:.6g}: it {text}."
+    is_sum = abs(third - 2 * second + first) < 1e-2 * abs(second - first)
+    is_divided_twice = max(abs(2 * second - first), abs(3 * third - first)) < 1e-3 * abs(first)
+    if abs(second - first) > 1e-2 * abs(first) and (is_sum or is_divided_twice):
+        problem = "is a sum over the batch" if is_sum else "is divided by the batch size once too often"
+        text = f"The loss of a batch is {first:.6g}; with each sample twice, {second:.6g}: it {problem}."
         yield mistake(text, losses=losses)
         return
     if distance(twice.gradients, once.gradients) > 1e-2:
@@ -145,32 +136,28 @@ def check_mean_loss(probe: Probe) -> Iterator[Finding]:
     if off > 1e-2 and (not all(items) or distance(whole.gradients, _mean_of(parts, items)) > 1e-2):
         raise NotApplicableError("The loss is not the mean of those of its halves: it compares or weights samples.")
     if off > 1e-2:
-        yield doubt(
-            f"The gradients of a batch differ by {off:.0%} from those of its halves: the loss is a mean over targets "
-            f"that are not ignored, of which the halves have {items[0]} and {items[1]}.",
-            items=items,
-        )
+        text = f"Gradients of a batch and its halves differ by {off:.0%}: the loss is a mean over targets not ignored, "
+        yield doubt(f"{text}of which the halves have {items[0]} and {items[1]}.", items=items)
 
 
 def _halves(batch: Batch) -> list[Batch]:
+    """Return two halves of a batch, and what they have together."""
     middle = (batch.num_samples or 0) // 2
-    return [select(batch, range(middle)), select(batch, range(middle, 2 * middle))]
+    return [select(batch, rows) for rows in (range(middle), range(middle, 2 * middle), range(2 * middle))]
 
 
 def _compare_halves(probe: Probe) -> tuple[Pass, list[Pass], float]:
     """Return a batch, its halves, and how far its gradients are from theirs, weighted as the trainer does."""
-    halves = _halves(probe.batch)
-    even = select(probe.batch, range(2 * (halves[0].num_samples or 0)))
-    whole, *parts = (probe.train(part, quiet=True, gradients=True) for part in (even, *halves))
-    counts = [part.output.get("num_items_in_batch", 1) for part in parts]
-    return whole, parts, distance(whole.gradients, _mean_of(parts, [float(count) for count in counts]))
+    *parts, whole = (probe.train(part, quiet=True, gradients=True) for part in _halves(probe.batch))
+    counts = [float(part.output.get("num_items_in_batch", 1)) for part in parts]
+    return whole, parts, distance(whole.gradients, _mean_of(parts, counts))
 
 
 def _mean_of(passes: list[Pass], weights: Sequence[float]) -> dict[str, torch.Tensor]:
     """Return the weighted mean of gradients."""
     mean: dict[str, torch.Tensor] = {}
-    for found, weight in zip(passes, weights, strict=True):
-        for name, gradient in found.gradients.items():
+    for result, weight in zip(passes, weights, strict=True):
+        for name, gradient in result.gradients.items():
             mean[name] = mean.get(name, 0.0) + gradient * (weight / (sum(weights) or 1.0))
     return mean
 
@@ -184,12 +171,12 @@ def check_processes(probe: Probe) -> Iterator[Finding]:
     """
     probe.require_samples(probe.batch, 4)
     whole, _, off = _compare_halves(probe)
-    whole.refuse_randomness()
+    whole.without_randomness()
     if off > 1e-2:
         raise NotApplicableError("The loss of a batch is not the mean of those of its halves.")
-    halves = _halves(probe.batch)
+    *halves, both = _halves(probe.batch)
     with probe.training(quiet=True) as update:
-        alone = update(select(probe.batch, range(2 * (halves[0].num_samples or 0))))
+        alone = update(both)
     with probe.training(quiet=True, logical_processes=2) as update:
         off = distance(alone.gradients, update(halves).gradients)
     if off > 1e-2:
@@ -238,22 +225,22 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     called: set[str] = set()
     with probe.training() as update:
         for number in range(4):
-            found = update(probe.batches[number % len(probe.batches)], number)
-            called |= found.watch.modes.keys()
-            for name, gradient in found.gradients.items():
+            result = update(probe.batches[number % len(probe.batches)], number)
+            called |= result.watch.modes.keys()
+            for name, gradient in result.gradients.items():
                 value = float(gradient.abs().max()) if gradient.numel() else 0.0
-                largest[name] = value if math.isnan(value) else max(largest.get(name, 0.0), value)
+                largest[name] = max(value, largest.get(name, 0.0))  # NaN if the value is
             if not all(map(math.isfinite, largest.values())):
                 break
-        left = [name for p, name in probe.optimized.items() if p.grad is not None and bool(p.grad.any())]
+        kept = [name for p, name in probe.optimized.items() if p.grad is not None and bool(p.grad.any())]
     infinite = [name for name, value in largest.items() if not math.isfinite(value)]
     if infinite:
         advice = "Look for a root or a norm at 0, a logarithm of 0, a division by 0, or too large a learning rate."
         yield mistake(f"Gradients of {listed(infinite)} are infinite or NaN.", advice, parameters=infinite)
         return
-    if left:
-        text = f"After an update, {listed(left)} still have gradients, to which those of the next are added."
-        yield mistake(text, "Clear them: optimizer_zero_grad() must call optimizer.zero_grad().", parameters=left)
+    if kept:
+        text = f"After an update, {listed(kept)} still have gradients, to which those of the next are added."
+        yield mistake(text, "Clear them: optimizer_zero_grad() must call optimizer.zero_grad().", parameters=kept)
     yield from _find_idle(probe, largest, called)
     yield from _find_forgotten(probe, largest)
 
@@ -272,14 +259,11 @@ def _find_idle(probe: Probe, largest: Mapping[str, float], called: set[str]) -> 
     is_plain = all(isinstance(part, torch.Tensor) for part in parts_by_name(probe.batch.data).values())
     zero = [name for p, name in optimized.items() if largest.get(name) == 0.0 and (p.ndim > 1 or is_all_zero)]
     if lost:
-        advice = (
-            "Look for detach(), .data, .item(), torch.no_grad(), argmax or a new tensor between them and the loss, "
-        )
-        advice += "and whether the optimizer was given the parameters of this model."
+        advice = "Is there a detach(), .data, .item(), no_grad(), argmax or new tensor between them and the loss? "
+        advice += "Was the optimizer given the parameters of this model?"
         yield mistake(f"Optimized parameters get no gradient: {listed(lost)}.", advice, parameters=lost)
     if unused:
-        text = f"The forward pass does not use {listed(unused)}."
-        yield doubt(text, "Call the layer in forward(), or remove it.", parameters=unused)
+        yield doubt(f"The forward pass does not use {listed(unused)}.", "Call or remove them.", parameters=unused)
     if zero and (is_all_zero or (is_plain and not lost)):
         text = f"The gradient of {listed(zero)} is zero in every update."
         advice = "Look for units that are never active (a ReLU on the outputs), saturated activations, weights of 0."
@@ -290,13 +274,13 @@ def _find_forgotten(probe: Probe, largest: Mapping[str, float]) -> Iterator[Find
     """Look for parameters that should be in an optimizer, and for those that the model does not know of."""
     loss, of_model = probe.trainer.loss_func, set(probe.trainer.get_model().parameters())
     of_loss = set(loss.parameters() if isinstance(loss, nn.Module) else ()) - of_model
-    for group, finding in ((of_loss, mistake), (of_model, doubt)):
-        others = {p: name for p, name in probe.names.items() if p in group and p not in probe.optimized}
-        forgotten = [name for name in others.values() if largest.get(name)]
-        if forgotten:
-            text = f"No optimizer has {listed(forgotten)}, for which gradients are computed."
-            advice = "Give them to the optimizer, or freeze them with requires_grad_(False)."
-            yield finding(text, advice, parameters=forgotten)
+    others = {p: name for p, name in probe.names.items() if p in of_model | of_loss and p not in probe.optimized}
+    forgotten = {p: name for p, name in others.items() if largest.get(name)}
+    if forgotten:
+        text = f"No optimizer has {listed(forgotten.values())}, for which gradients are computed."
+        advice = "Give them to the optimizer, or freeze them with requires_grad_(False)."
+        finding = mistake if of_loss & forgotten.keys() else doubt
+        yield finding(text, advice, parameters=[*forgotten.values()])
     hidden = [name for name, p in _hidden_parameters(probe) if p.requires_grad and p not in probe.names]
     if hidden:
         text = f"The model does not know of the parameters {listed(hidden)}, which are in a plain list or dict."
@@ -309,8 +293,8 @@ def _hidden_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
         for attribute, value in vars(part).items():
             values = value if isinstance(value, dict) else dict(enumerate(value if isinstance(value, list) else ()))
             for key, inner in values.items() if not attribute.startswith("_") else ():
-                for own, parameter in inner.named_parameters() if isinstance(inner, nn.Module) else ():
-                    yield f"{name}.{attribute}.{key}.{own}".lstrip("."), parameter
+                for inner_name, parameter in inner.named_parameters() if isinstance(inner, nn.Module) else ():
+                    yield f"{name}.{attribute}.{key}.{inner_name}".lstrip("."), parameter
 
 
 # ---------------------------------------------------------------------------------------------- learning rates
@@ -335,7 +319,7 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
         raise NotApplicableError("The run has no schedule, or one whose rates cannot be known before it.")
     create = getattr(probe.create_scheduler_fn, "func", probe.create_scheduler_fn)
     name, peak, updates = getattr(create, "__name__", str(create)).lower(), max(curve), len(curve)
-    given = max(float(group.get("initial_lr", group.get("lr", 0.0))) for group in probe.trainer.optimizer.param_groups)
+    chosen = max(float(group.get("initial_lr", group.get("lr", 0.0))) for group in probe.trainer.optimizer.param_groups)
     small = next((number for number in range(curve.index(peak), updates) if curve[number] < 0.01 * peak), updates)
     lowest = min(curve[updates // 2 :])
     is_cyclic = any(kind in name for kind in ("cyclic", "restart", "lambda"))
@@ -346,16 +330,17 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
     problems = {
         "is negative at times": min(curve) < 0,
         "is 0 in every update": peak == 0,
-        f"is at most {peak:.3g}, that of the optimizer {given:.3g}": 0 < peak < 0.01 * given,
+        f"is at most {peak:.3g}, that of the optimizer {chosen:.3g}": 0 < peak < 0.01 * chosen,
         "still rises at the end of the run: the warm-up never ends": updates >= 10 and curve.index(peak) == updates - 1,
         f"falls to {lowest:.3g} and rises again to {max(highest, curve[-1]):.3g}": updates >= 10 and rises,
         f"is below a hundredth of its peak, {peak:.3g}, from update {small}": updates >= 10 and small < 0.5 * updates,
         f"is {peak:.3g} in every update: the schedule never changes it": updates >= 10 and is_fixed,
     }
-    found = [number for number, is_so in enumerate(problems.values()) if is_so]
-    if found:
-        text = f"The learning rate {[*problems][found[0]]}. The run has {updates} updates."
-        yield (mistake if found[0] < 2 else doubt)(text, first=curve[0], highest=peak, last=curve[-1], updates=updates)
+    problem = next((text for text, applies in problems.items() if applies), "")
+    if problem:
+        finding = mistake if min(curve) < 0 or peak == 0 else doubt
+        text = f"The learning rate {problem}. The run has {updates} updates."
+        yield finding(text, first=curve[0], highest=peak, last=curve[-1], updates=updates)
 
 
 # ---------------------------------------------------------------------------------------------------- learning
@@ -371,7 +356,7 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
 
     A program that cannot fit a few samples cannot fit many.
     """
-    if len(getattr(probe.run.step, "optimizers", {})) > 1:
+    if len(probe.run.step.optimizers) > 1:
         raise NotApplicableError("The program has several optimizers, whose losses need not fall.")
     losses, of_torch = _fit(probe)
     before, after = _ends(losses)
@@ -429,9 +414,9 @@ def _fit(
         for group, rate in zip(probe.trainer.optimizer.param_groups, probe.rates, strict=False):
             group["lr"] = rate * factor
         while len(losses) < most and (probe.seconds_left > limit or not losses):
-            found = update(probe.batch if order is None else _shuffled(probe.batch, order), len(losses))
-            losses.append(found.loss)
-            of_torch.append(sum(call.mean for call in found.watch.losses))
+            result = update(probe.batch if order is None else _shuffled(probe.batch, order), len(losses))
+            losses.append(result.loss)
+            of_torch.append(sum(call.mean for call in result.watch.losses))
             before, after = _ends(losses)
             if order is None and before - after > _ENOUGH.get(len(losses), math.inf) * abs(before):
                 break
@@ -441,8 +426,7 @@ def _fit(
 def _shuffled(batch: Batch, order: torch.Generator) -> Batch:
     """Return a batch with its targets shuffled among the samples, as far as it is known which these are."""
     size = batch.num_samples or 0
-    names = (*TARGET_KEYS, 1) if not isinstance(batch.data, torch.Tensor) else ()
-    parts = {name: part for name, part in parts_by_name(batch.data).items() if name in names}
     rows = torch.randperm(size, generator=order)
-    shuffled = {n: p[rows] for n, p in parts.items() if isinstance(p, torch.Tensor) and p.shape[:1] == (size,)}
+    targets = {name: part for name, part in tensors_by_name(batch.data).items() if name in (*TARGET_KEYS, 1)}
+    shuffled = {name: part[rows] for name, part in targets.items() if len(part) == size}
     return batch._replace(data=with_parts(batch.data, shuffled))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,7 +19,8 @@ from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.advice import faster_data, not_fused
+from pytorch_accel_lite.callbacks.advice import faster_data, unfused_class
+from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import Run
@@ -28,12 +29,7 @@ from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.tuning.finders import repeat_epochs, update_from
-from pytorch_accel_lite.tuning.reports import Report
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data import Batch, NamedData
-    from pytorch_accel_lite.engine.run import Run
-
+from pytorch_accel_lite.tuning.reports import Report, describe_error
 
 #: The events of a step at which callbacks are measured.
 _OF_A_STEP = (
@@ -78,15 +74,15 @@ class Diagnosis(Report):
     @property
     def waiting(self) -> float:
         """The fraction of a step, from 0 to 1, during which the model waits for data."""
-        return max(0.0, min(self._besides, self.data) / self.step)
+        return max(0.0, min(self._other_seconds, self.data) / self.step)
 
     @property
     def unexplained(self) -> float:
         """The fraction of a step, from 0 to 1, that none of its parts takes when measured alone."""
-        return max(0.0, (self._besides - self.data) / self.step)
+        return max(0.0, (self._other_seconds - self.data) / self.step)
 
     @property
-    def _besides(self) -> float:
+    def _other_seconds(self) -> float:
         """The seconds of a complete step besides those that its parts in memory take alone."""
         return self.step - (self.forward + self.backward + self.update + sum(self.callbacks.values()))
 
@@ -99,13 +95,8 @@ class Diagnosis(Report):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the name and the time, as text, of each part of a step."""
-        times = {
-            "data alone": self.data,
-            "forward alone": self.forward,
-            "backward alone": self.backward,
-            "update alone": self.update,
-            "own callbacks": sum(self.callbacks.values()),
-        }
+        times = {f"{part} alone": getattr(self, part) for part in ("data", "forward", "backward", "update")}
+        times["own callbacks"] = sum(self.callbacks.values())
         fractions = {"waiting for data": self.waiting, "unexplained": self.unexplained}
         rows = [(name, f"{seconds * 1e3:.3g} ms") for name, seconds in times.items()]
         return rows + [(name, f"{100 * fraction:.0f} %") for name, fraction in fractions.items()]
@@ -143,27 +134,27 @@ def diagnose(
 
 def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: Sequence[TrainerCallback]) -> Diagnosis:
     """Measure the trainer's steps, and the callbacks that it has in a run."""
-    batches = list(itertools.islice(run.data.train_loader.steps(1), 8))
-    if not batches:
-        raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
-    in_memory = list(itertools.islice(itertools.cycle(batches), num_steps))
     trainer.train_epoch_start()
+    batches = list(itertools.islice(repeat_epochs(trainer, run), 8))
+    in_memory = list(itertools.islice(itertools.cycle(batches), num_steps))
+
+    def time_with_data(step: Callable[[TrainerLike, Batch], None]) -> float:
+        return _time(trainer, itertools.islice(repeat_epochs(trainer, run), num_steps), step)
+
     for step in (_forward, _backward, update_from):
         _time(trainer, in_memory[:10], step)
-    data = _time(trainer, itertools.islice(repeat_epochs(trainer, run), num_steps), lambda *_: None)
-    forward = _time(trainer, in_memory, _forward)
-    backward = _time(trainer, in_memory, _backward)
-    update = _time(trainer, in_memory, update_from)
-    step_time = _time(trainer, itertools.islice(repeat_epochs(trainer, run), num_steps), update_from)
+    data = time_with_data(lambda *_: None)
+    forward, backward, update = (_time(trainer, in_memory, step) for step in (_forward, _backward, update_from))
+    complete = time_with_data(update_from)
     in_callbacks, failures = _time_callbacks(trainer, run, in_memory, callbacks)
     result = Diagnosis(
         steps=num_steps,
-        samples=sum(find_batch_size(batch.data) for batch in batches) / len(batches),
+        samples=sum(find_batch_size(batch.data, batch.num_samples) for batch in batches) / len(batches),
         data=data,
         forward=forward,
         backward=max(backward - forward, 0),
         update=max(update - backward, 0),
-        step=step_time + sum(in_callbacks.values()),
+        step=complete + sum(in_callbacks.values()),
         callbacks=in_callbacks,
     )
     result.advice = list(_advise(trainer, result))
@@ -175,11 +166,9 @@ def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: Sequence
 
 def _time(trainer: TrainerLike, batches: Iterable[Batch], step: Callable[[TrainerLike, Batch], None]) -> float:
     """Return the seconds per step. Waits for the device once, not in every step."""
-    count = 0
     start = _now(trainer)
-    for batch in batches:
+    for count, batch in enumerate(batches, 1):  # noqa: B007
         step(trainer, batch)
-        count += 1
     return (_now(trainer) - start) / count
 
 
@@ -204,48 +193,68 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
     on_gpu = trainer.device.type == "cuda"
     compute = result.forward + result.backward + result.update
     if result.waiting > 0.1:
-        advice = faster_data(trainer)
-        yield f"The model waits for data during {100 * result.waiting:.0f} % of a step. {advice}"
+        yield f"The model waits for data during {100 * result.waiting:.0f} % of a step. {faster_data(trainer)}"
     in_callbacks = sum(result.callbacks.values())
     if in_callbacks > 0.1 * result.step:
-        slowest = max(result.callbacks, key=result.callbacks.__getitem__)
+        slowest, seconds = max(result.callbacks.items(), key=lambda item: item[1])
         yield (
             f"Callbacks take {100 * in_callbacks / result.step:.0f} % of a step, most of all {slowest}: "
-            f"{result.callbacks[slowest] * 1e3:.3g} ms. Let it work less often, such as every hundredth step, and read "
-            "numbers from the device only then."
+            f"{seconds * 1e3:.3g} ms. Let it work, and read from the device, in every hundredth step, for example."
         )
     if result.unexplained > 0.2:
         yield (
-            f"{100 * result.unexplained:.0f} % of a step are explained by none of its parts, which are faster when "
-            "measured alone: they may compete for cores or memory. torch.profiler shows what a run does meanwhile."
+            f"{100 * result.unexplained:.0f} % of a step are explained by none of its parts when measured alone: they "
+            "may compete for cores or memory. torch.profiler shows what a run does meanwhile."
         )
-    if result.update > 0.1 * compute and (name := not_fused(trainer.optimizer)):
-        yield (
-            f"The update takes {100 * result.update / compute:.0f} % of the computation. Fused optimizers are faster: "
-            f"{name}(..., fused=True)."
-        )
+    if result.update > 0.1 * compute and (name := unfused_class(trainer.optimizer)):
+        share = 100 * result.update / compute
+        yield f"The update takes {share:.0f} % of the computation. A fused one is faster: {name}(..., fused=True)."
     if on_gpu and trainer.accelerator.mixed_precision == "no":
-        yield "Train in bf16: Trainer(..., mixed_precision='bf16')."
-        if torch.get_float32_matmul_precision() == "highest":
-            yield "Or multiply matrices in TF32: torch.set_float32_matmul_precision('high')."
+        yield "Train in bf16, mixed_precision='bf16', or in TF32, torch.set_float32_matmul_precision('high')."
     if on_gpu and compute < 0.005 and trainer.compiled_forward is None:
-        yield (
-            f"A step computes for only {compute * 1e3:.2g} ms, much of which is spent launching kernels. Use larger "
-            "batches, or CUDA graphs: Trainer(..., compile_step={'mode': 'reduce-overhead'})."
-        )
-    if not on_gpu and trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
+        graphs = "CUDA graphs: Trainer(..., compile_step={'mode': 'reduce-overhead'})"
+        yield f"Much of the {compute * 1e3:.2g} ms of a step goes to launching kernels. Use larger batches or {graphs}."
+    if trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
         yield "Torch uses a single thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, makes it use more cores."
 
 
-def handler_of_steps(callbacks: Iterable[TrainerCallback]) -> CallbackHandler:
-    """Return a handler that calls only the methods which the user wrote for the events of a step."""
-    handler = CallbackHandler()
-    for callback in callbacks:
-        overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
-        if overridden:
-            handler.callbacks.append(callback)
-            handler.set_listening(callback, False, *(event for event in EVENTS if event not in overridden))
-    return handler
+class OwnCallbacks(CallbackHandler):
+    """Calls the methods that the user wrote for the events of a step, of each callback until it raises an error.
+
+    A callback may fail because it needs an event that comes before those of a step.
+
+    :param now: returns the time in seconds
+    :ivar seconds: how long the callbacks took, by class
+    :ivar failures: the errors that they raised, by class
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback], now: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failures: dict[str, str] = {}
+        self.timer = self._try
+        self._now = now
+        for callback in callbacks:
+            overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
+            if overridden:
+                self.callbacks.append(callback)
+                self.set_listening(callback, False, *(event for event in EVENTS if event not in overridden))
+        self._tried = list(self.callbacks)
+
+    @contextmanager
+    def _try(self, callback: Any) -> Iterator[None]:
+        if callback not in self._tried:  # a phase within a callback, such as saving
+            yield
+            return
+        name, begin = type(callback).__name__, self._now()
+        try:
+            yield
+        except StopTrainingError:
+            pass
+        except Exception as error:
+            self.failures[name] = describe_error(error)
+            self.set_listening(callback, False, *_OF_A_STEP)
+        self.seconds[name] += self._now() - begin
 
 
 def _time_callbacks(
@@ -253,31 +262,11 @@ def _time_callbacks(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Train on batches; return the seconds per step by class of callbacks, and why others could not be measured.
 
-    Only methods that the user wrote for the events of a step are called. A callback that fails, because it needs an
-    event before, is not called again. What they change of themselves, the trainer and its history is restored.
+    What the callbacks change of themselves, the trainer and its history is restored.
     """
-    handler = handler_of_steps(callbacks)
+    handler = OwnCallbacks(callbacks, lambda: _now(trainer))
     if trainer.ranks.world_size > 1:  # one whose callback fails would leave the others waiting
         return {}, dict.fromkeys(handler.callback_list, "several processes")
-    totals: dict[str, float] = defaultdict(float)
-    failures: dict[str, str] = {}
-
-    @contextmanager
-    def timed(callback: Any) -> Iterator[None]:
-        if isinstance(callback, str):  # a phase within a callback, such as saving
-            yield
-            return
-        begin = _now(trainer)
-        try:
-            yield
-        except StopTrainingError:
-            pass
-        except Exception as error:
-            failures[type(callback).__name__] = f"{type(error).__name__}: {error}"
-            handler.set_listening(callback, False, *_OF_A_STEP)
-        totals[type(callback).__name__] += _now(trainer) - begin
-
-    handler.timer = timed
     with (
         preserving_attributes(trainer, *handler.callbacks),
         replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
@@ -286,4 +275,5 @@ def _time_callbacks(
         run.progress.start_epoch()
         for batch in batches if handler.callbacks else ():
             train_step(trainer, run, batch)
-    return {name: total / len(batches) for name, total in totals.items() if name not in failures}, failures
+    seconds = {name: total / len(batches) for name, total in handler.seconds.items() if name not in handler.failures}
+    return seconds, handler.failures

@@ -29,10 +29,11 @@ from pytorch_accel_lite.engine.lifecycle import begin_training
 from pytorch_accel_lite.engine.losses import LossTrackers
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.sharded_models import shard_model
+from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
-from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, parts_of
+from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
 from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tuning.live_bytes import LiveBytes
 
@@ -46,22 +47,8 @@ _BLOCK = 512  # bytes, of which the allocators of GPUs give out multiples
 
 
 #: What autocast computes in float32 on GPUs, but not on CPUs, and what takes memory.
-_IN_FLOAT32 = {
-    functional.cross_entropy,
-    functional.nll_loss,
-    functional.log_softmax,
-    functional.softmax,
-    functional.layer_norm,
-    functional.group_norm,
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.kl_div,
-    torch.log_softmax,
-    torch.softmax,
-    torch.Tensor.log_softmax,
-    torch.Tensor.softmax,
-}
+_IN_FLOAT32 = {"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
+_IN_FLOAT32 |= {"softmax", "log_softmax", "layer_norm", "group_norm"}
 
 
 class Scenario(NamedTuple):
@@ -89,9 +76,8 @@ def measure_step(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenar
     """
     # Autograd starts a thread for each device when it is first used. That of a fake one would hinder forks later on.
     torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
-    with _fake_group(scenario):
+    with nullcontext() if scenario.sharding == "none" else _fake_group(scenario.world_size):
         fake = FakeTrainer(trainer, scenario)
-        fake.copy_model()
         if scenario.sharding != "none":
             fake.shard()
         fake.make_updates(read, batch)
@@ -112,26 +98,22 @@ class LikeGpu(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs = {**kwargs, "dropout_p": 0.0}
-        elif func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+        elif getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = convert_to_fp32((args, kwargs))
         return func(*args, **kwargs)
 
 
 @contextmanager
-def _fake_group(scenario: Scenario) -> Iterator[None]:
-    """Pretend to be the first process of a group that does not communicate, if the model is to be sharded."""
-    if scenario.sharding == "none":
-        yield
-        return
+def _fake_group(world_size: int) -> Iterator[None]:
+    """Pretend to be the first process of a group that does not communicate."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    shows_errors = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = shows_errors  # torch has replaced it
+    with replaced(sys, excepthook=sys.excepthook):  # which torch replaces
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 class FakeCopies:
@@ -140,65 +122,63 @@ class FakeCopies:
     What the originals share, the copies share.
 
     :param device: the device of the copies; the originals may be on the meta device
-    :ivar made: the copies, by the identity of their originals, as ``copy.deepcopy`` takes them
+    :ivar memo: the copies, by the identity of their originals, as ``copy.deepcopy`` takes them
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.made: dict[int, Any] = {}
+        self.memo: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
         """Return a copy, or the value itself if it neither is nor directly contains something to copy."""
         if isinstance(value, nn.Module):
             return self._of_module(unwrap(value, keep_torch_compile=False))
-        if is_made(value):
+        if is_created(value):
             return self._of_optimizer(value)
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if attributes.is_scheduler(value):
             self.of(value.optimizer)
-            return copy.deepcopy(value, self.made)
+            return copy.deepcopy(value, self.memo)
         if type(value) is dict:
             return {key: self.of(part) for key, part in value.items()}
         if type(value) in (list, tuple):
             return type(value)(map(self.of, value))
         return value
 
-    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self.made:
+    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+        if id(tensor) not in self.memo:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
                 vars(fake).update(vars(tensor))
-            self.made[id(tensor)] = fake
-        made: torch.Tensor = self.made[id(tensor)]
-        return made
+            self.memo[id(tensor)] = fake
+        return self.memo[id(tensor)]
 
     def _of_module(self, module: nn.Module) -> nn.Module:
-        for part in module.modules():
-            for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
-                self._of_tensor(tensor)
-            for value in vars(part).values():
-                if isinstance(value, torch.Tensor):
-                    self.made.setdefault(id(value), value)  # a constant, whose values may be needed
-        made = copy.deepcopy(module, self.made)
-        vars(made)["to"] = lambda *_, **__: made  # it is on the device, and fake parameters cannot be exchanged
-        return made
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self._of_tensor(tensor)
+        for value in [value for part in module.modules() for value in vars(part).values()]:
+            if isinstance(value, torch.Tensor):
+                self.memo.setdefault(id(value), value)  # a constant, whose values may be needed
+        copied = copy.deepcopy(module, self.memo)
+        vars(copied)["to"] = lambda *_, **__: copied  # it is on the device, and fake parameters cannot be exchanged
+        return copied
 
     def _of_optimizer(self, optimizer: Any) -> Any:
         """Return an optimizer without state, with the same hooks."""
-        if id(optimizer) not in self.made:
-            made = self.made[id(optimizer)] = object.__new__(type(optimizer))
+        if id(optimizer) not in self.memo:
+            fake = self.memo[id(optimizer)] = object.__new__(type(optimizer))
             for part in parts_of(optimizer).values():
                 self._of_optimizer(part)
             for parameter in optimized_parameters(optimizer):
                 self._of_tensor(parameter)
-            copied = {name: value for name, value in vars(optimizer).items() if name != "step"}
-            hooks = {name: copy.copy(value) for name, value in copied.items() if name.endswith("_hooks")}
-            fresh: dict[str, Any] = {"state": defaultdict(dict)} if "state" in copied else {}
-            rest = {name: value for name, value in copied.items() if name not in {*hooks, *fresh}}
-            vars(made).update(copy.deepcopy(rest, self.made), **hooks, **fresh)
-        return self.made[id(optimizer)]
+            for name, value in vars(optimizer).items():
+                if name == "state":
+                    fake.state = defaultdict(dict)
+                elif name != "step":  # which a schedule has wrapped
+                    vars(fake)[name] = copy.copy(value) if name.endswith("_hooks") else copy.deepcopy(value, self.memo)
+        return self.memo[id(optimizer)]
 
 
 class NoLosses(LossTrackers):
@@ -239,18 +219,9 @@ class FakeTrainer:
             compile_model=False,
             compiled_forward=None,
         )
-        self._copies.made[id(trainer)] = self.trainer
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Let new tensors be fake in a block, and count them."""
-        with self._mode, self._kernels, self.live:
-            yield
-
-    def copy_model(self) -> None:
-        """Copy the model, with fake parameters that are whole."""
-        with self._computing():
-            self.trainer.model = self._copies.of(self._original.get_model(keep_torch_compile=False))
+        self._copies.memo[id(trainer)] = self.trainer
+        with self._mode, self._kernels, self.live:  # new tensors are fake, and counted
+            self.trainer.model = self._copies.of(trainer.get_model(keep_torch_compile=False))
 
     def shard(self) -> None:
         """Shard the model. New tensors are real meanwhile: the meshes need them."""
@@ -267,15 +238,15 @@ class FakeTrainer:
             fully_shard(model, mesh=mesh)
         originals = self._original.get_model(keep_torch_compile=False).named_parameters(remove_duplicate=False)
         shards = dict(model.named_parameters(remove_duplicate=False))
-        self._copies.made |= {id(parameter): shards[name] for name, parameter in originals if name in shards}
+        self._copies.memo |= {id(parameter): shards[name] for name, parameter in originals if name in shards}
         for parameter in model.parameters():
             self.live.note(local(parameter))
 
     def _copy_others(self) -> None:
         """Copy what else the trainer holds: the loss function, optimizers, teachers."""
         trainer = self.trainer
-        attributes_to_copy = {name: value for name, value in vars(trainer).items() if name not in _NOT_COPIED}
-        vars(trainer).update({name: self._copies.of(value) for name, value in attributes_to_copy.items()})
+        held = vars(trainer)
+        held.update({name: self._copies.of(value) for name, value in held.items() if name not in _NOT_COPIED})
         self._modules = [trainer.model, *attributes.modules(trainer).values()]
         self._parameters = list(dict.fromkeys(p for module in self._modules for p in module.parameters()))
         averages = [one for one in self._original.callback_handler if isinstance(one, ModelEmaCallback)]
@@ -287,7 +258,7 @@ class FakeTrainer:
 
         :param read: the run that the batch was read for
         """
-        with self._computing():
+        with self._mode, self._kernels, self.live:
             self._copy_others()
             size = find_batch_size(batch.data, batch.num_samples)
             run = self._begin(read, size)
@@ -296,10 +267,17 @@ class FakeTrainer:
             for tensor in tensors_in(data):
                 self.live.note(tensor)
             fake = batch._replace(data=data, num_samples=size, total_samples=size, is_last=False)
-            for _ in range(2):
-                self.live.forget_peak()
-                for _ in range(run.window.steps):
-                    _step(self.trainer, run, fake)
+            for step in range(2 * run.window.steps):
+                if step % run.window.steps == 0:
+                    self.live.forget_peak()
+                try:
+                    train_step(self.trainer, run, fake)
+                except _NEEDS_VALUES as error:
+                    raise NotImplementedError(
+                        "estimate_memory() makes steps with tensors without values, but, in the line shown above, "
+                        f"{getattr(error, 'func', error)} needs values. Let the step do without: read numbers (.item(),"
+                        " float(), if) in callbacks only, and replace masks in indices by torch.where."
+                    ) from error
 
     def _begin(self, read: Run, batch_size: int) -> Run:
         """Begin a run of the trainer."""
@@ -335,16 +313,16 @@ class FakeTrainer:
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """Yield the tensors that are known, with what they are for."""
-        for parameter in self._parameters:
-            yield "parameters", parameter
-            if parameter.grad is not None:
-                yield "gradients", parameter.grad
         for module in self._modules:
             yield from (("buffers", buffer) for buffer in module.buffers())
-            for part in module.modules():  # fully_shard keeps gradients whole until the end of an accumulation window
-                gradients = (parameter.grad for parameter in part.parameters(recurse=False))
-                yield from (("gradients", gradient) for gradient in gradients if gradient is not None)
-        for optimizer in self._optimizers() if is_made(self.trainer.optimizer) else ():
+        # fully_shard keeps gradients whole until the end of an accumulation window, in parameters that are whole.
+        whole = (parameter for module in self._modules for parameter in module.parameters())
+        for parameter in self._parameters:
+            yield "parameters", parameter
+        for parameter in (*self._parameters, *whole):
+            if parameter.grad is not None:
+                yield "gradients", parameter.grad
+        for optimizer in self._optimizers() if is_created(self.trainer.optimizer) else ():
             for state in optimizer.state.values():
                 yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
 
@@ -352,18 +330,3 @@ class FakeTrainer:
 def _bytes(tensor: Any) -> int:
     part = local(tensor)
     return part.numel() * part.element_size()
-
-
-def _step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Make a step.
-
-    :raises NotImplementedError: if something needs the values of tensors
-    """
-    try:
-        train_step(trainer, run, batch)
-    except _NEEDS_VALUES as error:
-        raise NotImplementedError(
-            "estimate_memory() makes steps with tensors that have shapes but no values, and "
-            f"{getattr(error, 'func', error)} needs values, in the line shown above. Let the step do without: leave "
-            "the reading of numbers (.item(), float(), if) to callbacks, and replace masks in indices by torch.where."
-        ) from error

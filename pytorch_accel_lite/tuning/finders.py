@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedData, NamedDatasets
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.batch_parts import is_out_of_memory
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.losses import create_trackers
@@ -27,7 +29,6 @@ from pytorch_accel_lite.engine.training import smallest_share, train_step
 from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.plotting import plot_range_test
-from pytorch_accel_lite.steps.failed_batches import is_out_of_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +74,7 @@ def find_lr(
     min_lr: float = 1e-6,
     max_lr: float = 10.0,
     num_steps: int = 100,
-    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_steps: int | Mapping[int, int] = 1,
     gradient_clip_value: float | None = None,
     train_dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
@@ -121,9 +122,7 @@ def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[di
     parts = parts_of(trainer.optimizer)
     names = ", ".join(map(repr, parts))
     if name is None and run.step.optimizers and len(parts) > 1:
-        raise ValueError(
-            f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each on its own."
-        )
+        raise ValueError(f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each alone.")
     if name is not None and name not in parts:
         raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {names or 'one without a name'}.")
     groups: list[dict[str, Any]] = (trainer.optimizer if name is None else parts[name]).param_groups
@@ -138,14 +137,13 @@ def _range_test(
     watched = "loss" if not run.step.optimizers or name is None else name
     largest = max(float(group["lr"]) for group in groups)
     shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
-    lrs = list[float]()
-    losses = list[float]()
+    lrs: list[float] = []
+    losses: list[float] = []
     mean = 0.0
     lowest = math.inf
     batches = repeat_epochs(trainer, run)
     trainer.train_epoch_start()
-    for number in range(num_steps):
-        lr = min_lr * (max_lr / min_lr) ** (number / (num_steps - 1))
+    for number, lr in enumerate(np.geomspace(min_lr, max_lr, num_steps).tolist()):
         for group, share in zip(groups, shares, strict=True):
             group["lr"] = lr * share
         loss = _update(trainer, run, batches, watched)
@@ -168,9 +166,8 @@ def _smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Smooth the losses with a Gaussian: a running mean would lag behind, and lead to too high a suggestion."""
     at = np.arange(len(losses))
     weights = np.exp(-0.5 * ((at[:, None] - at) / max(2.0, len(losses) / 20)) ** 2)
-    averages: np.ndarray[Any, Any] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max())
-    averages /= weights.sum(1)
-    return averages
+    smoothed: np.ndarray[Any, Any] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max()) / weights.sum(1)
+    return smoothed
 
 
 def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
@@ -191,11 +188,10 @@ def repeat_epochs(trainer: TrainerLike, run: Run) -> Iterator[Batch]:
     :raises ValueError: if an epoch is empty, as the next would be, without end
     """
     for epoch in itertools.count(1):
-        empty = True
+        batch = None
         for batch in run.data.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
-            empty = False
             yield batch
-        if empty:
+        if batch is None:
             raise ValueError(
                 "train_dataset gave no batch: it is empty, or exhausted after it was read once. Let its __iter__ start "
                 "again each time, or pass a smaller num_steps."
@@ -255,7 +251,10 @@ def find_batch_size(
             return _fits(self, batch, num_steps)
 
         self.train_epoch_start()
-        largest = largest_fitting_size(fits, start, most)
+        largest, size = 0, min(start, most)
+        while largest < most and fits(size):
+            largest, size = size, min(2 * size, most)
+        largest += bisect(range(largest + 1, size), False, key=lambda between: not fits(between))
     if not largest:
         raise RuntimeError("Not even a batch of one sample fits into memory.")
     self.print(f"The largest batch size that fits is {largest}{' (the maximum)' if largest == most else ''}.")
@@ -281,25 +280,6 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     return most
 
 
-def largest_fitting_size(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """Return the largest size that fits, or 0: sizes are doubled until one does not, and then bisected.
-
-    :param fits: whether a size fits
-    :param start: first size to try
-    :param most: largest size to try
-    """
-    fitting = 0
-    too_large = most + 1
-    size = min(start, most)
-    while too_large - fitting > 1:
-        if fits(size):
-            fitting = size
-        else:
-            too_large = size
-        size = min(2 * fitting, most) if too_large > most and fitting else (fitting + too_large) // 2
-    return fitting
-
-
 def update_from(trainer: TrainerLike, batch: Batch) -> None:
     """Update the weights from one batch."""
     trainer.backward_step(loss_of(trainer, batch))
@@ -316,9 +296,9 @@ def _fits(trainer: TrainerLike, batch: Batch, num_steps: int) -> bool:
             for _ in range(num_steps):
                 update_from(trainer, batch)
         except Exception as error:
-            if not is_out_of_memory(error):
+            failed = is_out_of_memory(error)
+            if not failed:
                 raise
-            failed = True
     trainer.optimizer_zero_grad()
     trainer.current_run.batch = None  # to leave its memory to the next one
     clear_device_cache(garbage_collection=failed)

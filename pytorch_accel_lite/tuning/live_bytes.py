@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from pytorch_accel_lite.base.modules import local
 
 #: What bytes are for, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
-_FSDP = ("torch/distributed/fsdp", "torch\\distributed\\fsdp")
 _FRAMES_TO_SEARCH = 32
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
 
@@ -29,7 +30,7 @@ Owners = Callable[[], Iterable[tuple[str, Any]]]
 
 @dataclass(eq=False, repr=False)
 class _LiveStorage:
-    """A storage that is alive: a reference that tells when it is freed, what it is for, and its size in bytes."""
+    """A storage that is alive: a reference that reports when it is freed, what it is for, and its size in bytes."""
 
     freed: Any
     kind: str
@@ -43,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
     allocated within an operation and freed before it returns is not seen.
 
     :param device: the device whose tensors count
-    :param owners: tells what tensors are for; others are activations if autograd may need them, else temporary
+    :param owners: returns what tensors are for; others are activations if autograd may need them, else temporary
     :param block: size in bytes to a multiple of which each storage is rounded, as allocators do
     :ivar peak: the largest number of bytes that were alive at a time
     :ivar at_peak: the bytes at the peak, by kind; exact in total, and within 1 % of it by kind
@@ -143,12 +144,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _kind_of_new() -> str:
-    """Return what a new tensor is for, as far as its origin tells."""
-    frame: Any = sys._getframe(1)  # noqa: SLF001
-    for _ in range(_FRAMES_TO_SEARCH):
-        if frame is None:
-            break
-        if any(path in frame.f_code.co_filename for path in _FSDP):
-            return "communication"
-        frame = frame.f_back
+    """Return what a new tensor is for, as far as its origin shows."""
+    frames = islice(traceback.walk_stack(sys._getframe(1)), _FRAMES_TO_SEARCH)  # noqa: SLF001
+    if any("torch/distributed/fsdp" in frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames):
+        return "communication"
     return "activations" if torch.is_grad_enabled() else "temporary"

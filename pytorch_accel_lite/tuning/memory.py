@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
 from pytorch_accel_lite.base.batches import find_batch_size
-from pytorch_accel_lite.base.devices import module_of
+from pytorch_accel_lite.base.devices import capacity_of
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.modules import PLAIN, are_sharded
+from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.text import format_bytes
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.engine.arguments import check_data, check_training
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.trial import check_can_try
+from pytorch_accel_lite.optimizers.gradients import Accumulation
 from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
 from pytorch_accel_lite.tuning.live_bytes import KINDS
 from pytorch_accel_lite.tuning.reports import Report
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data import Batch, NamedData
 
 #: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
 _RESERVE = 0.1
 _REMEDIES = (
     "Smaller batches, activation checkpointing, more processes or sharded=True lower it: estimate again with them."
 )
-_NAMES = {
-    "optimizer": "optimizer state",
-    "averages": "averaged weights",
-    "communication": "gathered weights and communication",
-    "temporary": "temporary results",
-}
 
 
 @dataclass(repr=False)
@@ -72,45 +65,30 @@ class MemoryEstimate(Report):
     @property
     def fits(self) -> bool | None:
         """Whether the peak is at most 90 % of the memory of a device, which leaves room for what is not a tensor."""
-        return None if self.device_memory is None else self.peak <= _usable(self.device_memory)
+        return None if self.device_memory is None else self.peak <= (1 - _RESERVE) * self.device_memory
 
     def summary(self) -> str:
         """Return the peak and its conditions in a sentence."""
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
-        over = f"{processes}{' that share the model' if self.is_sharded else ''}"
+        sharing = " that share the model" if self.is_sharded else ""
         return (
-            f"At most {format_bytes(self.peak)} per device, in the {self.stage}: {over}, batches of "
+            f"At most {format_bytes(self.peak)} per device, in the {self.stage}: {processes}{sharing}, batches of "
             f"{self.per_device_batch_size} (an experimental estimate)."
         )
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the name of each part of the peak, with its size and its share as text."""
-        sizes = [(_NAMES.get(kind, kind), size) for kind, size in self.parts.items() if size]
-        return [(name, f"{format_bytes(size)}, {100 * size / max(self.peak, 1):3.0f} %") for name, size in sizes]
+        sizes = {kind: size for kind, size in self.parts.items() if size}
+        return [(kind, f"{format_bytes(size)}, {100 * size / self.peak:3.0f} %") for kind, size in sizes.items()]
 
     def notes(self) -> list[str]:
         """Return whether it fits, and if not, what would lower the peak."""
         if self.device_memory is None:
             return []
         verdict = "This fits" if self.fits else "This does not fit"
-        usable = (
-            f"{verdict} in {format_bytes(self.device_memory)}, {100 * _RESERVE:.0f} % of which are left for fragments, "
-            "libraries and the driver."
-        )
-        return [usable] if self.fits else [usable, _REMEDIES]
-
-
-def format_bytes(size: float) -> str:
-    """Return a number of bytes as text, in the largest binary unit of which there is one."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"
-
-
-def _usable(memory: int) -> float:
-    return (1 - _RESERVE) * memory
+        reserve = f"{100 * _RESERVE:.0f} % of which are left for fragments, libraries and the driver"
+        note = f"{verdict} in {format_bytes(self.device_memory)}, {reserve}."
+        return [note] if self.fits else [note, _REMEDIES]
 
 
 def estimate_memory(
@@ -118,7 +96,7 @@ def estimate_memory(
     train_dataset: NamedData,
     per_device_batch_size: int = 8,
     world_size: int = 1,
-    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_steps: int | Mapping[int, int] = 1,
     gradient_clip_value: float | None = None,
     gradient_clip_norm: float | None = None,
     train_dataloader_kwargs: dict[str, Any] | None = None,
@@ -135,7 +113,7 @@ def estimate_memory(
 
     :param world_size: number of processes
     :param sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by
-        an overridden :meth:`parallelize_model`; block by block if the accelerator has an FSDP plugin; or not at all.
+        an overridden :meth:`parallelize_model`, or not at all.
     :param device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
     :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
         trainer's GPU, if it has one.
@@ -149,10 +127,19 @@ def estimate_memory(
         gradient_clip_value=gradient_clip_value,
         gradient_clip_norm=gradient_clip_norm,
     )
-    _check(self, request)
+    check_can_try(self, "estimate_memory")
+    if self.ranks.world_size > 1 or dist.is_initialized() or self.accelerator.distributed_type not in PLAIN:
+        raise RuntimeError(
+            "estimate_memory() needs a plain Accelerator, and neither a job of several processes nor a process group. "
+            "Start the script as a single one: python script.py, without a launcher."
+        )
+    check_training(self.optimizer, self.accelerator, request)
     check_data(self, "train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
-    memory = _device_memory(self, device_memory)
-    request.gradient_accumulation_steps = min(gradient_accumulation_steps, 2)  # more of them take as much as two
+    memory = capacity_of(self.device)
+    if device_memory is not None:
+        memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
+    # More of them take as much as two.
+    request.gradient_accumulation_steps = min(Accumulation(gradient_accumulation_steps).largest, 2)
     run = Run.create(self.ranks, request, train_dataset, collate_fn=collate_fn)
     how = _sharding(self, world_size, sharded)
     with preserving_generators():
@@ -164,26 +151,6 @@ def estimate_memory(
     return MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
 
 
-def _check(trainer: TrainerLike, request: RunRequest) -> None:
-    """Check that the steps can be made with fake tensors."""
-    check_can_try(trainer, "estimate_memory")
-    if trainer.ranks.world_size > 1 or dist.is_initialized():
-        raise RuntimeError(
-            "estimate_memory() cannot be called in a job of several processes, or once there is a process group. Start "
-            "the script as a single one: python script.py, without a launcher."
-        )
-    if trainer.accelerator.distributed_type not in PLAIN:
-        raise ValueError(
-            f"estimate_memory() does not know {trainer.accelerator.distributed_type.value}. Use a plain Accelerator."
-        )
-    if are_sharded(trainer.get_model().parameters()):
-        raise ValueError(
-            f"{type(trainer.get_model()).__name__} is sharded already. Shard it in an overridden "
-            "parallelize_model(mesh) of the trainer, which estimate_memory() calls for a copy of the model."
-        )
-    check_training(trainer.optimizer, trainer.accelerator, request)
-
-
 def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["custom", "blocks", "none"]:
     """Return how the model is divided over the processes."""
     if is_overridden(trainer, "parallelize_model"):
@@ -193,16 +160,7 @@ def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Li
         return "custom"
     if sharded and world_size == 1:
         raise ValueError("sharded=True needs several processes to divide the model over: pass world_size=8, say.")
-    by_accelerate = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return "blocks" if world_size > 1 and (by_accelerate if sharded is None else sharded) else "none"
-
-
-def _device_memory(trainer: TrainerLike, requested: int | str | None) -> int | None:
-    """Return the memory of a device in bytes."""
-    if requested is not None:
-        return check_positive_int("device_memory", convert_file_size_to_int(requested))
-    properties = getattr(module_of(trainer.device), "get_device_properties", None)
-    return getattr(properties(trainer.device), "total_memory", None) if properties is not None else None
+    return "blocks" if sharded else "none"
 
 
 def _read_batch(trainer: TrainerLike, run: Run, size: int, loader_kwargs: dict[str, Any] | None) -> Batch:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -27,7 +27,7 @@ from pytorch_accel_lite.base.batches import (
     tensors_in,
 )
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.events import CallbackHandler, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -41,13 +41,13 @@ from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import keep_training
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.schedulers.preview import schedule_values
+from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.logical import LogicalProcesses
-from pytorch_accel_lite.tuning.diagnosis import handler_of_steps
+from pytorch_accel_lite.tuning.diagnosis import OwnCallbacks
 
 #: Functions of torch that compare outputs, their first argument, with targets, their second.
-_LOSSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
 LOSSES_OF_ELEMENTS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}
-_DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+_LOSSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", *LOSSES_OF_ELEMENTS}
 _RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "randperm", "normal", "bernoulli", "uniform"}
 _RANDOM |= {"multinomial", "poisson", "exponential", "standard_gamma", "sample_dirichlet", "binomial", "random"}
 _ARITHMETIC = {"sub", "rsub", "mul", "add", "div", "truediv"}
@@ -60,17 +60,22 @@ class NotApplicableError(Exception):
     """Raised by a check that cannot tell; its text is the reason."""
 
 
+#: What came of a check, the worst first.
+Status = Literal["failed", "warned", "passed", "not applicable"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """Something that a check has found; see :func:`mistake`, :func:`doubt` and :func:`remark`.
 
-    :param status: ``"failed"`` for a mistake, ``"warned"`` for what may be one, ``"passed"`` for a remark
+    :param status: ``"failed"`` for a mistake, ``"warned"`` for what may be one, ``"passed"`` for a remark, or
+        ``"not applicable"`` with the reason
     :param message: what was seen, with numbers and names
     :param advice: what to change; by default what the docstring of the check says
     :param details: the same for programs, by name
     """
 
-    status: Literal["failed", "warned", "passed"]
+    status: Status
     message: str
     advice: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -110,7 +115,7 @@ class LossCall:
 
 
 class Watch(TorchFunctionMode):
-    """Notes what a step calls, within a ``with`` block.
+    """Notes what a step calls, within a ``with`` block; the calls of modules by hooks.
 
     :ivar calls: positional and named arguments, and the outputs, of each call of the model
     :ivar modes: whether each part of the model was in training mode when it was called, by name
@@ -119,7 +124,7 @@ class Watch(TorchFunctionMode):
     :ivar dropouts: the functions that dropped out units
     :ivar drawn: the functions that drew other random numbers, outside of the model
     :ivar drawn_by_model: those within it
-    :ivar outer: shapes of outputs and of other values that arithmetic expanded to a square
+    :ivar squares: the sizes of a column and a row, one of them outputs, that arithmetic has expanded to a square
     """
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
@@ -132,26 +137,17 @@ class Watch(TorchFunctionMode):
         self.drawn: list[str] = []
         self.drawn_by_model: list[str] = []
         self._is_in_model = False
-        self.outer: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self._activated: dict[int, tuple[str, torch.Tensor]] = {}
+        self.squares: set[int] = set()
+        self._activations: dict[int, tuple[str, torch.Tensor]] = {}
         self._model, self._names = model, names
-        self._hooks = ExitStack()
 
-    def __enter__(self) -> Watch:
-        self._hooks.callback(register_module_forward_pre_hook(self._note_part).remove)
-        self._hooks.callback(self._model.register_forward_hook(self._note_call, with_kwargs=True).remove)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hooks.close()
-
-    def _note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note a call of the model that has ended."""
         self._is_in_model = False
         self.calls.append((args, kwargs, output))
 
-    def _note_part(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+    def note_part(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note a call of the model, or of one of its parts, that begins."""
         self._is_in_model |= part is self._model
         if part in self._names:
             self.modes[self._names[part]] = part.training
@@ -161,38 +157,36 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+
+        def argument(position: int, name: str, default: Any = None) -> Any:
+            return args[position] if len(args) > position else kwargs.get(name, default)
+
         name = getattr(func, "__name__", "").strip("_") or str(func)
+        drops_out = "dropout" in name and argument(2, "training", kwargs.get("train", True)) and argument(1, "p", 0.5)
+        if drops_out or (name == "scaled_dot_product_attention" and argument(4, "dropout_p")):
+            self.dropouts.append(name)
+        if name in _RANDOM:
+            (self.drawn_by_model if self._is_in_model else self.drawn).append(name)
         if name in _ARITHMETIC and len(args) > 1:
-            self._note_shapes(*args[:2])
-        elif name in _DROPOUT:
-            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            self.dropouts += [name] * bool(training and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)))
-        elif name == "scaled_dot_product_attention":
-            self.dropouts += [name] * bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
-        (self.drawn_by_model if self._is_in_model else self.drawn).extend([name] * (name in _RANDOM))
-        call = self._note_loss(name, args, kwargs) if name in _LOSSES | LOSSES_OF_ELEMENTS else None
+            self._note_square(*args[:2])
+        if name in _LOSSES:
+            outputs, targets = argument(0, "input"), argument(1, "target")
+            ignored = argument(4, "ignore_index", -100) if name in ("cross_entropy", "nll_loss") else -100
+            activation = self._activations.get(outputs.data_ptr(), ("",))[0]
+            self.losses.append(LossCall(name, outputs.detach(), targets.detach(), ignored, activation))
         result = func(*args, **kwargs)
         if name in _ACTIVATIONS and isinstance(result, torch.Tensor):
-            self._activated[result.data_ptr()] = name, result  # whose memory is used again without a reference
-        if call is not None and isinstance(result, torch.Tensor):
-            call.mean = float(result.detach().float().mean())
+            self._activations[result.data_ptr()] = name, result  # whose memory is used again without a reference
+        if name in _LOSSES and isinstance(result, torch.Tensor):
+            self.losses[-1].mean = float(result.detach().float().mean())
         return result
 
-    def _note_loss(self, name: str, args: Any, kwargs: Any) -> LossCall:
-        outputs = args[0] if args else kwargs["input"]
-        targets = args[1] if len(args) > 1 else kwargs["target"]
-        ignored = args[4] if len(args) > 4 and name in _LOSSES else kwargs.get("ignore_index", -100)
-        activation = self._activated.get(outputs.data_ptr(), ("",))[0]
-        self.losses.append(LossCall(name, outputs.detach(), targets.detach(), ignored, activation))
-        return self.losses[-1]
-
-    def _note_shapes(self, first: Any, second: Any) -> None:
-        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-            return
-        column, row = (first, second) if first.ndim > second.ndim else (second, first)
-        is_square = row.ndim == 1 and column.shape == (len(row), 1) and len(row) > 1
-        if is_square and column.requires_grad != row.requires_grad:
-            self.outer.append((tuple(first.shape), tuple(second.shape)))
+    def _note_square(self, first: Any, second: Any) -> None:
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            column, row = (first, second) if first.ndim > second.ndim else (second, first)
+            is_square = row.ndim == 1 and column.shape == (len(row), 1) and len(row) > 1
+            if is_square and column.requires_grad != row.requires_grad:
+                self.squares.add(len(row))
 
 
 @dataclass(eq=False)
@@ -223,14 +217,13 @@ class Pass:
     @property
     def numbers(self) -> list[torch.Tensor]:
         """All outputs of the model, and the loss."""
-        loss = self.output.get("loss")
-        numbers = [*tensors_in([self.outputs]), *([] if loss is None else [loss])]
-        return [tensor.detach() for tensor in numbers if tensor.is_floating_point()]
+        tensors = [*tensors_in([self.outputs]), *parts_in([self.output.get("loss")])]
+        return [tensor.detach() for tensor in tensors if tensor is not None and tensor.is_floating_point()]
 
     def rows(self, size: int) -> list[torch.Tensor]:
         """Return the outputs that have a row for each of ``size`` samples, and none for each pair of samples."""
         tensors = [tensor.detach() for tensor in tensors_in([self.outputs]) if tensor.is_floating_point()]
-        rows = [tensor for tensor in tensors if len(tensor) == size and size not in tensor.shape[1:]]
+        rows = [tensor for tensor in tensors if tensor.shape[:1] == (size,) and size not in tensor.shape[1:]]
         if not rows:
             raise NotApplicableError("The model's outputs do not have a row for each sample.")
         return rows
@@ -240,25 +233,29 @@ class Pass:
         """Whether random numbers were drawn, which differ between batches of different sizes."""
         return bool(self.watch.drawn or self.watch.drawn_by_model or self.watch.dropouts)
 
-    def refuse_randomness(self) -> None:
-        """Raise an error if random numbers were drawn."""
+    def without_randomness(self) -> Pass:
+        """Return the pass itself, unless it has drawn random numbers, which is an error."""
         if self.is_random:
             raise NotApplicableError("The step draws random numbers of its own.")
+        return self
 
 
 class _Recorder(TrainerCallback):
-    """Notes the gradients of an update, and what the step has returned."""
+    """Notes the gradients of an update, and what the step has returned.
+
+    :ivar result: where to note them
+    """
+
+    result: Pass
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self.names = names
-        self.output: dict[str, Any] = {}
-        self.gradients: dict[str, torch.Tensor] = {}
 
     def on_optimizer_step_start(self, trainer: Any, **kwargs: Any) -> None:
-        self.gradients |= gradients_of(self.names)
+        self.result.gradients |= gradients_of(self.names)
 
     def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        self.output = batch_output
+        self.result.output = batch_output
 
 
 def gradients_of(names: Mapping[nn.Parameter, str], scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -315,6 +312,12 @@ class Probe:
         return batches
 
     @cached_property
+    def eval_batches(self) -> list[Batch]:
+        """The first evaluation batches, at most four."""
+        loader = self.run.data.eval_loader
+        return [] if loader is None else list(islice(loader.steps(1), 4))
+
+    @cached_property
     def batch(self) -> Batch:
         """A few samples of a training batch, as many as no other dimension has; or all if it cannot be divided."""
         return self._few(self.batches[0])
@@ -322,9 +325,7 @@ class Probe:
     @cached_property
     def eval_batch(self) -> Batch:
         """Such a batch of the evaluation dataset, or of the training dataset if there is no other."""
-        loader = self.run.data.eval_loader
-        first = None if loader is None else next(iter(loader.steps(1)), None)
-        return self.batch if first is None else self._few(first)
+        return self._few(self.eval_batches[0]) if self.eval_batches else self.batch
 
     def _few(self, batch: Batch) -> Batch:
         size = find_batch_size(batch.data, batch.num_samples)
@@ -334,16 +335,12 @@ class Probe:
         others = {length for tensor in tensors_in(batch.data) for length in tensor.shape[1:]}
         few = next((number for number in (8, 7, 6, 5, 4) if number <= size and number not in others), min(size, 8))
         selected = select(batch, range(few))
-        if few < size and self._fails(selected) and not self._fails(batch):
-            return batch._replace(num_samples=None)  # such as the nodes of a graph, which belong together
+        whole = batch._replace(num_samples=None)  # such as the nodes of a graph, which belong together
+        for candidate in (selected, whole) if few < size else ():
+            with suppress(Exception):
+                self.watch_step(candidate)
+                return candidate
         return selected
-
-    def _fails(self, batch: Batch) -> bool:
-        try:
-            self.watch_step(batch)
-        except Exception:
-            return True
-        return False
 
     def require_samples(self, batch: Batch, least: int = 2) -> int:
         """Return the number of samples of a batch, which must have enough, and be divisible into them."""
@@ -364,11 +361,10 @@ class Probe:
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
         """The names of their parameters."""
-        own = ((f"{name}.{key}", p) for name, part in self.modules.items() for key, p in part._parameters.items())
         names: dict[nn.Parameter, str] = {}
-        for name, parameter in own:
-            if parameter is not None:
-                names.setdefault(parameter, name.lstrip("."))
+        for name, part in self.modules.items():
+            for key, parameter in part.named_parameters(recurse=False):
+                names.setdefault(parameter, f"{name}.{key}".lstrip("."))
         for number, parameter in enumerate(attributes.all_optimized_parameters(self.trainer)):
             names.setdefault(parameter, f"parameter {number} of the optimizer")
         return names
@@ -381,14 +377,13 @@ class Probe:
 
     # forward and backward passes
 
-    def train(self, batch: Batch, quiet: bool = False, gradients: bool = False, seed: int = 0) -> Pass:
+    def train(self, batch: Batch, quiet: bool = False, gradients: bool = False) -> Pass:
         """Compute the loss of a training batch, as a training step does, and its gradients if wanted.
 
         :param quiet: whether to compute in evaluation mode, without dropout and with the statistics of batch norm
         """
         self.refuse_own_step()
-        mode = "quiet" if quiet else "training"
-        return self._pass(self.trainer.calculate_train_batch_loss, batch, mode, gradients, seed)
+        return self._pass("quiet" if quiet else "training", batch, gradients)
 
     def evaluate(self, batch: Batch, seed: int = 0, after: Batch | None = None) -> Pass:
         """Compute the loss of a batch as an evaluation does, or without an evaluation dataset as a training step does.
@@ -397,9 +392,9 @@ class Probe:
         """
         if self.run.data.eval_loader is None:
             self.refuse_own_step()
-            return self._pass(self.trainer.calculate_train_batch_loss, batch, "quiet", seed=seed, after=after)
+            return self._pass("quiet", batch, seed=seed, after=after)
         with attributes.evaluating_optimizers(self.trainer), torch.no_grad():
-            return self._pass(self.trainer.calculate_eval_batch_loss, batch, "evaluation", seed=seed, after=after)
+            return self._pass("evaluation", batch, seed=seed, after=after)
 
     @cached_property
     def change_after_another_batch(self) -> float:
@@ -415,15 +410,11 @@ class Probe:
             return update(batch).watch
 
     def _pass(
-        self,
-        compute: Callable[[Any], Any],
-        batch: Batch,
-        mode: str,
-        gradients: bool = False,
-        seed: int = 0,
-        after: Batch | None = None,
+        self, mode: str, batch: Batch, gradients: bool = False, seed: int = 0, after: Batch | None = None
     ) -> Pass:
         trainer = self.trainer
+        is_evaluation = mode == "evaluation"
+        compute = trainer.calculate_eval_batch_loss if is_evaluation else trainer.calculate_train_batch_loss
         with StepSnapshot(trainer), self._preserving_attributes(), replaced(self.run, batch=batch):
             self._set_mode(mode)
             with mixed_precision(trainer.accelerator):
@@ -433,11 +424,12 @@ class Probe:
                 with self._watching() as watch:
                     output = compute(batch.data)
             complete_output(output, batch.data, batch.num_samples, "the step", training=gradients)
-            if not gradients:
-                return Pass(output, watch)
-            trainer.backward_step(output["loss"])
-            scaler = trainer.accelerator.scaler
-            return Pass(output, watch, gradients_of(self.names, 1.0 if scaler is None else scaler.get_scale()))
+            result = Pass(output, watch)
+            if gradients:
+                trainer.backward_step(output["loss"])
+                scaler = trainer.accelerator.scaler
+                result.gradients = gradients_of(self.names, 1.0 if scaler is None else scaler.get_scale())
+            return result
 
     def _set_mode(self, mode: str) -> None:
         if mode == "evaluation":
@@ -447,18 +439,19 @@ class Probe:
         for part in self.modules.values() if mode == "quiet" else ():
             # cuDNN computes gradients of recurrent layers in training mode only.
             part.training = isinstance(part, nn.RNNBase) and not part.dropout
-        loss = self.trainer.loss_func
-        for part in loss.modules() if mode == "evaluation" and isinstance(loss, nn.Module) else ():
-            part.training = False
-
-    def _watching(self) -> Watch:
-        self.latest_watch = Watch(self.trainer.get_model(), {part: name for name, part in self.modules.items()})
-        return self.latest_watch
+        if mode == "evaluation" and isinstance(self.trainer.loss_func, nn.Module):
+            self.trainer.loss_func.eval()
 
     @contextmanager
-    def _preserving_attributes(self, *others: Any) -> Iterator[None]:
-        with preserving_attributes(self.trainer, *dict.fromkeys(self.modules.values()), *others):
-            yield
+    def _watching(self) -> Iterator[Watch]:
+        model = self.trainer.get_model()
+        watch = self.latest_watch = Watch(model, {part: name for name, part in self.modules.items()})
+        of_parts = register_module_forward_pre_hook(watch.note_part)
+        with of_parts, model.register_forward_hook(watch.note_call, with_kwargs=True), watch:
+            yield watch
+
+    def _preserving_attributes(self, *others: Any) -> AbstractContextManager[None]:
+        return preserving_attributes(self.trainer, *dict.fromkeys(self.modules.values()), *others)
 
     # updates
 
@@ -478,7 +471,7 @@ class Probe:
         """The highest learning rate of each parameter group."""
         try:
             return [max(curve) for curve in self.curves]
-        except Exception:  # the check of the schedule tells
+        except Exception:  # the check of the schedule reports it
             return [float(group.get("lr", 0.0)) for group in self.trainer.optimizer.param_groups]
 
     @contextmanager
@@ -495,44 +488,28 @@ class Probe:
 
         def update(batch: Any, seed: int = 0) -> Pass:
             seed_all(mix(seed))
-            recorder.gradients = {}
             with self._watching() as watch:
+                recorder.result = Pass({}, watch)
                 train_step(trainer, run, _shares(batch) if logical_processes else batch._replace(is_last=True))
-            return Pass(recorder.output, watch, recorder.gradients)
+            return recorder.result
 
         with Snapshot() as before:
             keep_training(trainer, before)
             before.enter_context(self._preserving_attributes(*self._callbacks))
             before.enter_context(replaced(run, step=run.step, loss_trackers=run.loss_trackers, epoch_phase=0))
             before.enter_context(replaced(run, window=copy.copy(run.window), progress=Progress()))
-            trainer.callback_handler, trainer.run_history = self._handler(recorder), InMemoryRunHistory()
+            handler = OwnCallbacks(self._callbacks)
+            handler.failures = self.failed_callbacks
+            handler.add_callback(recorder)
+            trainer.callback_handler, trainer.run_history = handler, InMemoryRunHistory()
             if logical_processes is not None:
                 trainer.seed = trainer.seed or 0
                 trainer.logical = LogicalProcesses(trainer, logical_processes)
-            run.step = trainer._create_step(run)
+            run.step = create_step(trainer, run)
             run.loss_trackers = create_trackers(trainer)
             run.progress.start_epoch()
             self._set_mode("quiet" if quiet else "training")
             yield update
-
-    def _handler(self, recorder: _Recorder) -> CallbackHandler:
-        """Return a handler that calls the user's own callbacks, as long as they raise no error."""
-        handler = handler_of_steps(self._callbacks)
-        handler.add_callback(recorder)
-
-        @contextmanager
-        def tolerating(callback: Any) -> Iterator[None]:
-            try:
-                yield
-            except StopTrainingError:
-                pass
-            except Exception as error:  # it may need an event that comes before
-                if callback not in self._callbacks:
-                    raise
-                self.failed_callbacks[type(callback).__name__] = describe_error(error)
-
-        handler.timer = tolerating
-        return handler
 
 
 # -------------------------------------------------------------------------------------- samples and comparisons
@@ -541,8 +518,7 @@ class Probe:
 def is_divisible(batch: Batch) -> bool:
     """Whether a batch can be divided into samples, which lie along the first dimension of its tensors."""
     size = batch.num_samples or 0
-    tensors = list(tensors_in(batch.data))
-    if any(len(tensor) != size and tensor.ndim > 1 and tensor.shape[1] == size for tensor in tensors):
+    if any(len(tensor) != size and tensor.shape[1:2] == (size,) for tensor in tensors_in(batch.data)):
         return False  # the first dimension may be time
     try:
         select_samples(batch.data, [0], size)
@@ -575,6 +551,11 @@ def parts_by_name(data: Any) -> dict[Any, Any]:
     return dict(data) if isinstance(data, Mapping) else {0: data}
 
 
+def tensors_by_name(data: Any) -> dict[Any, torch.Tensor]:
+    """Return the parts of a batch that are tensors with dimensions."""
+    return {name: part for name, part in parts_by_name(data).items() if isinstance(part, torch.Tensor) and part.ndim}
+
+
 def with_parts(data: Any, changed: Mapping[Any, Any]) -> Any:
     """Return a batch with other parts, by their names in :func:`parts_by_name`."""
     parts = parts_by_name(data) | dict(changed)
@@ -603,16 +584,3 @@ def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tenso
         sum(float(t.double().square().sum()) for t in ts) for ts in ([a - b for a, b in pairs], first.values())
     )
     return (off / norm) ** 0.5 if norm else float("inf") if off else 0.0
-
-
-def listed(names: Iterable[Any], most: int = 5) -> str:
-    """Return names in a row, the first of them if there are many."""
-    names = [str(name) for name in names]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def describe_error(error: Exception) -> str:
-    """Return the class and the first line of an error."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"

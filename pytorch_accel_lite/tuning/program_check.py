@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, get_args
 
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
@@ -16,11 +16,11 @@ from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.schedulers.named_schedules import resolve_names
 from pytorch_accel_lite.tuning import checks_of_data, checks_of_models, checks_of_training
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, describe_error
-from pytorch_accel_lite.tuning.reports import Report
+from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, Status
+from pytorch_accel_lite.tuning.reports import Report, describe_error
 
 #: A function that tries a program and yields what it finds. Reports have its name, without ``check_``, and its
-#: docstring: the first paragraph tells what it does, the second why that matters, the third what to change.
+#: docstring: the first paragraph says what it does, the second why that matters, the third what to change.
 Check = Callable[[Probe], Iterable[Finding]]
 
 #: All checks, the cheapest first.
@@ -46,8 +46,6 @@ CHECKS: tuple[Check, ...] = (
     checks_of_training.check_learns,
 )
 
-Status = Literal["failed", "warned", "passed", "not applicable"]
-
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -71,8 +69,8 @@ class CheckResult:
     why: str = ""
 
     def __str__(self) -> str:
-        told = {"To change": self.advice, "Why it matters": self.why, "What was done": self.tried}
-        lines = [f"    {what}: {text}" for what, text in told.items() if text]
+        reported = {"To change": self.advice, "Why it matters": self.why, "What was done": self.tried}
+        lines = [f"    {what}: {text}" for what, text in reported.items() if text]
         return "\n".join([f"{self.name} {self.status}: {self.message}", *lines])
 
 
@@ -124,13 +122,15 @@ class CheckReport(Report):
 
     def summary(self) -> str:
         """Return how many checks failed, passed and so on."""
-        counts = {status: len(self._with(status)) for status in ("failed", "warned", "passed", "not applicable")}
+        counts = {status: len(self._with(status)) for status in get_args(Status)}
         return "Checks: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the name of each check with its status and, unless it is among the notes, the message."""
-        told = (*self.failures, *self.warnings)
-        return [(r.name, r.status if r in told or not r.message else f"{r.status}: {r.message}") for r in self.results]
+        reported = (*self.failures, *self.warnings)
+        return [
+            (r.name, r.status if r in reported or not r.message else f"{r.status}: {r.message}") for r in self.results
+        ]
 
     def notes(self) -> list[str]:
         """Return what was found, why it matters and what to change."""
@@ -164,9 +164,9 @@ def check(
     """Try the program on a few batches, and report what looks like a mistake, before an expensive run.
 
     The model, the loss, the step and the data are tried in several ways whose results must agree: a batch twice, in
-    parts, in another order, with more padding, and so on. See :doc:`/checking` for the checks. What does not apply, or
-    cannot be told, is said. Model, optimizer, generators and history are restored afterwards. Your own callbacks are
-    called in steps, and their attributes restored; built-in ones are not involved.
+    parts, in another order, with more padding, and so on. See :doc:`/checking` for the checks. What does not apply or
+    cannot be decided is reported. Model, optimizer, generators and history are restored afterwards. Your own callbacks
+    are called in steps, and their attributes restored; built-in ones are not involved.
 
     :param seconds: when to leave out the remaining checks
     :param strict: whether to raise an error if a check fails
@@ -184,14 +184,14 @@ def check(
         raise RuntimeError("check() tries a program on a single process. Call it without a launcher.")
     bound = inspect.signature(self.train).bind(train_dataset, **arguments)
     bound.apply_defaults()
-    given = bound.arguments
-    request = RunRequest(**{f.name: given[f.name] for f in fields(RunRequest) if f.name in given})
+    values = bound.arguments
+    request = RunRequest(**{f.name: values[f.name] for f in fields(RunRequest) if f.name in values})
     if request.num_epochs is request.max_num_train_steps is None:
         request.num_epochs = 1
-    schedule = resolve_names(given["create_scheduler_fn"], given["warmup_steps"], request.scheduler_interval)
+    schedule = resolve_names(values["create_scheduler_fn"], values["warmup_steps"], request.scheduler_interval)
     train_copy, eval_copy = map(checks_of_data.independent_copy, (train_dataset, eval_dataset))
     callbacks, size = list(self.callback_handler), per_device_batch_size
-    loading = given["train_dataloader_kwargs"], given["collate_fn"]
+    loading = values["train_dataloader_kwargs"], values["collate_fn"]
     with (
         Snapshot() as before,
         replaced(self, logical=None),
@@ -200,9 +200,9 @@ def check(
         before.keep_generators_of(checks_of_data.owners_of_generators([train_dataset, eval_dataset]))
         if eval_dataset is not None:
             run.data.eval_dataset = eval_copy
-            create_eval_loaders(self, run, size, given["eval_dataloader_kwargs"])
+            create_eval_loaders(self, run, size, values["eval_dataloader_kwargs"])
         probe = Probe(self, run, callbacks, schedule, seconds)
-        report = CheckReport([_make(name, one, probe, seconds) for name, one in chosen.items()])
+        report = CheckReport([_run_check(name, function, probe, seconds) for name, function in chosen.items()])
     if strict and not report.ok:
         raise ProgramError(report)
     return report
@@ -216,28 +216,26 @@ def _choose(only: Sequence[str] | None, skip: Sequence[str], extra: Sequence[Che
     return {name: one for name, one in checks.items() if (only is None or name in only) and name not in skip}
 
 
-def _make(name: str, one: Check, probe: Probe, seconds: float) -> CheckResult:
-    """Make a check, whatever it raises."""
+def _run_check(name: str, function: Check, probe: Probe, seconds: float) -> CheckResult:
+    """Return the result of a check, whatever it raises."""
     findings: list[Finding] = []
-    reason = ""
     try:
         if probe.seconds_left <= 0:
             raise NotApplicableError(f"left out after {seconds:g} seconds")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            findings += one(probe)
+            findings += function(probe)
     except NotApplicableError as error:
-        reason = str(error)
+        findings.append(Finding("not applicable", str(error)))
     except Exception as error:
-        reason = f"The program raised {describe_error(error)}"
-    texts = [" ".join(text.split()) for text in (inspect.getdoc(one) or "").split("\n\n")]
+        findings.append(Finding("not applicable", f"The program raised {describe_error(error)}"))
+    texts = [" ".join(text.split()) for text in (inspect.getdoc(function) or "").split("\n\n")]
     tried, why, change = [*texts, "", "", ""][:3]
-    if not findings and reason:
-        return CheckResult(name, "not applicable", reason, tried=tried, why=why)
-    statuses = [finding.status for finding in findings]
-    worst: Status = "failed" if "failed" in statuses else "warned" if "warned" in statuses else "passed"
-    told = [finding for finding in findings if finding.status != "passed" or worst == "passed"]
-    message = " ".join(dict.fromkeys(finding.message for finding in told))
-    advice = " ".join(dict.fromkeys(finding.advice or change for finding in told))
-    details = {key: value for finding in told for key, value in finding.details.items()}
+    findings.sort(key=lambda finding: get_args(Status).index(finding.status))
+    worst = findings[0].status if findings else "passed"
+    bad = [finding for finding in findings if finding.status in ("failed", "warned")]
+    reported = bad or [finding for finding in findings if finding.status == worst]
+    message = " ".join(dict.fromkeys(finding.message for finding in reported))
+    advice = " ".join(dict.fromkeys(finding.advice or change for finding in bad))
+    details = {key: value for finding in reported for key, value in finding.details.items()}
     return CheckResult(name, worst, message, details, advice, tried, why)

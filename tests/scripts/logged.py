@@ -14,6 +14,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     RunLogCallback,
     SaveTrainingStateCallback,
+    ShowOutputsCallback,
     StepBasedEvaluationCallback,
     TrackerCallback,
 )
@@ -44,8 +45,11 @@ def run(
 ) -> Any:
     """Run, or stay in the last update until the process is killed."""
     saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
-    monitors = [LearningRateMonitorCallback(), GradientNormCallback()]
+    monitors: list[Any] = [LearningRateMonitorCallback(), GradientNormCallback()]
     slow = Slow(delay), Lingers(None if is_to_end else UPDATES)
+    monitors.append(
+        ShowOutputsCallback(lambda model: {"a weight": model[0].weight[0, 0].item()}, "3 updates", show=False)
+    )
     callbacks = [*slow, *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
     callbacks = [saving, *callbacks] if saver_first else [*callbacks, saving]
     trainer = quiet_trainer(small_model(), callbacks=callbacks, seed=2)

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -37,6 +38,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
     TerminateOnNaNCallback,
+    ThroughputCallback,
     TimingCallback,
 )
 from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS
@@ -164,6 +166,35 @@ def case_split_batches() -> Any:
     return with_waits(run)
 
 
+class FullInEvaluation(Trainer):
+    """Has memory for evaluation batches of two samples."""
+
+    def calculate_eval_batch_loss(self, batch: Any) -> Any:
+        if len(batch[0]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().calculate_eval_batch_loss(batch)
+
+
+def case_split_evaluation_batches() -> Any:
+    def run(size: int) -> Trainer:
+        trainer = make_trainer(trainer_class=FullInEvaluation)
+        trainer.evaluate(make_data(3 * size), per_device_batch_size=6, auto_microbatch=True)
+        return trainer
+
+    return with_waits(run)
+
+
+def case_out_of_memory() -> Any:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer = make_trainer([DeviceMemoryCallback], model, FullInEvaluation, optimizer=optimizer)
+    try:
+        train(trainer, epochs=1, eval_dataset=make_data(), batch_size=3)
+    except torch.OutOfMemoryError as error:
+        return error.__notes__, [path.read_text() for path in Path().glob("*.pickle")]
+    return None
+
+
 def case_data_on_the_device() -> Any:
     """Shuffled rows of tensors that lie on the device; their order is drawn on the CPU."""
     copied = []
@@ -217,6 +248,32 @@ def case_a_loss_that_is_nan_on_a_device_that_lags_behind() -> Any:
 
 def case_memory() -> Any:
     return results_of(train(make_trainer([DeviceMemoryCallback]), epochs=2))["history"]
+
+
+def case_flops() -> Any:
+    def run(size: int) -> Trainer:
+        return train(make_trainer([ThroughputCallback(count_flops=True)], trainer_class=CountsItems), size=size)
+
+    return with_waits(run)
+
+
+def case_peaks() -> Any:
+    """The peaks of devices by their names, in TFLOPs per second; 0 where a warning asks for them."""
+    names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]
+    names += ["NVIDIA RTX A4000", "NVIDIA GB200", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+    found = {}
+    for name in names:
+        for dtype in (torch.bfloat16, torch.float32):
+            torch.sim.name = name  # type: ignore[attr-defined]
+            model = nn.Linear(4, 1).to(dtype)
+            data = TensorDataset(*(tensor.to(dtype) for tensor in make_data().tensors))
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                trainer = train(make_trainer([ThroughputCallback(flops_per_sample=1)], model), train_dataset=data)
+            rate, share = (trainer.step_metrics.get(name, 0) for name in ("flops_per_second", "mfu"))
+            asked = any(f"the peak of the device {name!r}" in str(warning.message) for warning in said)
+            found[name, str(dtype)] = 0 if asked else round(rate / share / 1e12, 1)
+    return found
 
 
 def case_evaluated_and_predicted() -> Any:

@@ -132,6 +132,7 @@ def run(
     schedule: bool = True,
     size: int = SIZE,
     logical: int | None = None,
+    evaluate_every: str | None = None,
     **saver: Any,
 ) -> dict[str, Any]:
     model = make_model()
@@ -168,6 +169,7 @@ def run(
         train_dataloader_kwargs={"num_workers": workers},
         eval_dataloader_kwargs={"num_workers": 0},
         resume_from=resume_from,
+        evaluate_every=evaluate_every,
     )
     return {
         "weights": full_state_dict(model.state_dict(), keep=True),

@@ -11,7 +11,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from pytorch_accel_lite import Trainer, TrainerCallback
 from tests.tasks import quiet_trainer, regression_data, small_model
 
-case = sys.argv[1]
+case, _, left_out = sys.argv[1].partition(", not in step ")
 torch.set_num_threads(1)
 is_first = os.environ["RANK"] == "0"
 data = regression_data(16)
@@ -32,7 +32,7 @@ class GathersForMetrics(TrainerCallback):
 class UpdatesAlone(Trainer):
     def train_step(self, batch):
         loss = self.loss_func(self.model(batch[0]), batch[1])
-        if is_first or self.progress.step != int(sys.argv[2]):
+        if is_first or self.progress.step != int(left_out):
             self.update(loss)
         return {"loss": loss.detach()}
 
@@ -50,6 +50,10 @@ if case == "evaluates" and is_first:
     trainer.evaluate(data)
 if case == "predicts" and not is_first:
     trainer.predict(data)
+if case == "saves" and is_first:
+    trainer.save_checkpoint("never.pt")
+if case == "gathers rows" and not is_first:
+    trainer.gather(torch.ones(2))
 if case in ("updates", "evaluates in a callback"):
     trainer.train(data, 2, per_device_batch_size=2)
 if case == "gathers":

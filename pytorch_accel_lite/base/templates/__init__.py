@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+class Column(NamedTuple):
+    """A column of a table on a page.
+
+    :param is_number: whether it holds numbers, which are right-aligned
+    :param best: index of the best value, which is marked
+    """
+
+    name: str
+    texts: list[str]
+    is_number: bool = False
+    best: int | None = None
 
 
 @cache

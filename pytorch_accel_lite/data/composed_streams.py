@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
+from pytorch_accel_lite.base.randomness import generator_with, mix, preserving_generators, seed_generators
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.mixtures import check_are_named, check_weights
 from pytorch_accel_lite.data.position import can_return, open_stream
@@ -22,7 +22,7 @@ _END = object()  # of a stream
 
 
 class ShuffledStream(IterableDataset[Any]):
-    """A stream whose samples are shuffled block by block, so that a resumed run need only read one block again.
+    """A stream whose samples are shuffled block by block, so that a resumed run rereads only one block.
 
     The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while a block is
     read. A stream that is not stateful is read again from its beginning.
@@ -39,7 +39,7 @@ class ShuffledStream(IterableDataset[Any]):
         self.block_size = check_positive_int("block_size", block_size)
         self.seed = seed
         self._epoch = 0
-        self._state: Mapping[str, Any] = {}  # where the next iteration begins
+        self._state: Mapping[str, Any] = {}  # at which the next iteration begins
         self._position: dict[str, Any] = {}
 
     def __len__(self) -> int:
@@ -55,9 +55,9 @@ class ShuffledStream(IterableDataset[Any]):
         start, self._state = self._state, {}
         epoch_seed = mix(self.seed, self._epoch)
         number = start.get("block", 0)
-        given = start.get("given", 0)
+        position = start.get("given", 0)
         state = start.get("stream")
-        returns = can_return(self.stream)
+        is_stateful = can_return(self.stream)
 
         def skip_blocks(reader: Iterator[Any]) -> None:
             for skipped in range(number):
@@ -69,50 +69,50 @@ class ShuffledStream(IterableDataset[Any]):
         reader = open_stream(self.stream, state, skip_blocks)
         while True:
             order, block = self._read_block(reader, mix(number, after=epoch_seed))
-            for index in order[given:]:
-                given += 1
-                self._position = {"block": number, "given": given, "stream": state}
+            for index in order[position:]:
+                position += 1
+                self._position = {"block": number, "given": position, "stream": state}
                 yield block[index]
             if len(block) < self.block_size:
                 return
-            number, given = number + 1, 0
-            state = copy.deepcopy(self.stream.state_dict()) if returns else None
+            number, position = number + 1, 0
+            state = copy.deepcopy(self.stream.state_dict()) if is_stateful else None
 
     def _read_block(self, reader: Iterator[Any], seed: int) -> tuple[list[int], list[Any]]:
-        """Return the next samples, and the order in which to give them."""
+        """Return the order of the next samples, and the samples."""
         with preserving_generators():
             seed_generators(seed)
             block = list(islice(reader, self.block_size))
-        return torch.randperm(len(block), generator=torch.Generator().manual_seed(seed >> 1)).tolist(), block
+        return torch.randperm(len(block), generator=generator_with(seed)).tolist(), block
 
     def shard(self, rank: int, world_size: int) -> ShuffledStream | None:
-        """Return a part, shuffled on its own, of the stream inside; ``None`` if that cannot be divided."""
+        """Return a separately shuffled part of the inner stream; ``None`` if it cannot be divided."""
         part = part_of(self.stream, rank, world_size)
         return None if part is None else ShuffledStream(part, self.block_size, mix(self.seed, rank))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the block, how much of it has been given, and the state at which it begins."""
+        """Return the number of the block, the position in it, and the state at which it begins."""
         return dict(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration begin at a state."""
+        """Make the next iteration begin at a state."""
         self._state = state
 
 
 class MixtureStream(IterableDataset[Any]):
     """Several streams to train on, by name, each with a share of the samples in every part of an epoch.
 
-    A resumed run continues stateful streams at their states; of each of the others, it reads the current pass again up
-    to the next sample. If a stream has ``set_epoch``, it is called before each pass.
+    A resumed run continues stateful streams at their states; of the others, it rereads the current pass up to the next
+    sample. If a stream has ``set_epoch``, it is called before each pass.
 
     :param streams: iterable datasets by name
     :param weights: the shares of the samples that come from each stream, relative to each other; by default equal
-    :param repeat: whether a stream that ends begins again. The mixture then has no end, and ``train`` needs
+    :param repeat: whether a stream that ends is repeated. The mixture is then endless, and ``train`` needs
         ``max_num_train_steps``. Otherwise, an epoch ends with the stream that ends first.
     :raises ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
     """
 
-    #: Its streams with shuffle buffers, whose states are incomplete, are read again, so its own state is complete.
+    #: Streams with shuffle buffers, whose states are incomplete, are reread, so the state of the mixture is complete.
     has_complete_state = True
 
     def __init__(
@@ -154,15 +154,15 @@ class MixtureStream(IterableDataset[Any]):
     def shard(self, rank: int, world_size: int) -> MixtureStream | None:
         """Return a mixture of a part of each stream; ``None`` if one cannot be divided."""
         parts = {name: part_of(stream, rank, world_size) for name, stream in zip(self.names, self.streams, strict=True)}
-        is_whole = all(part is not None for part in parts.values())
-        return MixtureStream(parts, self.weights, repeat=self.repeat) if is_whole else None
+        is_divisible = all(part is not None for part in parts.values())
+        return MixtureStream(parts, self.weights, repeat=self.repeat) if is_divisible else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, by name, how much of each stream has been given, and its state if it has one."""
+        """Return the position in each stream by name, and its state if it has one."""
         return {passes.name: passes.state_dict() for passes in self._passes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration begin at a state.
+        """Make the next iteration begin at a state.
 
         :raises ValueError: if it is that of other streams
         """
@@ -173,10 +173,10 @@ class MixtureStream(IterableDataset[Any]):
 
 @dataclass(eq=False, repr=False)
 class _Passes:
-    """A stream of a mixture, which is read once or again and again.
+    """A stream of a mixture, which is read once or repeatedly.
 
-    :param given: number of samples that it has given
-    :param given_in_pass: those of the current pass
+    :param given: number of samples that have been read
+    :param given_in_pass: number of those in the current pass
     :param completed: number of passes completed
     :param state: the state of the stream
     """
@@ -190,10 +190,10 @@ class _Passes:
     completed: int = 0
     state: Any = None
     reader: Iterator[Any] | None = None
-    returns: bool = False  # whether the stream can return to its states
+    returns: bool = False  # whether the stream can be restored to its states
 
     def time_of_next(self) -> float:
-        """Return when the next sample is due; each stream gives ``weight`` samples in a unit of time."""
+        """Return when the next sample is due; each stream yields ``weight`` samples per unit of time."""
         return (self.given + 0.5) / self.weight
 
     def read(self, repeat: bool) -> Any:
@@ -216,7 +216,7 @@ class _Passes:
         return sample
 
     def _open(self) -> Iterator[Any]:
-        """Begin to read the current pass, after what it has given."""
+        """Start reading the current pass at the next sample."""
         self.returns = can_return(self.stream)
         with preserving_generators():
             if hasattr(self.stream, "set_epoch"):
@@ -229,7 +229,7 @@ class _Passes:
             raise ended(f"stream {self.name!r}", f"{skipped} samples", self.given_in_pass)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arguments with which to continue."""
+        """Return the constructor arguments of an instance that continues."""
         if self.reader is not None and self.returns:
             self.state = self.stream.state_dict()
         return {name: getattr(self, name) for name in ("given", "given_in_pass", "completed", "state")}

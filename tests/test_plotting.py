@@ -58,7 +58,7 @@ def test_the_worst_samples_are_those_with_the_largest_losses(capsys):
     assert len(lines) == 6
 
 
-def test_regression_with_several_outputs_a_nan_and_fewer_samples_than_asked_for(capsys):
+def test_regression_with_several_outputs_a_nan_and_fewer_samples_than_requested(capsys):
     x = torch.randn(4, 5)
     y = torch.zeros(4, 2)
     y[2, 0] = math.nan
@@ -77,7 +77,7 @@ def test_regression_with_several_outputs_a_nan_and_fewer_samples_than_asked_for(
         )
 
 
-def test_a_loss_of_ones_own_and_streams_and_evaluations_by_name():
+def test_a_custom_loss_and_streams_and_evaluations_by_name():
     worst = WorstSamplesCallback(2, loss=lambda outputs, targets: (outputs - targets).abs().squeeze(1))
     trainer = make_trainer([worst])
     train(trainer, eval_dataset={"a": make_data(6), "b": make_data(3)})
@@ -229,7 +229,7 @@ def test_a_run_without_numbers_is_not_ended_by_their_plot(tmp_path):
     assert not (tmp_path / "m.png").exists()
 
 
-def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
+def test_a_missing_metric_is_named_with_the_existing_ones(tmp_path):
     with pytest.raises(ValueError, match=r"'train_los_epoch'.*Did you mean 'train_loss_epoch'"):
         train(make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])]))
 

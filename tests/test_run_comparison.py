@@ -44,13 +44,13 @@ OF_FILES = {
 }
 
 
-def train(folder: Path, seed: int, *callbacks) -> Trainer:
+def train(folder: Path, seed: int, *callbacks, **kwargs) -> Trainer:
     torch.manual_seed(seed)
     model = parts.Net()
     metrics = MetricsCallback({"r2": R2Score()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trainer = Trainer(model, nn.MSELoss(), optimizer, [metrics, *callbacks], seed=seed)
-    trainer.train(parts.load_data(16), 2, parts.load_data(8))
+    trainer.train(parts.load_data(16), 2, parts.load_data(8), **kwargs)
     return trainer
 
 
@@ -204,6 +204,16 @@ def test_a_metric_that_is_called_like_another_column_takes_none_away(tmp_path):
         "epochs (last)": 40,
         "share (last)": 0.5,
     }
+
+
+def test_schedules_differ_in_their_arguments(tmp_path):
+    for name in ("linear", "cosine"):
+        train(tmp_path, 0, RunLogCallback(tmp_path / name), create_scheduler_fn=name)
+    found = compare_runs(tmp_path)
+    assert found.differences == ["schedule"]
+    assert [row["schedule"] for row in found.rows()] == [
+        f"WSDLrScheduler(total_steps=4, decay_phase_ratio=1, lr_min=0, decay={name})" for name in ("cosine", "linear")
+    ]
 
 
 def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):

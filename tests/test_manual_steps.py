@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
@@ -24,8 +23,7 @@ from pytorch_accel_lite.callbacks import (
     ModelEmaCallback,
     SaveTrainingStateCallback,
 )
-from tests.launching import some_of
-from tests.ranks import shared_folder, world_size
+from tests.ranks import check_processes, every_state, shared_folder, world_size
 from tests.tasks import (
     equal,
     largest_difference,
@@ -88,10 +86,7 @@ class GAN(Trainer):
 
 def train_gan(folder: Path | None = None, **kwargs: Any) -> GAN:
     """Train for two epochs."""
-    callbacks = []
-    if folder is not None:
-        callbacks = [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)]
-    trainer = GAN(callbacks=callbacks, seed=0)
+    trainer = GAN(callbacks=every_state(folder), seed=0)
     arguments = {"per_device_batch_size": 4 // world_size(), "train_dataloader_kwargs": {"shuffle": False}} | kwargs
     trainer.train(FULL, 2, **arguments)
     return trainer
@@ -157,28 +152,16 @@ def test_windows_are_weighed_and_clipped_for_each_optimizer(accumulation, clip):
     assert largest_difference(trainer.networks(), by_hand(accumulation, clip)) < 1e-12
 
 
-def trained_and_resumed(**kwargs: Any) -> dict[str, Any]:
-    """Return the weights after a run, and after those that resumed from some of its states."""
-    with shared_folder() as folder:
-        whole = train_gan(folder / "whole", **kwargs)
-        states = some_of(sorted(state for state in (folder / "whole").iterdir() if state.is_dir()))
-        resumed = [train_gan(folder / "again", resume_from=state, **kwargs).networks() for state in states]
-    history = {name: list(values) for name, values in whole.run_history.to_dict().items()}
-    return {"whole": whole.networks(), "resumed": resumed, "history": history, "updates": whole.progress.update}
+def networks_and_losses(trainer: GAN) -> dict[str, torch.Tensor]:
+    history = trainer.run_history.to_dict().items()
+    return trainer.networks() | {name: torch.tensor([*values], dtype=torch.float64) for name, values in history}
 
 
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
-    alone = trained_and_resumed()
-    first, second = two_ranks(trained_and_resumed)
-    assert equal(first["whole"], second["whole"])
-    for found in (alone, first):
-        assert largest_difference(found["whole"], alone["whole"]) < 1e-12
-        assert len(found["resumed"]) >= 5
-        assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
-        assert found["history"].keys() == {"train_loss_epoch", "train_generator_epoch", "train_critic_epoch"}
-        for name, values in found["history"].items():
-            assert values == pytest.approx(alone["history"][name])
+    (whole, *_), _ = check_processes(two_ranks, train_gan, networks_and_losses, resumed=5)
+    losses = {"train_loss_epoch", "train_generator_epoch", "train_critic_epoch"}
+    assert {name for name in whole if "." not in name} == losses
 
 
 class Weighed(Trainer):
@@ -208,14 +191,13 @@ def test_windows_weighed_by_items_resume_to_the_same_bits(tmp_path):
 
 def mean_over_items(batch_size: int = 4, returns: bool = False) -> float:
     """The loss that is recorded for an epoch."""
-    model = nn.Linear(1, 1)
-    trainer = OverItems(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=nn.Linear(1, 1), trainer_class=OverItems, loss_func=None)
     trainer.returns = returns
     trainer.train([torch.tensor([count]) for count in COUNTS], 1, per_device_batch_size=batch_size)
     return float(trainer.run_history.get_latest_metric("train_loss_epoch"))
 
 
-def test_the_recorded_loss_is_a_mean_over_items_whatever_the_size_of_a_batch(two_ranks):
+def test_the_recorded_loss_is_a_mean_over_items_for_any_batch_sizes(two_ranks):
     items = COUNTS
     mean = sum(n * n for n in items) / sum(items)  # the loss of a sample with n items is n
     for size in (1, 4, 13):
@@ -380,7 +362,7 @@ def test_an_average_follows_the_model_once_a_step():
     assert average.ema.num_updates == 2
 
 
-def test_it_trains_in_bfloat16():
+def test_manual_steps_train_in_bfloat16(no_accelerator):
     types = set()
 
     class Half(Trainer):
@@ -389,12 +371,8 @@ def test_it_trains_in_bfloat16():
             types.add(outputs.dtype)
             self.update(self.model[2](outputs).mean())
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        train(make_trainer(trainer_class=Half, accelerator=accelerator))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    train(make_trainer(trainer_class=Half, accelerator=accelerator))
     assert types == {torch.bfloat16}
 
 
@@ -484,6 +462,7 @@ class Reuses(GAN):
 def test_losses_over_the_same_outputs_are_explained():
     with pytest.raises(RuntimeError, match="backward through the graph a second time") as freed:
         Reuses().train(FULL, 1)
+    assert "do not call it in calculate_train_batch_loss" in " ".join(freed.value.__notes__[0].split())
     assert "pass retain_graph=True to update()" in " ".join(freed.value.__notes__[0].split())
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as changed:
         type("Retains", (Reuses,), {"retain_graph": True})().train(FULL, 1)
@@ -599,9 +578,27 @@ def both(model: nn.Module) -> dict[str, Any]:
         (lambda t, b: 1, None, TypeError, "train_step must return a dict or None, not int"),
     ],
 )
-def test_a_wrong_step_is_told(step, optimizer, error, message):
+def test_a_wrong_step_is_pointed_out(step, optimizer, error, message):
     with pytest.raises(error, match=message):
         step_of(step, optimizer)
+
+
+def test_a_step_that_returns_its_loss_without_an_update_is_pointed_out():
+    def forgets(trainer, batch):
+        return {"loss": trainer.loss_func(trainer.model(batch[0]), batch[1])}
+
+    with pytest.warns(UserWarning, match=r"returned a loss that requires gradients, but called no update\(\)"):
+        step_of(forgets, None)
+    step_of(lambda trainer, batch: {"loss": forgets(trainer, batch)["loss"].detach()}, None)  # only watches
+
+    def updates_by_itself(trainer, batch):
+        trainer.optimizer.zero_grad()
+        output = forgets(trainer, batch)
+        output["loss"].backward()
+        trainer.optimizer.step()
+        return output
+
+    step_of(updates_by_itself, None)
 
 
 def test_update_is_refused_in_the_trainers_own_step():

@@ -100,7 +100,7 @@ def rows_of_ranks_that_log_differently() -> list[dict[str, float]]:
     return [json.loads(row) for row in rows]
 
 
-def test_rows_have_the_numbers_of_all_ranks_under_whatever_names(two_ranks):
+def test_rows_have_the_numbers_of_all_ranks_under_any_names(two_ranks):
     of_first, of_second = two_ranks(rows_of_ranks_that_log_differently)
     assert of_first == of_second
     assert [row["of_0"] for row in of_first] == [10.0] * 8
@@ -159,7 +159,7 @@ def test_numbers_of_a_batch_that_the_trainer_cannot_count_need_only_what_the_ste
     assert trainer.run_history.get_latest_metric("train_length_epoch") == (1 * 1 + 3 * 3) / 4
 
 
-def test_a_number_is_logged_as_it_was_whatever_the_step_does_to_it_afterwards():
+def test_a_number_is_logged_as_it_was_even_if_the_step_changes_it_afterwards():
     class Counts(Trainer):
         def calculate_train_batch_loss(self, batch):
             count = torch.ones(())
@@ -285,7 +285,7 @@ def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
 # --------------------------------------------------------------------------------------- what steps return
 
 
-def test_step_metrics_are_those_of_training_whatever_the_mode_of_the_model():
+def test_step_metrics_are_those_of_training_in_any_mode_of_the_model():
     class OtherModes(Trainer):
         def train_epoch_start(self):
             self.model.eval()
@@ -351,7 +351,7 @@ def test_an_evaluation_without_a_loss_records_what_it_logs_on_any_number_of_proc
         assert found["nothing"] == {}
 
 
-def test_what_watches_the_loss_of_an_evaluation_that_has_none_is_told():
+def test_what_watches_the_loss_of_an_evaluation_that_has_none_is_pointed_out():
     class Without(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -32,10 +31,10 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.checkpoint.manifest import _manifest_checksum
 from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
-from tests.ranks import rank, world_size
-from tests.tasks import Rows, make_trainer
+from tests.ranks import OrderedStream, rank, world_size
+from tests.streams import SavesEachUpdate
+from tests.tasks import Rows, changed_manifest, make_trainer
 
 
 def numbers(size: int = 16) -> TensorDataset:
@@ -145,16 +144,6 @@ class Transformed(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.parts["of it"][index]
-
-
-class InTurn(IterableDataset[Any]):
-    """Rows that cannot be indexed."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __iter__(self):
-        return iter(self.rows)
 
 
 def configured(**options: Any) -> Accelerator:
@@ -274,7 +263,7 @@ def configured_evenly() -> Any:
 
 
 @pytest.mark.processes
-def test_batches_are_even_without_being_asked_to(two_ranks):
+def test_batches_are_even_by_default(two_ranks):
     for parts in zip(*two_ranks(configured_evenly), strict=True):
         assert sorted(chain(*parts)) == [*range(15)]
 
@@ -300,7 +289,7 @@ def own_batches() -> dict[str, tuple[Any, str]]:
     """What is seen of ready batches, and what is printed about them."""
     batches = [(x, x.clone()) for x in numbers(8).tensors[0].split(2)]
     found = {}
-    loaders = {"list": batches, "iterable": InTurn(batches), "own": OwnShard(batches[rank() :: world_size()])}
+    loaders = {"list": batches, "iterable": OrderedStream(batches), "own": OwnShard(batches[rank() :: world_size()])}
     for name, loader in loaders.items():
         text = StringIO()
         with redirect_stdout(text):
@@ -314,7 +303,7 @@ def test_ready_batches_that_each_process_trains_on_in_full_are_named_once(two_ra
     results = two_ranks(own_batches)
     first, second = results
     assert first["list"][0] == second["list"][0] == [[*range(8)]] * 2
-    for name, kind in (("list", "list"), ("iterable", "InTurn")):
+    for name, kind in (("list", "list"), ("iterable", "OrderedStream")):
         for data in ("training", "evaluation"):
             assert first[name][1].count(f"Each process reads all {data} batches of its own {kind}: they are not") == 1
         assert second[name][1] == ""
@@ -323,16 +312,7 @@ def test_ready_batches_that_each_process_trains_on_in_full_are_named_once(two_ra
     assert "batches of its own" not in own_batches()["list"][1]
 
 
-class SavesAll(TrainerCallback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def configure_run(self, trainer, request, **kwargs):
-        request.saves_training_states = True
-
-    def on_train_step_checkpoint(self, trainer, **kwargs):
-        trainer.save_training_state(self.folder / str(trainer.progress.update))
-
+class SavesAll(SavesEachUpdate):
     def on_epoch_checkpoint(self, trainer, **kwargs):
         trainer.save_training_state(self.folder / f"epoch {trainer.progress.epoch}")
 
@@ -444,7 +424,7 @@ class ToldBatches(Told):
 @pytest.mark.parametrize("kind", [Backwards, NotRandom])
 @pytest.mark.parametrize("data", [numbers(6), Rows(numbers(6))])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_subclasses_of_torchs_samplers_keep_their_order_and_are_told_the_epoch(kind, data, seed):
+def test_subclasses_of_torchs_samplers_keep_their_order_and_get_the_epoch(kind, data, seed):
     sampler = kind(data)
     seen, _ = trained_on(data, lambda data: DataLoader(data, 4, sampler=sampler), seed=seed)
     assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
@@ -466,7 +446,7 @@ def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
 @pytest.mark.parametrize(
     "kind", ["sampler", "in a batch sampler", "stream", "shuffled", "mixed", "batches", "own batches"]
 )
-def test_whatever_has_set_epoch_is_told_zero_and_one(kind):
+def test_set_epoch_of_every_data_source_is_called_with_zero_and_one(kind):
     told = {"batches": ToldBatches, "own batches": ToldBatches}.get(kind, ToldStream)()
     data: Any = told
     if kind in ("sampler", "in a batch sampler"):
@@ -493,10 +473,8 @@ class FromOne(ByEpoch):
 
 def test_runs_resumed_from_states_of_earlier_versions_count_epochs_from_one(tmp_path):
     whole = seen_in_training(numbers(12), [SavesAll(tmp_path)], sampler=FromOne())
-    path = tmp_path / "4" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    assert manifest.pop("first_epoch") == 0
-    path.write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    with changed_manifest(tmp_path / "4") as manifest:
+        assert manifest.pop("first_epoch") == 0
     rest = seen_in_training(numbers(12), [SavesAll(tmp_path / "again")], tmp_path / "4", sampler=ByEpoch())
     assert rest == [whole[1][4:]]
     assert seen_in_training(numbers(12), resume_from=tmp_path / "again/5", sampler=ByEpoch()) == [whole[1][8:]]

@@ -14,12 +14,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.batches import Batch, Share
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import mix, seed_generators
+from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, seed_generators
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.order import ComputedOrder, draw_order, in_turn, indices_at, of_all_processes, wrong_length
-from pytorch_accel_lite.data.reading import SeededReader, as_rows, read_rows, reader_of, tensors_in_memory
+from pytorch_accel_lite.data.order import ComputedOrder, draw_order, in_turn, indices_at, length_error, of_all_processes
+from pytorch_accel_lite.data.reading import InMemory, as_rows, read_rows, reader_of, tensors_in_memory
+from pytorch_accel_lite.data.seeded_reading import SeededReader, as_collated
 from pytorch_accel_lite.data.shares import (
+    Shares,
     WrongLengthError,
     count_global_batches,
     global_batches,
@@ -30,8 +32,9 @@ from pytorch_accel_lite.data.shares import (
 )
 from pytorch_accel_lite.distributed import Ranks
 
-#: For each batch that is being read: the seed of its share, and the fields of its ``Batch`` after the data.
-_Planned = deque[tuple[int | None, tuple[Any, ...]]]
+#: For each batch that is being read: the seed of its share, and its numbers of samples on this process and on all,
+#: whether it is the last one, its indices, and the share of a logical process that it is.
+_Planned = deque[tuple[int | None, int, int, bool, Any, Share | None]]
 
 
 class _EpochShares:
@@ -44,19 +47,16 @@ class _EpochShares:
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
-        self._divided = options.shares or (ranks.world_size, range(ranks.rank, ranks.rank + 1))
+        self._division = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
         self.is_batched = source.batch_size is None  # the user's batch sampler
         self.sampler: Any = source.batch_sampler if self.is_batched else source.sampler
         if type(self.sampler) not in (RandomSampler, SequentialSampler):
-            self.sampler = of_all_processes(self.sampler, self._divided[0])
-        self.per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
+            self.sampler = of_all_processes(self.sampler, self._division.total)
+        self.per_step = (source.batch_size or 1) * self._division.total  # samples, or the user's batches
         self.drop_last = source.drop_last
         self._ranks = ranks
-        self._seed = options.seed
-        self._fill = options.fill
-        self._is_logical = options.shares is not None
+        self._options = options
         self._rows = rows
-        self._reported = options.reported_epoch
         self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
         self.planned = _Planned()
@@ -70,9 +70,10 @@ class _EpochShares:
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
         epoch, position, limit, min_share, planned = self._next
-        num_shares, numbers = self._divided
-        at_least = min(min_share, self.per_step // num_shares)
-        epoch_seed = None if self._seed is None else mix(self._seed, epoch)
+        num_shares, numbers = self._division
+        least = min(min_share, self.per_step // num_shares)
+        run_seed = self._options.seed
+        epoch_seed = None if run_seed is None else mix(run_seed, epoch)
         is_seeded = epoch_seed is not None and self._rows is None
         lengths: list[int] = []
         seed = share = None
@@ -81,21 +82,21 @@ class _EpochShares:
             if self.is_batched:
                 indices = list(chain(*group))
                 lengths = [len(batch) for batch in group]
-                at_least = min(min_share, max(lengths))
+                least = min(min_share, max(lengths))
             size = len(indices)
             for number in numbers:
-                begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least, lengths)
+                begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, least, lengths)
                 count = end - begin
-                if not count and (number != numbers[0] or not self._fill):
+                if not count and (number != numbers[0] or not self._options.fill):
                     continue
                 local = indices if count == size else indices[begin:end]
-                first, to_read = (position + begin, local) if count else (position, indices[:at_least])
+                first, to_read = (position + begin, local) if count else (position, indices[:least])
                 if epoch_seed is not None:
                     seed = mix(first, after=epoch_seed)
-                if self._is_logical:
+                if self._options.shares is not None:
                     ends_step = end == size or number == numbers[-1]
-                    share = Share(number, mix(self._seed or 0, epoch, 0, position), ends_step)
-                planned.append((seed, (count, size, is_last, local, share)))
+                    share = Share(number, mix(run_seed or 0, epoch, 0, position), ends_step)
+                planned.append((seed, count, size, is_last, local, share))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
@@ -112,9 +113,9 @@ class _EpochShares:
         if size is None:
             return grouped(islice(order, start, None), self.per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
-            raise wrong_length(self.sampler, size, len(order))
-        at_least = 1 if self._fill else self._divided[0]
-        bounds = global_batches(size, self.per_step, start, self.drop_last, at_least)
+            raise length_error(self.sampler, size, len(order))
+        min_last = 1 if self._options.fill else self._division.total
+        bounds = global_batches(size, self.per_step, start, self.drop_last, min_last)
         if isinstance(order, list):
             return map(order.__getitem__, starmap(slice, bounds))
         if isinstance(order, (torch.Tensor, range, ComputedOrder)):
@@ -123,11 +124,13 @@ class _EpochShares:
         return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
 
     def _draw_order(self, epoch: int) -> Any:
-        order = draw_order(self.sampler, self._ranks, self._seed, epoch, self._reported(epoch))
+        seed = self._options.seed
+        order = draw_order(self.sampler, self._ranks, seed, epoch, self._options.reported_epoch(epoch))
         self.drawn = {"length": None if self.is_batched else find_length(self.sampler)}
-        is_own = isinstance(order, list) and self._seed is not None  # without one, all have that of the first process
-        if is_own or self.resumed is not None:
-            check_order(self.sampler, order if is_own else None, self._ranks, self.drawn, self.resumed)
+        # Without a seed, all processes have the order of the first one.
+        drawn_by_user = order if isinstance(order, list) and seed is not None else None
+        if drawn_by_user is not None or self.resumed is not None:
+            check_order(self.sampler, drawn_by_user, self._ranks, self.drawn, self.resumed)
             self.resumed = None
         return order
 
@@ -149,18 +152,20 @@ class MapLoader(ShardedLoader):
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
         self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
-        self._dataset: Any = source.dataset
-        if self._memory is None:
-            self._dataset = SeededReader(source.dataset) if options.seed is not None else reader_of(source.dataset)
+        self._collate: Any = source.collate_fn
+        if self._memory is not None or options.seed is None:
+            self._reader = reader_of(source.dataset)
+        else:
+            self._reader, self._collate = SeededReader(source.dataset, source.collate_fn), as_collated
 
     def _create_inner(self) -> DataLoader[Any]:
         source = self.source
         seed = self.options.seed
         return DataLoader(
-            self._dataset,
+            self._reader,
             batch_sampler=self._shares,
-            collate_fn=source.collate_fn,
-            generator=source.generator if seed is None else torch.Generator().manual_seed(mix(seed) >> 1),
+            collate_fn=self._collate,
+            generator=source.generator if seed is None else generator_with(mix(seed)),
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
             timeout=source.timeout,
@@ -173,44 +178,34 @@ class MapLoader(ShardedLoader):
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         planned = self._shares.begin(epoch, start, self._left, self._min_share)
         for batch in self._read():
-            seed, fields = planned.popleft()
+            seed, count, total, is_last, indices, share = planned.popleft()
             if seed is not None:
                 # Reading in this process advances python's and numpy's generators, reading in workers does not. So
                 # they are seeded again for the step, which must not draw the numbers that reading has drawn.
                 seed_generators(~seed, with_torch=False)
-            yield Batch(batch, *fields)
+            yield Batch(batch, count, total, is_last, indices, share)
 
     def _read(self) -> Iterator[Any]:
         if self.source.num_workers:
             return self._read_in_workers()
-        return self._read_here() if self._memory is None else self._read_memory()
+        if self.options.seed is None:
+            draw_seed(self.source.generator)  # as a DataLoader does, so that a hand-written loop draws the same numbers
+        return self._read_here() if self._memory is None else self._read_memory(self._memory)
 
     def _read_here(self) -> Iterator[Any]:
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
-        collate = self.source.collate_fn
-        is_seeded = self.options.seed is not None
-        read = self._dataset.__getitems__
-        if not is_seeded:
-            self._draw_seed_of_workers()
+        read, collate = self._reader.__getitems__, self._collate
+        is_collated = collate is as_collated  # not called for each step
         pins = self.source.pin_memory and torch.accelerator.is_available()
-        generator = torch.default_generator
         for indices in self._shares:
-            state = generator.get_state() if is_seeded else None
             try:
-                batch = collate(read(indices))
+                batch = read(indices) if is_collated else collate(read(indices))
                 batch = pin_memory(batch) if pins else batch  # type: ignore[no-untyped-call]
             except Exception as error:
                 if not self.options.yields_failures:
                     raise
                 batch = FailedRead(error)
-            finally:
-                if state is not None:
-                    generator.set_state(state)
             yield batch
-
-    def _draw_seed_of_workers(self) -> None:
-        """Draw the number that a ``DataLoader`` draws, so that the generators match those of a hand-written loop."""
-        torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
 
     def _read_in_workers(self) -> Iterator[Any]:
         """Read with a loader that is not in use: with persistent workers, torch's has a single iterator."""
@@ -232,22 +227,21 @@ class MapLoader(ShardedLoader):
             if batches in self._with_workers:  # not stopped meanwhile
                 self._idle = loader
 
-    def _read_memory(self) -> Iterator[Any]:
-        assert self._memory is not None
-        if self.options.seed is None:
-            self._draw_seed_of_workers()
-        pin = self.source.pin_memory and self._device.type == "cuda" and self._memory.is_on(torch.device("cpu"))
+    def _read_memory(self, memory: InMemory) -> Iterator[Any]:
+        pin = self.source.pin_memory and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing that happens in an epoch affects the orders of torch's samplers, so that they may be drawn ahead.
         has_fixed_order = type(self._shares.sampler) in (RandomSampler, SequentialSampler)
-        return read_rows(self._memory, self._shares, len(self.source.dataset), has_fixed_order, pin)
+        return read_rows(memory, self._shares, len(self.source.dataset), has_fixed_order, pin)
 
     def stop_workers(self) -> None:
         super().stop_workers()
         self._idle = None
 
     def next_indices(self) -> list[Any] | None:
-        planned = self._shares.planned
-        return list(planned[0][1][3]) if planned else None
+        if not self._shares.planned:
+            return None
+        _, _, _, _, indices, _ = self._shares.planned[0]
+        return list(indices)
 
     def position(self) -> Any:
         return {"order": self._shares.resumed or self._shares.drawn}
@@ -256,8 +250,12 @@ class MapLoader(ShardedLoader):
         self._shares.resumed = position.get("order") if isinstance(position, dict) else None
         return ""
 
+    @property
+    def num_samples(self) -> int | None:
+        return None if self._shares.is_batched else find_length(self._shares.sampler)
+
     def steps_left(self, start: int) -> int | None:
-        size = None if self._shares.is_batched else find_length(self._shares.sampler)
+        size = self.num_samples
         return None if size is None else self._count_steps(max(size - start, 0))
 
     def _num_steps(self) -> int:
@@ -267,6 +265,6 @@ class MapLoader(ShardedLoader):
         return count_global_batches(size, self._shares.per_step, self._shares.drop_last)
 
     def ends_in_one_sample(self, steps: float) -> bool:
-        size = None if self._shares.is_batched else find_length(self._shares.sampler)
-        ends_so = size is not None and not self._shares.drop_last and size % self._shares.per_step == 1
-        return ends_so and min(self.limit or steps, steps) >= self._num_steps()
+        size = self.num_samples
+        has_single = size is not None and not self._shares.drop_last and size % self._shares.per_step == 1
+        return has_single and min(self.limit or steps, steps) >= self._num_steps()

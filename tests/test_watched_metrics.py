@@ -20,7 +20,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.base.text import SHOWS_NOTES
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -34,19 +33,22 @@ from pytorch_accel_lite.callbacks import (
 from tests.launching import two_are_enough
 from tests.ranks import shared_folder
 from tests.shipped import RUN, SHIPPED, build
-from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, told, train
+from tests.tasks import (
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    raises_at,
+    regression_data,
+    small_model,
+    told,
+    train,
+)
 
 
 class RecordsMae(TrainerCallback):
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.run_history.update_metric("mae", 1.0)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder of the test's own, which is the current one."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 class Script(Metric):
@@ -145,6 +147,18 @@ def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watch
     assert watched("resumed", evaluates, resume_from=here / "nested/states/update-000000007") == plain
 
 
+def test_values_within_an_epoch_are_looked_at_although_evaluate_is_called_after_them(here):
+    def evaluate_test_data(trainer, **kwargs):
+        if trainer.current_run.data.eval_dataset is not test_data:
+            trainer.evaluate(test_data)
+
+    test_data = make_data(4)
+    best = SaveBestModelCallback(here / "best.pt", keep=6)
+    trainer = make_trainer([best, listener(on_eval_epoch_end=evaluate_test_data)], seed=0)
+    train(trainer, 2, batch_size=2, eval_dataset=True, evaluate_every="1 updates")
+    assert sorted(path.name for path in here.glob("best-*")) == [f"best-update{n:09d}.pt" for n in range(1, 7)]
+
+
 def test_a_metric_that_only_evaluations_within_a_run_record_may_be_watched(here):
     best = SaveBestModelCallback("best.pt", "evaluation_loss")
     evaluates = listener(on_train_epoch_end=lambda trainer, **_: trainer.evaluate(make_data()))
@@ -191,14 +205,14 @@ def test_of_a_metric_that_says_nothing_the_argument_decides(greater, best, here)
     assert callback.best_metric_epoch == best
 
 
-def test_a_loss_that_a_callback_of_ones_own_records_is_better_when_it_is_smaller(here):
+def test_a_loss_that_a_custom_callback_records_is_better_when_it_is_smaller(here):
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("my_loss", 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(make_trainer([record, SaveBestModelCallback("best.pt", "my_loss")]), eval_dataset=True)
 
 
-def test_a_callback_of_ones_own_can_say_which_values_are_better(here):
+def test_a_custom_callback_can_say_which_values_are_better(here):
     class Records(TrainerCallback):
         def configure_run(self, trainer, request, **kwargs):
             request.metrics.record(self, {"mine": True}, in_evaluation=True)
@@ -212,7 +226,7 @@ def test_a_callback_of_ones_own_can_say_which_values_are_better(here):
     assert best.best_metric == 3.0
 
 
-def test_a_callback_of_ones_own_that_says_what_it_records_is_taken_at_its_word(here):
+def test_a_custom_callback_that_says_what_it_records_is_taken_at_its_word(here):
     class Records(TrainerCallback):
         def configure_run(self, trainer, request, **kwargs):
             request.metrics.record(self, {"mine": True})
@@ -298,7 +312,7 @@ def warnings_of_watched_metrics() -> list[str]:
             quiet_trainer(small_model(), callbacks=[RecordsMae, stopping]).train(
                 regression_data(8), 1, regression_data(4)
             )
-        return [str(warning.message) for warning in caught]
+        return [str(warning.message) for warning in caught if warning.filename == __file__]
 
 
 @pytest.mark.processes
@@ -327,7 +341,7 @@ def test_a_metric_that_nothing_records_is_named_before_the_first_batch(where, he
 
 @pytest.mark.parametrize("name", ["eval_loss_epoch", "score", "intermediate_eval_loss"])
 @pytest.mark.parametrize("where", [where for where in WATCHERS if "Ema" not in where])
-def test_a_metric_of_evaluations_needs_an_eval_dataset_and_that_is_said_at_once(where, name, here):
+def test_a_metric_of_evaluations_needs_an_eval_dataset_and_that_is_reported_at_once(where, name, here):
     callbacks = [scores([1.0]), *([StepBasedEvaluationCallback(1)] if "intermediate" in name else [])]
     trainer = make_trainer([*callbacks, WATCHERS[where](name)])
     with pytest.raises(ValueError, match=r"train\(\) was given no eval_dataset\. Pass one") as caught:
@@ -352,12 +366,12 @@ def test_of_several_datasets_there_is_no_loss_without_their_name(here):
     assert steps_of(trainer, ValueError, "It records: train_loss_epoch, a_eval_loss_epoch", eval_dataset=data) == 0
 
 
-def test_an_evaluation_within_epochs_that_nobody_makes_is_noticed():
+def test_an_evaluation_within_epochs_that_is_never_made_is_reported():
     trainer = make_trainer([EarlyStoppingCallback(watch_metric="intermediate_eval_loss")])
     assert steps_of(trainer, ValueError, "'intermediate_eval_loss'.*will not record it", eval_dataset=True) == 0
 
 
-def test_what_a_callback_of_ones_own_may_record_is_not_refused_but_said(here):
+def test_what_a_custom_callback_may_record_is_not_refused_but_reported(here):
     record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("eval_loss_epoch", 1.0))
     best = SaveBestModelCallback("best.pt")
     with pytest.warns(UserWarning, match=r"unless Listener does\. train\(\) was given no eval_dataset"):
@@ -365,7 +379,7 @@ def test_what_a_callback_of_ones_own_may_record_is_not_refused_but_said(here):
     assert best.best_metric == 1.0
 
 
-def test_what_a_trainer_of_ones_own_or_its_loss_or_a_metric_may_record_is_not_refused(here):
+def test_what_a_custom_trainer_or_its_loss_or_a_metric_may_record_is_not_refused(here):
     class Records(Trainer):
         def train_epoch_end(self):
             self.run_history.update_metric("mine_loss", 1.0)
@@ -455,7 +469,7 @@ def test_evaluations_within_epochs_may_be_rarer_than_epochs():
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
-def test_a_run_that_fails_is_not_said_to_finish(error, capsys):
+def test_a_run_that_fails_is_not_reported_as_finished(error, capsys):
     def fail(trainer: Trainer, **kwargs: Any) -> None:
         raise error
 
@@ -469,7 +483,7 @@ def test_a_run_that_fails_is_not_said_to_finish(error, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "Finishing training run"
 
 
-def test_a_run_that_is_stopped_in_order_is_said_to_finish(capsys):
+def test_a_run_that_is_stopped_in_order_is_reported_as_finished(capsys):
     def stop(trainer: Trainer, **kwargs: Any) -> None:
         raise StopTrainingError("enough")
 
@@ -497,23 +511,17 @@ def test_a_run_that_is_interrupted_says_where_it_is_saved_and_how_to_resume_it(a
 
 
 def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
-    def fail(trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update == 3:
-            raise ValueError("broken")
-
-    trainer = make_trainer(
-        [SaveTrainingStateCallback("states", save_every_n_steps=2), listener(on_train_step_end=fail)]
-    )
+    saving = SaveTrainingStateCallback("states", save_every_n_steps=2)
+    trainer = make_trainer([saving, raises_at(3, ValueError("broken"))])
     with pytest.raises(ValueError, match="broken") as caught:
         train(trainer)
     assert "The run is saved in 'states/update-000000002', after update 2." in told(
         caught.value, capsys.readouterr().out
     )
-    if SHOWS_NOTES:
-        assert caught.value.__notes__[-1].startswith("The run is saved in")  # below what happened
+    assert caught.value.__notes__[-1].startswith("The run is saved in")  # below what happened
 
 
-def test_a_failing_evaluation_after_a_run_is_not_said_to_be_saved(here, capsys):
+def test_a_failing_evaluation_after_a_run_is_not_reported_as_saved(here, capsys):
     trainer = train(make_trainer([SaveTrainingStateCallback("states")]))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trainer.evaluate([(torch.zeros(3), torch.zeros(1))])

@@ -153,7 +153,7 @@ def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("action", [evaluate, predict, predict_a_part])
 @pytest.mark.parametrize("event", EVENTS)
-def test_the_run_goes_on_as_without_it(event, action, seed):
+def test_the_run_continues_as_without_it(event, action, seed):
     plain, expected, _ = run(event, lambda trainer: None, seed)
     trainer, witness, nested = run(event, action, seed)
     assert nested.runs == len(witness.seen) > 1
@@ -356,7 +356,7 @@ def test_the_data_of_a_run_are_forgotten_when_the_next_begins():
     assert alive == [True, False]
 
 
-def test_what_is_known_of_a_run_is_there_after_the_trainer_was_closed():
+def test_a_closed_trainer_still_has_the_results_of_its_run():
     with quiet_trainer(dropout_model()) as trainer:
         trainer.train(regression_data(8), 1, per_device_batch_size=4)
         left = trainer.predict_iter(regression_data(9), 4)
@@ -366,7 +366,7 @@ def test_what_is_known_of_a_run_is_there_after_the_trainer_was_closed():
     assert trainer.run_config.num_epochs == 1
 
 
-def test_a_callback_that_is_added_after_others_were_removed_is_heard():
+def test_a_callback_that_is_added_after_others_were_removed_is_called():
     handler = CallbackHandler()
     for _ in range(50):
         callback = listener(on_update_end=lambda trainer, **_: None)

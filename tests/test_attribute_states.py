@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import print_contents
-from tests.launching import some_of, two_are_enough
-from tests.ranks import rank, world_size
+from tests.launching import two_are_enough
+from tests.ranks import every_state, rank, run_and_resume, world_size
 from tests.tasks import (
     equal,
     listener,
@@ -197,78 +198,58 @@ def test_a_loss_function_that_no_optimizer_trains_is_warned_of(recwarn):
     assert not list(recwarn)
 
 
-def resumed_with_a_normed_loss(folder: Path) -> list[dict[str, Any]]:
-    """The state of the loss function at the end of a run, and of those that were resumed from some of its states."""
-    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, max_checkpoints=None)
-    whole = normed_trainer([saving])
-    arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": 2 if world_size() == 1 else 1}
-    whole.train(DATA, 2, DATA, **arguments)
-    results = [whole.loss_func.state_dict() | {"weights": whole.model[0].weight.detach().clone()}]
-    states = sorted((folder / "states").glob("update-*"))
-    whole.ranks.barrier()
-    for state in some_of(states[:-1]):
+def train_normed(folder: Path, resume_from: Path | None = None) -> Trainer:
+    if resume_from:
         torch.manual_seed(rank())
-        resumed = normed_trainer([SaveTrainingStateCallback(folder / f"from {state.name}")])
-        resumed.train(DATA, 2, DATA, resume_from=state, **arguments)
-        results.append(resumed.loss_func.state_dict() | {"weights": resumed.model[0].weight.detach().clone()})
-    return results
+    trainer = normed_trainer(every_state(folder))
+    accumulation = 2 if world_size() == 1 else 1
+    trainer.train(DATA, 2, DATA, 4, gradient_accumulation_steps=accumulation, resume_from=resume_from)
+    return trainer
+
+
+def normed_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.loss_func.state_dict() | {"weights": trainer.model[0].weight.detach().clone()}
+
+
+def train_adversarial(
+    folder: Path, resume_from: Path | None = None, trainer_class: type[Adversarial] = Adversarial
+) -> Adversarial:
+    trainer = trainer_class(seed=9 if resume_from else 0, callbacks=every_state(folder))
+    trainer.train(DATA, 2, per_device_batch_size=4, resume_from=resume_from)
+    return trainer
+
+
+BESIDE_THE_MODEL = {
+    "a loss function": (train_normed, normed_state),
+    "attributes": (train_adversarial, Adversarial.everything),
+}
 
 
 @pytest.mark.soak
-def test_what_a_loss_function_has_learned_is_resumed_to_the_same_bits(tmp_path):
-    whole, *resumed = resumed_with_a_normed_loss(tmp_path)
+@pytest.mark.parametrize(("train", "result"), BESIDE_THE_MODEL.values(), ids=BESIDE_THE_MODEL)
+def test_what_is_trained_beside_the_model_is_resumed_to_the_same_bits(train, result):
+    whole, *resumed = run_and_resume(train, result)
     assert len(resumed) >= 2
-    assert all(equal(whole, run) for run in resumed)
-
-
-@two_are_enough
-def test_a_loss_function_is_the_same_on_all_processes_and_resumed_to_the_same_bits(tmp_path, ranks):
-    results = ranks.run(resumed_with_a_normed_loss, tmp_path)
-    whole = results[0][0]
-    for runs in results:
-        assert len(runs) >= 2
-        assert all(equal(whole, run) for run in runs)
-
-
-# ----------------------------------------------------------------------------- modules and optimizers as attributes
-
-
-def from_every_state(folder: Path, trainer_class: type[Adversarial] = Adversarial) -> list[dict[str, Any]]:
-    """What an uninterrupted run ends with, and runs that were resumed from some of its states."""
-    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, max_checkpoints=None)
-    whole = trainer_class(callbacks=[saving])
-    whole.train(DATA, 2, per_device_batch_size=4)
-    results = [whole.everything()]
-    states = sorted((folder / "states").glob("update-*"))
-    whole.ranks.barrier()
-    for state in some_of(states[:-1]):
-        again = SaveTrainingStateCallback(folder / f"from {state.name}")
-        resumed = trainer_class(seed=9, callbacks=[again])
-        resumed.train(DATA, 2, per_device_batch_size=4, resume_from=state)
-        results.append(resumed.everything())
-    return results
-
-
-@pytest.mark.soak
-def test_runs_with_optimizers_and_modules_of_a_subclass_are_resumed_to_the_same_bits(tmp_path):
-    whole, *resumed = from_every_state(tmp_path)
-    assert len(resumed) >= 4
     assert all(same(whole, run) for run in resumed)
 
 
 @two_are_enough
-def test_they_are_resumed_to_the_same_bits_on_several_processes_too(tmp_path, ranks):
-    results = ranks.run(from_every_state, tmp_path)
+@pytest.mark.parametrize(("train", "result"), BESIDE_THE_MODEL.values(), ids=BESIDE_THE_MODEL)
+def test_several_processes_resume_what_is_trained_beside_the_model_to_the_same_bits(ranks, train, result):
+    results = ranks.run(run_and_resume, train, result)
     for runs in results:
-        assert len(runs) >= 2
+        assert len(runs) >= 3
         assert all(same(results[0][0], run) for run in runs)
+
+
+# ----------------------------------------------------------------------------- modules and optimizers as attributes
 
 
 MADE_LATE = ("critics", "critic_optimizer", "critic_scheduler")
 
 
 @pytest.mark.soak
-def test_what_a_run_makes_when_it_starts_is_restored_too(tmp_path):
+def test_what_a_run_makes_when_it_starts_is_restored_too():
     class Late(Adversarial):
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
@@ -278,7 +259,7 @@ def test_what_a_run_makes_when_it_starts_is_restored_too(tmp_path):
         def training_run_start(self) -> None:
             vars(self).update(self.make())
 
-    whole, *resumed = from_every_state(tmp_path, Late)
+    whole, *resumed = run_and_resume(partial(train_adversarial, trainer_class=Late), Late.everything)
     assert len(resumed) >= 4
     assert all(same(whole, run) for run in resumed)
 

@@ -22,6 +22,7 @@ from tests.tasks import (
     make_trainer,
     quiet_trainer,
     regression_data,
+    same,
     small_model,
     train,
     weights,
@@ -56,16 +57,6 @@ def everything(trainer: Trainer) -> dict[str, Any]:
             "metrics": trainer.step_metrics,
         }
     )
-
-
-def alike(first: Any, second: Any) -> bool:
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(alike(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(alike, first, second))
-    if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and torch.equal(first, second)
-    return first == second
 
 
 def make_model() -> nn.Module:
@@ -109,7 +100,7 @@ def test_what_is_tried_changes_nothing_even_when_it_fails(action, fails):
         with pytest.raises(fails):
             ACTIONS[action](trainer, regression_data(24))
         hook.remove()
-    assert alike(everything(trainer), before)
+    assert same(everything(trainer), before)
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -117,7 +108,7 @@ def test_buffers_that_cannot_be_written_element_by_element_are_left_as_they_were
     trainer = quiet_trainer(nn.Sequential(Expanded(), small_model()))
     before = everything(trainer)
     ACTIONS[action](trainer, regression_data(24))
-    assert alike(everything(trainer), before)
+    assert same(everything(trainer), before)
 
 
 def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
@@ -133,7 +124,7 @@ def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
     before = everything(trainer)
     with pytest.raises(OSError, match="not this time"):
         ACTIONS["find_lr"](trainer, regression_data(24))
-    assert alike(everything(trainer), before)
+    assert same(everything(trainer), before)
 
 
 def test_a_run_after_a_trial_is_the_run_without_it():
@@ -268,7 +259,7 @@ def test_the_largest_batch_that_fits_is_found(limit, start, capsys):
 
 
 @pytest.mark.parametrize(("largest", "found"), [(None, 37), (16, 16)])
-def test_no_batch_is_larger_than_asked_for_or_than_the_data(largest, found, capsys):
+def test_no_batch_is_larger_than_requested_or_than_the_data(largest, found, capsys):
     trainer = quiet_trainer(small_model())
     assert trainer.find_batch_size(regression_data(37), max_batch_size=largest) == found
     assert "(the maximum)" in capsys.readouterr().out
@@ -279,8 +270,7 @@ def test_of_several_datasets_the_shortest_limits_the_batch(capsys):
         def calculate_train_batch_loss(self, batch):
             return super().calculate_train_batch_loss(batch["a"])
 
-    model = small_model()
-    trainer = OfTwo(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=small_model(), trainer_class=OfTwo)
     assert trainer.find_batch_size({"a": regression_data(20), "b": regression_data(12)}) == 12
     assert "12 (the maximum)" in capsys.readouterr().out
 

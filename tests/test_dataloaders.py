@@ -24,7 +24,16 @@ from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.utils import DataLoaderSlice
 from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
 from tests.streams import SavesEachUpdate
-from tests.tasks import Rows, equal, hand_written_loop, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    Rows,
+    equal,
+    hand_written_loop,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
 
 DATA = regression_data(37)
 OTHER = regression_data(11)
@@ -137,8 +146,7 @@ def test_an_overridden_method_wraps_the_loader():
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return DataLoaderSlice(super().create_train_dataloader(batch_size, train_dl_kwargs), 1)
 
-    model = small_model()
-    trainer = Short(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer = make_trainer(model=small_model(), trainer_class=Short)
     trainer.train(DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(5))), 2)
     assert trainer.progress.samples == 8
 

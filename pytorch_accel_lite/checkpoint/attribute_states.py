@@ -1,4 +1,4 @@
-"""The states of what is trained besides the model: the loss function and the trainer's attributes."""
+"""The states of trained objects other than the model: the loss function and the trainer's attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytorch_accel_lite.optimizers import attributes
 
 
 def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
-    """Return what the loss function has learned, by name: its trained parameters and its buffers.
+    """Return the learned state of the loss function, by name: its trained parameters and its buffers.
 
     Excludes those of the model, and the constant buffers of torch's own losses, such as class weights.
     """
@@ -28,15 +28,13 @@ def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
     """Return the buffers (running statistics, for example) of the loss function and of trained attributes.
 
-    Each by its module and name, because a forward pass may assign another tensor.
+    Each as its module and name, because a forward pass may assign another tensor.
     """
     modules = [owner for owner in attributes.trained(trainer).values() if isinstance(owner, nn.Module)]
-    of_loss = attributes.buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
+    loss_buffers = attributes.buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
     learned = set(map(id, _learned_by_loss(trainer).values()))
-    return [
-        *((part, name) for part, name in of_loss if id(getattr(part, name)) in learned),
-        *attributes.buffers_in(modules),
-    ]
+    loss_buffers = [(part, name) for part, name in loss_buffers if id(getattr(part, name)) in learned]
+    return [*loss_buffers, *attributes.buffers_in(modules)]
 
 
 def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
@@ -44,14 +42,18 @@ def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     if not isinstance(loss_func, nn.Module):
         return {}
     model = trainer.get_model()
-    given = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
-    others = [*model.parameters(), *model.buffers(), *(buffer for module in given for buffer in module.buffers())]
-    left_out = set(map(id, others))
+    torch_losses = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
+    others = [
+        *model.parameters(),
+        *model.buffers(),
+        *(buffer for module in torch_losses for buffer in module.buffers()),
+    ]
+    excluded = set(map(id, others))
     return {
         name: value
         for name, value in loss_func.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor)
-        and id(value) not in left_out
+        and id(value) not in excluded
         and (value.requires_grad or not isinstance(value, nn.Parameter))
     }
 
@@ -59,8 +61,8 @@ def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrPath) -> None:
     """Restore the result of :func:`loss_state`; for a different loss function, restore what fits and warn."""
     loss_func = trainer.loss_func
-    own = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
-    fitting = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
+    current = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
+    fitting = {name: value for name, value in state.items() if name in current and current[name].shape == value.shape}
     if fitting:
         loss_func.load_state_dict(fitting, strict=False)
     others = sorted(state.keys() - fitting.keys())
@@ -156,11 +158,11 @@ def describe_attributes(trainer: TrainerLike) -> str:
     if not trainer.saves_attributes:
         return ""
     included = ", ".join(attributes.trained(trainer))
-    left_out = ", ".join(attributes.untrained(trainer))
+    excluded = ", ".join(attributes.untrained_modules(trainer))
     parts = [f"Training states include these attributes of the trainer: {included}."] if included else []
-    if left_out:
+    if excluded:
         parts.append(
-            f"{'They' if included else 'Training states'} do not include what no optimizer trains: {left_out}. If that "
+            f"{'They' if included else 'Training states'} do not include what no optimizer trains: {excluded}. If that "
             "changes during the run, include it with register_for_checkpointing()."
         )
     return " ".join(parts)

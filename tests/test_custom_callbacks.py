@@ -139,7 +139,7 @@ def test_first_arguments_of_another_name_and_methods_that_take_anything_are_fine
     assert called == [trainer] * 4
 
 
-def test_an_event_of_ones_own_that_passes_something_else_says_what_to_write():
+def test_a_custom_event_that_passes_something_else_says_what_to_write():
     own = callback_class(on_sample_drawn=lambda self, trainer, index: None)
     for others in ([], [callback_class(on_sample_drawn=lambda self, trainer, **kwargs: None)]):
         trainer = make_trainer([*others, own])
@@ -204,3 +204,26 @@ def test_a_logger_that_replaces_what_is_done_when_a_run_starts_loses_no_epoch():
     train(trainer, 1, eval_dataset=True)
     train(trainer, 1, eval_dataset=True, reset_run_history=False)
     assert logged == [[run, name] for run in (1, 2, 3) for name in ("train_loss_epoch", "eval_loss_epoch")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        (shipped.AdviceCallback, "on_train_step_end"),
+        (shipped.HangWatchCallback, "on_update_end"),
+        (shipped.LogMetricsCallback, "on_train_step_checkpoint"),
+        (shipped.PlotMetricsCallback, "on_train_step_checkpoint"),
+        (shipped.ProgressTableCallback, "on_update_end"),
+        (shipped.SaveTrainingStateCallback, "on_train_step_checkpoint"),
+    ],
+)
+def test_an_event_that_a_subclass_overrides_is_called_where_ours_would_not_listen(kind, event, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    updates: list[int] = []
+
+    def count(self: Any, trainer: Trainer, **kwargs: Any) -> None:
+        getattr(kind, event)(self, trainer, **kwargs)
+        updates.append(trainer.progress.update)
+
+    train(make_trainer([type("Counting", (kind,), {event: count})]), epochs=8)
+    assert updates == [*range(1, 25)]

@@ -1,0 +1,120 @@
+"""How the time of a job is spent, its restarts included."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_KINDS = ("training", "data", "evaluation", "saving", "starting", "lost", "down")
+
+
+def describe_fractions(fractions: Mapping[str, float]) -> str:
+    """Return the fractions of a :class:`Goodput` in words, the largest first."""
+    shares = sorted(fractions.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {share:.1%}" for kind, share in shares if share >= 0.0005)
+
+
+class Goodput:
+    """How the time since the first start of a job has been spent. Saved in training states, so it covers restarts.
+
+    ``training`` is what remains when all else is subtracted: waiting for ``data``, ``evaluation``, ``saving`` as far as
+    training waits for it, ``starting`` until the first step, training that was ``lost`` in an interruption and has to
+    be repeated, and the time during which the job was ``down``.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, float] = {}  # seconds of earlier attempts
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._nested = 0.0  # seconds counted within the current block
+        self._begin = time.monotonic()
+        self._end: float | None = self._begin
+        self._is_starting = True
+        self._loader: Any = None  # during the steps of an epoch
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each kind."""
+        seconds = dict(self._seconds)
+        if self._loader is not None:
+            seconds["data"] = seconds.get("data", 0.0) + self._loader.seconds_waited
+        elapsed = (time.monotonic() if self._end is None else self._end) - self._begin
+        seconds["starting" if self._is_starting else "training"] = max(elapsed - sum(seconds.values()), 0.0)
+        return {kind: seconds.get(kind, 0.0) + self._earlier.get(kind, 0.0) for kind in _KINDS}
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """The fraction of each kind in the total time; they add up to 1."""
+        seconds = self.seconds
+        total = sum(seconds.values()) or 1.0
+        return {kind: value / total for kind, value in seconds.items()}
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether there was an earlier attempt."""
+        return bool(self._earlier)
+
+    def __str__(self) -> str:
+        return describe_fractions(self.fractions)
+
+    def __repr__(self) -> str:
+        return f"Goodput({self})"
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """Return the seconds and the fractions of each kind."""
+        return {"seconds": self.seconds, "fractions": self.fractions}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of a block, the run."""
+        self._begin, self._end = time.monotonic(), None
+        try:
+            yield
+        finally:
+            self._end = time.monotonic()
+
+    @contextmanager
+    def counting(self, kind: str) -> Iterator[None]:
+        """Count the time of a block, without what is counted within it, unless the run is over."""
+        begin, outer, self._nested = time.monotonic(), self._nested, 0.0
+        try:
+            yield
+        finally:
+            elapsed = time.monotonic() - begin
+            if self._end is None:
+                self._seconds[kind] += elapsed - self._nested
+            self._nested = outer + elapsed
+
+    @contextmanager
+    def training(self, loader: Any) -> Iterator[None]:
+        """Count the steps of an epoch; everything before the first epoch counts as starting.
+
+        :param loader: its ``seconds_waited`` measures how long training waits for it
+        """
+        if self._is_starting:
+            self._seconds["starting"] = max(time.monotonic() - self._begin - sum(self._seconds.values()), 0.0)
+            self._is_starting = False
+        loader.seconds_waited = 0.0
+        self._loader = loader
+        try:
+            yield
+        finally:
+            self._seconds["data"] += loader.seconds_waited
+            self._loader = None
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the seconds of each kind."""
+        return self.seconds
+
+    def resume(self, state: Mapping[str, float], saved_at: float) -> None:
+        """Continue from a state; since the time at which it was saved, the job was down."""
+        down = max(time.time() - saved_at - (time.monotonic() - self._begin), 0.0)
+        self._earlier = dict(state) | {"down": state.get("down", 0.0) + down}
+
+    def note_sign_of_life(self, saved_at: float, alive_at: float) -> None:
+        """Count the time from the state to the last sign of life of the job as lost rather than down."""
+        lost = min(max(alive_at - saved_at, 0.0), self._earlier["down"])
+        self._earlier["lost"] = self._earlier.get("lost", 0.0) + lost
+        self._earlier["down"] -= lost

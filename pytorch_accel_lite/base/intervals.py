@@ -1,0 +1,122 @@
+"""How often something happens in a run, in updates, epochs, samples or time."""
+
+from __future__ import annotations
+
+import numbers
+import re
+from fractions import Fraction
+from typing import Any
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.text import did_you_mean
+
+_SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
+_UNITS = ("updates", "epochs", "samples", *_SECONDS)
+_NUMBER = r"(?:\d[\d_]*(?:,\d{3})*\.?\d*|\.\d+)(?:e[+-]?\d+)?"  # "0,25" is not a number here: it would be 25
+_EXAMPLES = "'500 updates', '0.25 epochs', '100_000 samples' or '10 minutes'"
+
+
+class Interval:
+    """How often something happens in a run, such as an evaluation or a save.
+
+    Arguments that take an interval also take its text: ``evaluate_every="500 updates"``. Units are updates, epochs
+    (also fractions), samples (of all processes together), seconds, minutes and hours. Within an epoch, something is due
+    after the first update at which another interval has passed, at the same update on all processes; a resumed run
+    continues to count from where it was, but callbacks begin to count times again.
+
+    :param every: the interval in words, such as ``"0.25 epochs"``, or a number
+    :param unit: the unit of a number
+    :raises ValueError: if it cannot be understood
+    """
+
+    def __init__(self, every: str | float | Interval, unit: str | None = None) -> None:
+        if isinstance(every, Interval):
+            every = every.text
+        self.text: str = str(every) if unit is None else f"{every} {unit}"
+        match = re.fullmatch(rf"\s*({_NUMBER}|)\s*([a-z]+)\s*", self.text.lower())
+        unit = "" if match is None else match[2] if match[2].endswith("s") else f"{match[2]}s"
+        amount = Fraction(0) if match is None else Fraction(re.sub("[_,]", "", match[1]) or "1")
+        if unit not in _UNITS or amount <= 0:
+            hint = did_you_mean(unit, _UNITS) if unit not in _UNITS else ""
+            raise ValueError(f"{self.text!r} must be a positive number and one of {', '.join(_UNITS)}.{hint}")
+        if unit in ("updates", "samples") and amount.denominator != 1:
+            raise ValueError(f"{self.text!r} must be an integer number of {unit}.")
+        self.unit = unit
+        self.amount: Fraction | float = amount
+        self._passed: Any = 0  # intervals that have passed; for times, seconds at which the last one ended
+
+    def __repr__(self) -> str:
+        return f"Interval({self.text!r})"
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def is_time(self) -> bool:
+        """Whether the unit is one of time."""
+        return self.unit in _SECONDS
+
+    @property
+    def is_within_epochs(self) -> bool:
+        """Whether it may end within an epoch."""
+        return self.unit != "epochs" or self.amount % 1 != 0
+
+    def start(self, run: Any, argument: str = "") -> None:
+        """Start counting from the position of a run, which may be a resumed one.
+
+        :param argument: the argument with the interval; named in a warning if the run is too short for it
+        :raises ValueError: if it is a fraction of an epoch of unknown length
+        """
+        if self.is_within_epochs and self.unit == "epochs" and run.trained_fraction is None:
+            raise ValueError(
+                f"{argument or 'the interval'}={self.text!r}: the training data have no length, so a fraction of an "
+                "epoch is unknown. Give an interval in updates, samples or minutes."
+            )
+        self._passed = run.clock if self.is_time else self._count(run, ends_epoch=False)
+        config = run.required_config
+        lengths = {"updates": config.max_num_train_steps, "epochs": config.num_epochs, "samples": run.max_num_samples}
+        length = lengths.get(self.unit)
+        if argument and length is not None and self.amount > length and run.data.ranks.rank == 0:
+            warn_outside(f"{argument}={self.text!r} is never due: the run has {length} {self.unit}.")
+
+    def is_due(self, run: Any, *, ends_epoch: bool = False) -> bool:
+        """Whether another interval has passed. Times are checked only within epochs.
+
+        :param ends_epoch: whether the current epoch has ended
+        """
+        if self.is_time:
+            return bool(not ends_epoch and run.clock - self._passed >= float(self.amount) * _SECONDS[self.unit])
+        return bool(self._count(run, ends_epoch) > self._passed)
+
+    def advance(self, run: Any, *, ends_epoch: bool = False) -> None:
+        """Begin the next interval."""
+        self._passed = run.clock if self.is_time else self._count(run, ends_epoch)
+
+    def _count(self, run: Any, ends_epoch: bool) -> int:
+        progress = run.progress
+        if self.unit != "epochs":
+            return int((progress.update if self.unit == "updates" else progress.samples) // self.amount)
+        if ends_epoch:
+            return int(progress.epoch // self.amount)
+        within = run.trained_fraction if self.is_within_epochs and progress.is_mid_epoch else 0
+        return int((progress.epochs_completed + (within or 0)) // self.amount)
+
+    def state_dict(self, run: Any) -> dict[str, Any]:
+        """Return what a resumed run needs to continue."""
+        return {"every": self.text, "passed": run.clock - self._passed if self.is_time else self._passed}
+
+    def load_state_dict(self, state: dict[str, Any], run: Any) -> None:
+        """Load a state returned by :meth:`state_dict`, unless it is that of another interval."""
+        if state.get("every") == self.text:
+            self._passed = run.clock - state["passed"] if self.is_time else state["passed"]
+
+
+def parse_interval(argument: str, value: object) -> Interval:
+    """Return a new interval, or raise an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, (str, Interval)):
+        unit = " Add a unit." if isinstance(value, numbers.Real) else ""
+        raise TypeError(f"{argument}={value!r} must be an interval, such as {_EXAMPLES}.{unit}")
+    try:
+        return Interval(value)
+    except ValueError as error:
+        raise ValueError(f"{argument}={error} Write {_EXAMPLES}.") from None

@@ -1,0 +1,217 @@
+"""Saving a model with a card, which describes its training and its results, and how to load it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.templates import Column, render
+from pytorch_accel_lite.base.text import format_metric, format_value, to_number
+from pytorch_accel_lite.callbacks.run_log import RunLogCallback, describe_model, setup_of
+from pytorch_accel_lite.callbacks.run_page import environment_facts, training_facts
+from pytorch_accel_lite.checkpoint.files import StrPath, parse_location, replacing
+from pytorch_accel_lite.checkpoint.saving import save_weights
+from pytorch_accel_lite.checkpoint.weights import CARD, LoadedWeights
+from pytorch_accel_lite.engine.history import InMemoryRunHistory
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor, panels_by_metric
+
+_MARKER = (
+    "<!-- Written by save_model() of pytorch_accel_lite, which replaces this file as long as it has this line. -->"
+)
+# Settings of a run that are omitted from the table of settings, because other parts of the card have them.
+_OMITTED = ("train_", "eval_", "num_", "max_num_", "is_", "mixed_precision", "seed")
+
+
+def save_model(
+    self: TrainerLike, path: StrPath, *, trainable_only: bool = False, card_data: Mapping[str, Any] | None = None
+) -> None:
+    """Save the model for use in other programs: its weights as safetensors, and a model card.
+
+    A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
+    The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
+    shows it as the model's page, and ``huggingface_hub.ModelCard`` reads it. A ``README.md`` that somebody else wrote
+    is kept, with a warning.
+
+    Call it on every process. Sharded weights are gathered in the host memory of the first, which writes the files.
+
+    :param path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
+        folders are created. A path that ends in ``.safetensors`` is that of one file, with the weights alone.
+    :param trainable_only: whether to leave out frozen parameters. :meth:`load_checkpoint` then leaves those of the
+        model as they are.
+    :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
+        "pipeline_tag": "image-classification"}``; see ``huggingface_hub.ModelCardData``
+    :raises ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a
+        directory, or if it is a URL of an unknown kind
+    :raises TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
+    :raises OSError: if a file cannot be written
+    """
+    is_file = os.fspath(path).endswith(".safetensors")
+    if card_data is not None:
+        _check_card_data(card_data, path if is_file else None)
+    describe = None if is_file else lambda folder: _write_card(self, folder, path, trainable_only, card_data or {})
+    save_weights(self, path, trainable_only, describe)
+
+
+def _check_card_data(card_data: Mapping[str, Any], file: StrPath | None) -> None:
+    if file is not None:
+        raise ValueError(
+            f"card_data={card_data!r} is for a model card, but path={os.fspath(file)!r} is one file, without a card. "
+            "Pass the path of a directory, or omit card_data."
+        )
+    try:
+        json.dumps({**card_data})
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"card_data={card_data!r} must be a dict of the card's metadata, such as {{'license': 'mit'}}, of texts, "
+            f"numbers, and lists and dicts of them: {error}."
+        ) from error
+
+
+def _write_card(
+    trainer: TrainerLike, folder: Path, path: StrPath, trainable_only: bool, card_data: Mapping[str, Any]
+) -> None:
+    """Write the card of a model, unless there is one that somebody else wrote."""
+    card, location = folder / CARD, parse_location(path)
+    if card.exists() and _MARKER.encode() not in card.read_bytes():
+        warn_outside(
+            f"{f'{os.fspath(location)}/{CARD}'!r} was not written by save_model(), so it is kept. Rename it to get a "
+            "model card, or copy what it should say from a card in another directory."
+        )
+        return
+    card_data = {"model_name": Path(location).resolve().name, **card_data}
+    run, model = trainer.current_run, trainer.get_model(keep_torch_compile=False)
+    history = trainer.run_history if isinstance(trainer.run_history, InMemoryRunHistory) else InMemoryRunHistory()
+    loaded = run.loaded if run.loaded is not None and run.loaded.update == trainer.progress.update else None
+    row = _row_of_weights(history, loaded) if trainer.progress.update else {}
+    saved, later = _numbers(row), _numbers(run.evaluation.metrics if run.evaluation else {})
+    kind, settings = class_of(model), list(_settings(trainer))
+    text = render(
+        "model_card.md",
+        metadata=_metadata(run, saved, later, card_data),
+        marker=_MARKER,
+        name=card_data["model_name"],
+        description=describe_model(trainer),
+        progress=trainer.progress,
+        training=run.training,
+        loaded=loaded,
+        trainable_only=trainable_only,
+        epoch=row.get("epoch"),
+        saved=saved,
+        later=later,
+        format_value=format_value,
+        format_metric=format_metric,
+        has_curves=_draw_curves(history, folder / "curves.png"),
+        kind=kind.__name__,
+        module=_public_module(kind),
+        is_pretrained=(folder / "config.json").exists() and hasattr(kind, "from_pretrained"),  # as transformers saves
+        settings=[Column("setting", [name for name, _ in settings]), Column("value", [text for _, text in settings])],
+        model=model,
+    )
+    with replacing(card) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _row_of_weights(history: InMemoryRunHistory, loaded: LoadedWeights | None) -> dict[str, Any]:
+    """Return the metrics of the epoch whose weights the model has; an empty dict if the epoch is unknown."""
+    expected: dict[str, Any] = {} if loaded is None else {"epoch": None, **loaded.numbers}
+    names = {"epoch", *history.curves()}
+    rows = [{name: value for name, value in row.items() if name in names} for row in history.rows()]
+    return next((row for row in reversed(rows) if expected.items() <= row.items()), {})
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of the model that are finite numbers, by names that do not depend on who evaluated it."""
+    numbers = {
+        name.removesuffix("_epoch").replace("evaluation_", "eval_"): to_number(value)
+        for name, value in metrics.items()
+        if name != "epoch" and not is_monitor(name)
+    }
+    return {name: x for name, x in numbers.items() if isinstance(x, (int, float)) and math.isfinite(x)}
+
+
+def _metadata(run: Run, saved: Mapping[str, float], later: Mapping[str, float], card_data: Mapping[str, Any]) -> str:
+    """Return the metadata of a card as YAML, as the Hugging Face Hub reads it."""
+    from huggingface_hub import EvalResult, ModelCardData  # takes longer to import than all of this package
+
+    datasets = [part.eval_dataset for part in (run.training, run.evaluation) if part is not None]
+    parts = {name.replace("_", " ") for data in datasets if isinstance(data, dict) for name in data}
+    same_data = len(datasets) == 2 and datasets[0] is datasets[1]
+    by_split = {"validation": {**saved, **later}} if same_data else {"validation": saved, "test": later}
+    panels = panels_by_metric([*saved, *later])
+    datasets_in_card = card_data.get("datasets") or "evaluation-data"
+    dataset = datasets_in_card if isinstance(datasets_in_card, str) else datasets_in_card[0]
+    results = [
+        EvalResult(
+            task_type=card_data.get("pipeline_tag", "other"),
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_config=None if data == "eval" else data,
+            dataset_split=split,
+            metric_type=title.replace(" ", "_"),
+            metric_name=title,
+            metric_value=value,
+        )
+        for split, numbers in by_split.items()
+        for name, value in numbers.items()
+        for title, _, _, data in [panels[name]]
+        if data in {"eval", *parts}  # rather than of training, or of averaged weights, which are not saved
+    ]
+    entries = {"library_name": "pytorch", "tags": ["pytorch-accel-lite"], "eval_results": results or None, **card_data}
+    return ModelCardData(**entries).to_yaml()
+
+
+def _draw_curves(history: InMemoryRunHistory, path: Path) -> bool:
+    """Draw the curves of the metrics, and return whether there is anything to draw, and matplotlib to do so."""
+    with suppress(ImportError, NothingToPlotError), replacing(path) as temporary:
+        history.plot().savefig(temporary, format="png", dpi=150)
+        return True
+    return False
+
+
+def _public_module(kind: type) -> str:
+    """Return the shortest name of a module that has a class; empty if it cannot be imported, or is of the program."""
+    parts = kind.__module__.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    having = [name for name in modules if getattr(sys.modules.get(name), kind.__qualname__, None) is kind]
+    return having[0] if having and having[0] != "__main__" else ""
+
+
+def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
+    """Yield the settings of the latest training, and what computed it, by name."""
+    run, training = trainer.current_run, trainer.current_run.training
+    if training is None:
+        return
+    datasets = {
+        "Training data": run.data.train_dataset,
+        "Evaluation data": training.eval_dataset,
+        "Data evaluated afterwards": run.evaluation and run.evaluation.eval_dataset,
+    }
+    yield from ((name, _describe_data(data)) for name, data in datasets.items() if data is not None)
+    record = setup_of(trainer, training.config.to_dict())
+    for name, value in (*training_facts(record), *environment_facts(record)):
+        if value:
+            yield name, value
+    for name, value in training.config.notable().items():
+        if not name.startswith(_OMITTED):
+            yield name.replace("_", " ").capitalize(), format_metric(value)
+    for log in trainer.callback_handler:
+        for name, value in log.config.items() if isinstance(log, RunLogCallback) else ():
+            yield name, format_metric(value)
+
+
+def _describe_data(data: Any) -> str:
+    if isinstance(data, dict):
+        return "; ".join(f"{name}: {_describe_data(part)}" for name, part in data.items())
+    length = find_length(data)
+    return type(data).__name__ + ("" if length is None else f", {length:,} samples")

@@ -1,0 +1,177 @@
+"""Reading batches with random numbers that are a function of the seed, the epoch and the position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from pytorch_accel_lite.base.randomness import generator_with, mix, seed_generators
+from pytorch_accel_lite.data.reading import SampleReader, reads_batches
+
+#: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
+#: follow; the position of the first sample; the indices of the samples.
+SeededShare = tuple[int, int, int, list[Any]]
+#: The generators whose draws are told apart: torch's, and those of python and numpy.
+_TORCH, _OTHERS = "torch", "others"
+_NONE: frozenset[str] = frozenset()
+_ALL = frozenset({_TORCH, _OTHERS})
+#: What tells the state of a generator, and the generator.
+_ASKS = [
+    (vars(random), "getstate", _OTHERS),
+    (vars(np.random), "get_state", _OTHERS),
+    *((vars(module), name, _TORCH) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
+]
+#: Any seed, and the numbers that the generators of python and numpy draw first after it.
+_KNOWN = 1
+_FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()
+
+
+class SeededReader(SampleReader):
+    """Reads and collates batches with randomness that is a function of (seed, epoch, position).
+
+    Every sample is read with generators seeded from its place in the epoch's order, and collating a batch continues
+    from the last one. A dataset that reads many samples at once (``__getitems__``) gets one seed for them. So the
+    number of workers, the number of processes and interruptions do not affect what is read.
+
+    Seeding takes longer than reading many a sample. A generator from which the first batch has not drawn, nor asked for
+    its state, is only watched in those that follow: if one draws from it nonetheless, that batch is read again, and
+    from then on every sample gets its seed. Torch's generator is left as it was.
+
+    :param collate: makes a batch of samples
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+        super().__init__(dataset)
+        self._collate = collate
+        self._reads_batches = reads_batches(dataset)
+        self._by_samples: frozenset[str] | None = None  # the generators that samples draw from, once known
+        self._by_collating = _NONE  # others, that collating draws from
+        self._asks = _Asks()
+
+    def __getitems__(self, share: SeededShare) -> Any:  # type: ignore[override]
+        """Return the batch of a share."""
+        state = torch.default_generator.get_state()
+        try:
+            if self._reads_batches:
+                seed_generators(share[0])
+                return self._collate(self.dataset.__getitems__(share[3]))
+            if self._by_samples is None:
+                return self._read_first(share)
+            return self._read(share, self._by_samples, state)
+        finally:
+            torch.default_generator.set_state(state)
+
+    def _read_first(self, share: SeededShare) -> Any:
+        """Return a batch, and note which generators it draws from."""
+        last = _last_seed(share)
+        with self._asks:
+            samples = super().__getitems__(_seeding(share, _ALL))
+        drawn = _drawn_since(last) | self._asks.of
+        with self._asks:
+            batch = self._collate(samples)
+        self._by_samples, self._by_collating = drawn, (_drawn_since(last) | self._asks.of) - drawn
+        return batch
+
+    def _read(self, share: SeededShare, seeded: frozenset[str], state: torch.Tensor) -> Any:
+        """Return a batch, which is read again if its samples depend on other generators than were seeded.
+
+        :param seeded: generators that get the seed of each sample
+        :param state: that of torch's generator
+        """
+        watched = _ALL - seeded
+        if not watched:
+            return self._collate(super().__getitems__(_seeding(share, seeded)))
+        if _OTHERS in watched:
+            seed_generators(_KNOWN, with_torch=False)
+        drawn, error = _NONE, None
+        with self._asks:
+            try:
+                samples = super().__getitems__(_seeding(share, seeded) if seeded else share[3])
+                if self._by_collating:
+                    drawn = self._drawn_from(self._by_collating, state)
+                    watched -= self._by_collating
+                    seed_generators(_last_seed(share), _TORCH in self._by_collating, _OTHERS in self._by_collating)
+                batch = self._collate(samples)
+            except Exception as raised:  # perhaps due to a number
+                error = raised
+        drawn |= self._drawn_from(watched, state)
+        if drawn:
+            torch.default_generator.set_state(state)
+            self._by_samples = seeded | drawn
+            self._by_collating -= drawn
+            return self._read(share, self._by_samples, state)
+        if error is not None:
+            raise error
+        return batch
+
+    def _drawn_from(self, watched: frozenset[str], state: torch.Tensor) -> frozenset[str]:
+        """Return which of the generators have moved on, or have been asked for their states."""
+        drawn = watched & self._asks.of
+        if _TORCH in watched:
+            now = torch.default_generator.get_state()
+            if now.numpy().tobytes() != state.numpy().tobytes():  # takes less time than torch.equal
+                drawn |= {_TORCH}
+        if _OTHERS in watched and (random.random(), np.random.random_sample()) != _FIRST_DRAWN:
+            drawn |= {_OTHERS}
+        return drawn
+
+
+def as_collated(batch: Any) -> Any:
+    """Return what has been collated where it was read."""
+    return batch
+
+
+def _seeding(share: SeededShare, generators: frozenset[str]) -> Iterator[Any]:
+    """Yield the indices of samples, setting generators to the seed of each."""
+    _, epoch_seed, first, indices = share
+    with_torch, with_others = _TORCH in generators, _OTHERS in generators
+    for position, index in enumerate(indices, first):
+        seed_generators(mix(position, after=epoch_seed), with_torch, with_others)
+        yield index
+
+
+def _last_seed(share: SeededShare) -> int:
+    _, epoch_seed, first, indices = share
+    return mix(first + len(indices) - 1, after=epoch_seed)
+
+
+class _Asks:
+    """Notes whose states are asked for in a block.
+
+    Code that does so may depend on them even if it draws no number, or restore them afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.of: set[str] = set()
+        self._usual: list[Callable[..., Any]] = []
+        self._noting = [partial(self._note, generator, number) for number, (_, _, generator) in enumerate(_ASKS)]
+
+    def __enter__(self) -> None:
+        self.of.clear()
+        self._usual = [names[name] for names, name, _ in _ASKS]
+        for (names, name, _), note in zip(_ASKS, self._noting, strict=True):
+            names[name] = note
+
+    def __exit__(self, *error: object) -> None:
+        for (names, name, _), usual in zip(_ASKS, self._usual, strict=True):
+            names[name] = usual
+
+    def _note(self, generator: str, number: int, *args: Any, **kwargs: Any) -> Any:
+        self.of.add(generator)
+        return self._usual[number](*args, **kwargs)
+
+
+def _drawn_since(seed: int) -> frozenset[str]:
+    """Return the generators from which a number has been drawn since all were given this seed."""
+    before: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state()
+    now: Any = np.random.get_state()
+    is_numpy_new = before[2:] == now[2:] and np.array_equal(before[1], now[1])
+    is_python_new = random.Random(seed).getstate() == random.getstate()
+    is_torch_new = torch.equal(torch.default_generator.get_state(), generator_with(seed).get_state())
+    is_new = {_TORCH: is_torch_new, _OTHERS: is_numpy_new and is_python_new}
+    return frozenset(name for name, unused in is_new.items() if not unused)

@@ -1,0 +1,308 @@
+"""Comparing two settings under several seeds: whether the difference of a metric is real or chance."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from pytorch_accel_lite.experiment.experiment import Experiment
+from pytorch_accel_lite.experiment.results import Results, check_is_same, described, text_table, write_json
+from pytorch_accel_lite.experiment.run_folders import settings_of
+from pytorch_accel_lite.experiment.seed_runs import OUTPUT, Made, SeedRun, results_of
+from pytorch_accel_lite.utils import as_json, format_metric, format_value, import_extra, result_of_first
+
+Setting = str | os.PathLike[str] | Callable[[int, Path], Made]
+
+_SETTINGS = "settings.json"
+_COMPARISON = "comparison.json"
+
+
+class MeanDifference(NamedTuple):
+    """An interval for the mean of a difference, by a t-test.
+
+    :param low: its lower end
+    :param high: its upper end
+    :param p_value: how probable a difference at least as large would be if the settings did not differ
+    """
+
+    low: float
+    high: float
+    p_value: float
+
+
+@dataclass(frozen=True, repr=False)
+class SeedComparison(Results):
+    """Two settings under the same seeds, as returned by :func:`compare_seeds`. Printing it shows a table.
+
+    All differences are the second setting minus the first.
+
+    :param names: names of both settings
+    :param metric: the metric that is compared
+    :param greater_is_better: whether greater values of it are better; ``None`` if unknown
+    :param seeds: the seeds
+    :param values: the values of the metric under each seed, for both settings
+    :param confidence: confidence level of the intervals
+    :param settings: the settings that differ, with both values; empty unless both come from files
+    """
+
+    names: tuple[str, str]
+    metric: str
+    greater_is_better: bool | None
+    seeds: list[int]
+    values: tuple[list[float], list[float]]
+    confidence: float
+    settings: dict[str, tuple[Any, Any]]
+
+    @property
+    def differences(self) -> list[float]:
+        """The difference under each seed."""
+        return [second - first for first, second in zip(*self.values, strict=True)]
+
+    @property
+    def difference(self) -> float:
+        """The mean of the differences."""
+        return statistics.fmean(self.differences)
+
+    @property
+    def paired(self) -> MeanDifference:
+        """The interval of the difference, from those under each seed (paired t-test)."""
+        return self._interval("ttest_rel")
+
+    @property
+    def unpaired(self) -> MeanDifference:
+        """The interval that the difference would have if the runs had no seeds in common (Welch's t-test)."""
+        return self._interval("ttest_ind", equal_var=False)
+
+    def _interval(self, test: str, **options: Any) -> MeanDifference:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of differences that are all the same
+            result = getattr(_statistics(), test)(*reversed(self.values), **options)
+            low, high = result.confidence_interval(self.confidence)
+        return MeanDifference(float(low), float(high), float(result.pvalue))
+
+    @property
+    def gain(self) -> float:
+        """How many times narrower pairing makes the interval."""
+        (low, high, _), (unpaired_low, unpaired_high, _) = self.paired, self.unpaired
+        return (unpaired_high - unpaired_low) / (high - low) if high > low else math.inf
+
+    @property
+    def conclusion(self) -> str:
+        """``"greater"`` or ``"smaller"``, for the second setting; ``"undecided"``, or ``"identical"`` in every run."""
+        if not any(self.differences):
+            return "identical"
+        low, high, _ = self.paired
+        return "greater" if low > 0 else "smaller" if high < 0 else "undecided"
+
+    @property
+    def better(self) -> str | None:
+        """The name of the better setting; ``None`` if that is undecided, or unknown which values are better."""
+        if self.conclusion not in ("greater", "smaller") or self.greater_is_better is None:
+            return None
+        return self.names[self.greater_is_better == (self.conclusion == "greater")]
+
+    @property
+    def verdict(self) -> str:
+        """The conclusion in words."""
+        first, second = self.names
+        if self.conclusion == "identical":
+            return f"No difference: what differs between {first} and {second} leaves {self.metric} exactly as it is."
+        low, high, _ = self.paired
+        interval = f"{self._level} interval from {low:.3g} to {high:.3g}"
+        if self.conclusion == "undecided":
+            return (
+                f"Undecided: the difference of {self.metric} may be chance ({interval}). If it is real, more seeds can "
+                f"show it, such as {2 * len(self.seeds)}; the runs that are finished are kept."
+            )
+        by = f"by {abs(self.difference):.3g} ({interval})" + (f"; {self.better} is better" if self.better else "")
+        return f"Real: {self.metric} is {self.conclusion} in {second} than in {first}, {by}."
+
+    @property
+    def _level(self) -> str:
+        return f"{100 * self.confidence:.4g}%"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each seed, with ``seed``, the values of both settings, and ``difference``."""
+        columns = zip(self.seeds, *self.values, self.differences, strict=True)
+        return [dict(zip(("seed", *self.names, "difference"), row, strict=True)) for row in columns]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields and properties, as JSON can hold them: those of ``comparison.json``."""
+        names = ("conclusion", "better", "verdict", "difference", "differences", "gain")
+        intervals = {"paired": self.paired._asdict(), "unpaired": self.unpaired._asdict()}
+        content: dict[str, Any] = as_json({**vars(self), **intervals, **{name: getattr(self, name) for name in names}})
+        return content
+
+    def __repr__(self) -> str:
+        cells = [["seed", *map(str, self.seeds), "mean", "deviation"]]
+        for name, column in zip((*self.names, "difference"), (*self.values, self.differences), strict=True):
+            summarised = [*column, statistics.fmean(column), statistics.stdev(column)]
+            cells.append([name, *map(format_value, summarised)])
+        tests = [["difference", "paired", "unpaired"], [f"{self._level} interval"], ["p-value"]]
+        for low, high, p_value in (self.paired, self.unpaired):
+            tests[1].append(f"{low:.3g} to {high:.3g}")
+            tests[2].append(f"{p_value:.3g}")
+        title = f"{self.metric} of {self.names[0]} and {self.names[1]} under {len(self.seeds)} seeds"
+        differing = [f"  {key}: {format_metric(a)} -> {format_metric(b)}" for key, (a, b) in self.settings.items()]
+        without = [f"Without pairing, the interval is {self.gain:.3g} times as wide."] * math.isfinite(self.gain)
+        tables = [*text_table(cells), "", *text_table(tests)]
+        return "\n".join([title, *differing, "", *tables, "", *without, self.verdict])
+
+
+def _statistics() -> ModuleType:
+    return import_extra("scipy.stats", "stats", "compare_seeds()")
+
+
+def compare_seeds(
+    a: Setting,
+    b: Setting,
+    *,
+    seeds: int | Sequence[int] = 5,
+    metric: str = "eval_loss_epoch",
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    confidence: float = 0.95,
+    processes: int | None = None,
+    save_dir: str | os.PathLike[str] = "seed_comparison",
+) -> SeedComparison:
+    """Train two settings under the same seeds, and tell whether the difference of a metric is real or chance.
+
+    Under a seed, both settings have the same initial weights, order of the data and augmentation, as far as they do not
+    differ in these. This pairs the runs, and the difference has a narrower interval.
+
+    The value of a run is the one after its last epoch, or with a ``SaveBestModelCallback`` the one of its best model.
+    A second call continues with the runs that are missing, and a run that was being trained resumes from its training
+    state, if it saves any. With several processes of a launcher, call it on each.
+
+    :param a: the path of an experiment file; or a function that is called with a seed and the folder of the run, and
+        returns an :class:`Experiment`, or a new trainer with this seed and the arguments of its ``train``:
+        ``return trainer, {"train_dataset": data, "num_epochs": 3}``
+    :param b: the setting to compare it with, likewise
+    :param seeds: number of seeds, from 0 on; or a list of them
+    :param metric: name of the metric in the run history
+    :param overrides: of both files, as in :meth:`Experiment.from_file`
+    :param confidence: confidence level of the intervals
+    :param processes: how many runs are trained at the same time, each in a new process and on one of the GPUs in turn;
+        functions must then be those of a module, and what a run prints is in ``output.txt`` in its folder. By default
+        all runs are trained in this process.
+    :param save_dir: where everything is written: the folders of the runs, as in ``a/seed-0``, and ``comparison.json``
+    :raises ValueError: before training, if an argument is wrong, or both settings are the same; if ``save_dir`` has
+        runs of other settings; if no run records the metric, or it is no finite number
+    :raises ExperimentError: if something in a file is wrong
+    :raises ImportError: if SciPy is not installed (extra ``stats``)
+    :raises RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``
+    """
+    _statistics()  # before any training
+    numbers = _check_seeds(seeds)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence!r} must be between 0 and 1, such as 0.95.")
+    if processes is not None:
+        _check_processes(processes, (a, b))
+    if overrides and callable(a) and callable(b):
+        raise ValueError(f"overrides={overrides!r} are those of files, but a and b are functions. Omit them.")
+    folder = Path(save_dir)
+    makes: list[Any] = [_FromFile(x, overrides) if isinstance(x, (str, os.PathLike)) else x for x in (a, b)]
+    about = {part: _settings_of(part, make, numbers[0], folder) for part, make in zip("ab", makes, strict=True)}
+    first, second = about.values()
+    differing = {key: (first.get(key), second.get(key)) for key in first | second if first.get(key) != second.get(key)}
+    if not differing:
+        raise ValueError(
+            f"a={a!r} and b={b!r} are the same setting, so every difference would be zero. Let them differ in what is "
+            "to be compared."
+        )
+    result_of_first(partial(_claim, folder, about))
+    are_files = all(isinstance(make, _FromFile) for make in makes)
+    names = _names(makes)
+    runs = [
+        SeedRun(make, name, seed, folder / part / f"seed-{seed}", metric)
+        for seed in numbers
+        for make, name, part in zip(makes, names, "ab", strict=True)
+    ]
+    results = results_of(runs, processes)
+    values = [run.value_in(result) for run, result in zip(runs, results, strict=True)]
+    direction = results[0]["greater_is_better"].get(metric)
+    of_both = values[::2], values[1::2]
+    comparison = SeedComparison(names, metric, direction, numbers, of_both, confidence, differing if are_files else {})
+    result_of_first(lambda: write_json(folder / _COMPARISON, comparison.to_dict(), indent=2))
+    return comparison
+
+
+# ------------------------------------------------------------------------------------------------------ arguments
+
+
+def _check_seeds(seeds: Any) -> list[int]:
+    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds) if isinstance(seeds, Sequence) else []
+    is_valid = all(isinstance(seed, int) and 0 <= seed < 2**32 for seed in numbers)
+    if not is_valid or len({*numbers}) < max(2, len(numbers)):
+        raise ValueError(
+            f"seeds={seeds!r} must be a number of at least 2, or a list of at least 2 different seeds from 0 on: how "
+            "much chance matters shows only in several runs."
+        )
+    return numbers
+
+
+def _check_processes(processes: int, settings: tuple[Setting, Setting]) -> None:
+    if processes < 1:
+        raise ValueError(f"processes={processes!r} must be at least 1, or None to train in this process.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"processes={processes}: a launcher has started the processes already. Omit the argument.")
+    try:
+        pickle.dumps(settings)
+    except Exception as error:
+        raise ValueError(
+            f"a or b cannot be sent to a new process: {error}. Pass functions of a module, not lambdas or functions "
+            "within functions, or leave processes at None."
+        ) from error
+
+
+class _FromFile(NamedTuple):
+    """A setting that is described by a file."""
+
+    path: str | os.PathLike[str]
+    overrides: Mapping[str, Any] | Sequence[str]
+
+    def __call__(self, seed: int, folder: Path) -> Experiment:
+        own = {"trainer.seed": seed, "output_dir": str(folder), "overwrite": "true"}
+        if isinstance(self.overrides, Mapping):
+            return Experiment.from_file(self.path, {**self.overrides, **own})
+        return Experiment.from_file(self.path, [*self.overrides, *(f"--{key}={value}" for key, value in own.items())])
+
+
+def _settings_of(part: str, make: Any, seed: int, folder: Path) -> dict[str, Any]:
+    """Return what a setting consists of, as far as it is known."""
+    if isinstance(make, _FromFile):
+        settings = settings_of(make(seed, folder).config, {})
+        return {key: value for key, value in settings.items() if key != "trainer.seed"}
+    if not callable(make):
+        raise ValueError(
+            f"{part}={make!r} must be the path of an experiment file, or a function that returns a trainer."
+        )
+    return {"function": make}
+
+
+def _claim(folder: Path, about: dict[str, dict[str, Any]]) -> None:
+    """Write what the settings consist of, or check that it is what the runs in a folder were trained with."""
+    path, size = folder / _SETTINGS, int(os.environ.get("WORLD_SIZE", "1"))
+    named = {f"{part}.{key}": value for part, settings in about.items() for key, value in settings.items()}
+    now = json.loads(json.dumps({**named, "WORLD_SIZE": size}, default=described))
+    if path.exists() and any(file.name != OUTPUT for file in folder.glob("[ab]/*/*")):  # of runs that have begun
+        check_is_same(folder, json.loads(path.read_text()), now, "runs")
+    write_json(path, now)
+
+
+def _names(makes: list[Any]) -> tuple[str, str]:
+    """Return what both settings are called: files and functions by their names, if these tell them apart."""
+    first, second = (
+        Path(make.path).stem if isinstance(make, _FromFile) else getattr(make, "__name__", part)
+        for part, make in zip("ab", makes, strict=True)
+    )
+    return ("a", "b") if first == second else (first, second)
