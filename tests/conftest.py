@@ -34,9 +34,10 @@ def pytest_configure() -> None:
     """Have temporary files in memory, if there is room: states are flushed to the disk file by file, which takes long.
 
     A ``TMPDIR`` of the environment is respected. Nor is time lost on names: torch asks for those of its own
-    connections, and where questions are lost, each costs five seconds by default.
+    connections, and where questions are lost, each costs five seconds by default. Nor does MLflow tell anyone.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
         return
     found = os.statvfs(MEMORY)

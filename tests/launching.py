@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
+import importlib
 import os
 import runpy
 import signal
@@ -260,6 +262,7 @@ class Fork:
         try:
             file = os.open(self.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             sys.stdout = sys.stderr = open(file, "w", buffering=1, closefd=False)  # noqa: SIM115
+            faulthandler.enable(file)
             use_filters(warnings.filters)
             os.environ["OMP_NUM_THREADS"] = "1"  # a copy lacks the threads that OpenMP may have started here
             torch.set_num_threads(torch.get_num_threads())  # as in _run_as_rank
@@ -288,12 +291,16 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float = PATIENCE) -> int:
+        """Return its exit status; end it if it takes longer than this, and tell where each of its threads was."""
         deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            assert time.monotonic() < deadline, f"not done within {timeout} seconds"
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGABRT)
+                while self.poll() is None:
+                    time.sleep(0.002)
+                raise AssertionError(f"not done within {timeout} seconds:\n{self.output.read_text()}")
             time.sleep(0.002)
-        assert self.returncode is not None
-        return self.returncode
+        return code
 
 
 class EarlyCopy:
@@ -316,12 +323,16 @@ class EarlyCopy:
                 request = requests.recv()
                 if isinstance(request, int):
                     requests.send(forks[request].poll())
+                elif isinstance(request, str):
+                    importlib.import_module(request)
+                    requests.send(None)
                 else:
                     fork = Fork(*request)
                     forks[fork.pid] = fork
                     requests.send(fork.pid)
 
-    def ask(self, request: int | tuple[Callable[[], Any], Path]) -> Any:
+    def ask(self, request: int | str | tuple[Callable[[], Any], Path]) -> Any:
+        """Fork an action, look what has become of a process, or import a module, which later forks have then."""
         self._here.send(request)
         assert self._here.poll(PATIENCE), "the copy of this process that forks others gives no answer"
         return self._here.recv()
@@ -331,10 +342,15 @@ class EarlyCopy:
         self._process.wait()
 
 
-class EarlyFork(Fork):
-    """A fork of the early copy instead of this process.
+def _with_filters(filters: list[Any], action: Callable[[], Any]) -> None:
+    use_filters(filters)
+    action()
 
-    :param action: a function that can be pickled
+
+class EarlyFork(Fork):
+    """A fork of the early copy instead of this process; take it wherever the action can be pickled.
+
+    A copy of this process may wait for ever for a lock that a thread held, here, as it was made.
     """
 
     copy: EarlyCopy  # conftest.py makes it before the first test
@@ -342,7 +358,7 @@ class EarlyFork(Fork):
     def __init__(self, action: Callable[[], Any], output: Path) -> None:
         self.output = output
         self.returncode = None
-        self.pid = self.copy.ask((action, output))
+        self.pid = self.copy.ask((partial(_with_filters, [*warnings.filters], action), output))
 
     def _reap(self) -> int | None:
         code: int | None = self.copy.ask(self.pid)
@@ -366,9 +382,13 @@ def run_forked(action: Callable[[], Any], *arguments: str, kind: type[Fork] = Fo
         return subprocess.CompletedProcess([*arguments], code, process.output.read_text())
 
 
+def _execute(code: str) -> None:
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+
+
 def run_code(code: str, *arguments: str) -> str:
     """Run Python code in a fork, and return what it printed."""
-    done = run_forked(lambda: exec(compile(code, "<code>", "exec"), {"__name__": "__main__"}), *arguments)
+    done = run_forked(partial(_execute, code), *arguments, kind=EarlyFork)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -381,25 +401,25 @@ def forget(*packages: str, installed: bool = True) -> None:
         sys.modules |= dict.fromkeys(packages)  # type: ignore[arg-type]
 
 
+def _execute_module(name: str) -> None:
+    for known in (name, f"{name}.__main__"):  # an interpreter has imported neither
+        sys.modules.pop(known, None)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module as ``python -m name arguments`` does, in a fork."""
+    return run_forked(partial(_execute_module, name), *arguments, kind=EarlyFork)
 
-    def run() -> None:
-        for known in (name, f"{name}.__main__"):  # an interpreter has imported neither
-            sys.modules.pop(known, None)
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
 
-    return run_forked(run, *arguments)
+def _execute_script(path: Path) -> None:
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def run_script(path: str, *arguments: str) -> str:
     """Run a script as ``python path arguments`` does, in a fork, and return what it printed."""
-
-    def run() -> None:
-        sys.path.insert(0, str((ROOT / path).parent))
-        runpy.run_path(str(ROOT / path), run_name="__main__")
-
-    done = run_forked(run, *arguments)
+    done = run_forked(partial(_execute_script, ROOT / path), *arguments, kind=EarlyFork)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

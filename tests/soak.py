@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from tests.faulty_store import FaultyStore
-from tests.launching import Fork, run_elastic
+from tests.launching import EarlyFork, Fork, run_elastic
 from tests.scripts.resumable import Lingers, run_to_the_end
 
 _PATIENCE = 3600
@@ -56,7 +56,7 @@ def soak(
         slowly = {"delay": 0.0 if is_to_end else 0.05, "extra": (lingers,)}
         run = partial(run_to_the_end, target, **slowly, **options, **_saver(target, sharded_remotely))
         count = processes if logical is None else int(torch.randint(1, logical + 1, (), generator=generator))
-        return Fork(run if count == 1 else partial(run_elastic, count, run), folder / "output")
+        return EarlyFork(run if count == 1 else partial(run_elastic, count, run), folder / "output")
 
     is_job = processes > 1 or logical is not None
     whole, killed = folder / "whole", folder / "killed"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.launching import ROOT, run_elastic_script, run_forked
+from tests.launching import ROOT, EarlyFork, run_elastic_script, run_forked
 from tests.scripts.own_iterable import EPOCHS, KINDS, by_hand, train
 from tests.tasks import equal
 
@@ -30,7 +30,7 @@ def ended(folder: Path, processes: int, kind: str, seed: int, kill_at: int) -> l
     arguments = [str(folder), kind, str(seed), str(kill_at)]
     if processes == 1:
         start = partial(runpy.run_path, str(ROOT / SCRIPT), None, "__main__")
-        codes = [run_forked(start, *arguments).returncode for _ in range(2 if kill_at else 1)]
+        codes = [run_forked(start, *arguments, kind=EarlyFork).returncode for _ in range(2 if kill_at else 1)]
         assert codes == [*[-signal.SIGKILL] * (len(codes) - 1), 0]
     else:
         done = run_elastic_script(processes, SCRIPT, *arguments, max_restarts=1)

@@ -19,7 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.distributed.ranks import timeout_of
-from tests.launching import Fork, run_elastic_script
+from tests.launching import EarlyFork, Fork, run_elastic_script
 from tests.ranks import IN_ORDER, rank, world_size
 from tests.scripts.resumable import run_to_the_end
 from tests.sharded import create_model, fit, shard
@@ -170,7 +170,7 @@ def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, two
 @pytest.mark.slow
 def test_the_program_ends_at_once_when_asked(tmp_path):
     output = tmp_path / "output"
-    process = Fork(partial(stuck_while_reading, end=True), output)
+    process = EarlyFork(partial(stuck_while_reading, end=True), output)
     assert process.wait() == 75
     assert output.read_text().endswith("The job ends with exit code 75.\n")
 

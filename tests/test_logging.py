@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
-from tests.launching import SOAK, Fork, run_code
+from tests.launching import SOAK, EarlyFork, run_code
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
 
@@ -67,20 +67,12 @@ def whole(folder: Path) -> dict[str, Any]:
     }
 
 
-def import_trackers() -> None:
-    """Once, and not in each copy of this process."""
-    import mlflow
-    from torch.utils.tensorboard import SummaryWriter
-
-    assert mlflow
-    assert SummaryWriter
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logged")
-    import_trackers()
-    process = Fork(lambda: run_with_mlflow(folder), folder / "output")
+    for tracker in ("mlflow", "torch.utils.tensorboard"):
+        EarlyFork.copy.ask(tracker)  # so that no fork imports it again
+    process = EarlyFork(partial(run_with_mlflow, folder), folder / "output")
     assert process.wait() == 0, (folder / "output").read_text()
     return folder
 
@@ -131,7 +123,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
     while True:
         began = page.stat().st_mtime_ns if page.exists() else 0
         again = partial(run_with_mlflow, tmp_path, saver_first, delay=0.05, is_to_end=kills == wanted)
-        process = Fork(again, tmp_path / "output")
+        process = EarlyFork(again, tmp_path / "output")
         if kills < wanted:
             deadline = time.monotonic() + 60
             while process.poll() is None and time.monotonic() < deadline:

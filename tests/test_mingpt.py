@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.launching import run_forked
+from tests.launching import EarlyFork, run_forked
 from tests.tasks import equal, listener, weights
 
 TEXT = "to be, or not to be, that is the question: whether 'tis nobler in the mind to suffer"
@@ -126,7 +126,7 @@ def test_clipped_and_decayed_in_groups_it_equals_its_hand_written_loop():
 @pytest.mark.programs
 def test_killed_in_each_epoch_and_resumed_it_still_equals_that_loop(tmp_path):
     for update, saved in ((3, 2), (9, 8)):
-        killed = run_forked(partial(by_trainer, tmp_path, killed_at=update))
+        killed = run_forked(partial(by_trainer, tmp_path, killed_at=update), kind=EarlyFork)
         assert killed.returncode == -signal.SIGKILL, killed.stdout
         assert max(tmp_path.glob("update-*")).name == f"update-{saved:09d}"
     assert equal(by_trainer(tmp_path), by_hand())
