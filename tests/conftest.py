@@ -38,6 +38,7 @@ def pytest_configure() -> None:
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    torch.set_num_threads(1)  # copies of this process could not use more
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
         return
     found = os.statvfs(MEMORY)

@@ -124,7 +124,7 @@ class WarmPython(subprocess.Popen[str]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _prepare(self, cwd: Any, env: dict[str, str] | None, pipes: tuple[int, ...], starts_session: bool) -> None:
-        _leave_objects_alone()
+        _begin_copy()
         for source, target in ((pipes[0], 0), (pipes[3], 1), (pipes[5], 2)):
             if source not in (-1, target):
                 os.dup2(source, target)
@@ -237,8 +237,14 @@ def _print_warning(message: Any, category: Any, filename: str, lineno: int, file
     print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
 
 
-def _leave_objects_alone() -> None:
-    """In a copy of a process, do not look for garbage among all that it has left, which takes seconds each time."""
+def _begin_copy() -> None:
+    """In a copy of a process, do without what it lacks, and without looking for garbage among all that it has left.
+
+    It lacks the threads of OpenMP, and would wait for ever for those that were started before. And to look through all
+    objects takes seconds each time.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     gc.freeze()
 
 
@@ -258,14 +264,12 @@ class Fork:
 
     def _run(self, action: Callable[[], Any]) -> None:
         code = 1
-        _leave_objects_alone()
+        _begin_copy()
         try:
             file = os.open(self.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             sys.stdout = sys.stderr = open(file, "w", buffering=1, closefd=False)  # noqa: SIM115
             faulthandler.enable(file)
             use_filters(warnings.filters)
-            os.environ["OMP_NUM_THREADS"] = "1"  # a copy lacks the threads that OpenMP may have started here
-            torch.set_num_threads(torch.get_num_threads())  # as in _run_as_rank
             for state in (AcceleratorState, GradientState, PartialState):
                 state._reset_state()
             action()
