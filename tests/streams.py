@@ -62,7 +62,21 @@ class ForgetfulCut(Cut):
     state_dict = None
 
 
-SHELVES = {"shelf": Shelf, "forgetful": Forgetful, "own part": Shelf, "cut": Cut, "forgetful cut": ForgetfulCut}
+class ForItsLoader(Shelf):
+    """As the streams of litdata and MosaicML: their own loaders pass what has been read."""
+
+    def state_dict(self, num_samples):
+        raise NotImplementedError("only its loader calls it")
+
+
+SHELVES = {
+    "shelf": Shelf,
+    "forgetful": Forgetful,
+    "for its loader": ForItsLoader,
+    "own part": Shelf,
+    "cut": Cut,
+    "forgetful cut": ForgetfulCut,
+}
 
 
 def hugging_face(size: int, read: list[int], num_shards: int = 3) -> Any:

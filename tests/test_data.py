@@ -507,6 +507,45 @@ def test_collating_continues_from_the_last_sample_whether_or_not_that_has_drawn(
     assert len(torch.stack(found[0]).unique()) == 12
 
 
+class Jitter:
+    """A transform whose generators are its own, as those of albumentations and MONAI are."""
+
+    of_all = np.random.RandomState()
+
+    def __init__(self) -> None:
+        self.numpy, self.python, self.torch = np.random.default_rng(), random.Random(), torch.Generator()
+        self.torch.seed()
+
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        drawn = self.of_all.rand(), self.numpy.random(), self.python.random(), torch.rand((), generator=self.torch)
+        return torch.cat([sample, torch.tensor([float(number) for number in drawn])])
+
+
+class Jittered(Rows):
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.transforms = {"train": [Jitter(), Jitter()]}
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)[0]
+        for transform in self.transforms["train"]:
+            sample = transform(sample)
+        return sample
+
+
+def test_generators_that_transforms_hold_are_seeded_for_each_sample():
+    def read(epoch: int, start: int = 0, workers: int = 0) -> torch.Tensor:
+        source = DataLoader(Jittered(regression_data(16)), 4, num_workers=workers)
+        loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True)
+        return torch.cat([loaded.data for loaded in loader.steps(epoch, start)])
+
+    first = read(1)
+    assert torch.equal(read(1, workers=2), first)
+    assert torch.equal(read(1, start=8), first[8:])
+    drawn = torch.cat([first[:, -8:], read(2)[:, -8:]])
+    assert len(drawn.unique()) == drawn.numel()
+
+
 def test_reading_data_under_a_seed_leaves_the_generators_of_training_the_same_whoever_reads():
     found = []
     for start, workers in ((4, 0), (4, 2), (5, 0)):

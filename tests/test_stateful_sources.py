@@ -40,6 +40,13 @@ def require(kind: str) -> None:
         pytest.importorskip("torchdata.stateful_dataloader")
 
 
+def test_a_stream_whose_state_only_its_loader_can_ask_for_is_read_again(tmp_path):
+    whole = train_on("for its loader", tmp_path)
+    resumed = train_on("for its loader", resume_from=tmp_path / f"{BATCHES + 4}")
+    assert same(resumed["seen"], whole["seen"][BATCHES + 4 :])
+    assert equal(resumed["weights"], whole["weights"])
+
+
 @pytest.mark.parametrize("kind", ["shelf", "hugging face", "loader", pytest.param("workers", marks=pytest.mark.slow)])
 def test_a_stateful_source_resumes_to_the_same_bits_without_reading_again(tmp_path, kind):
     require(kind)

@@ -74,7 +74,7 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {}}, "pass metrics to Trainer()."),
     ({"lr_scheduler_type": "cosine"}, "it is called create_scheduler_fn."),
     ({"warmup_ratio": 0.1}, "it is called warmup_steps."),
-    ({"num_workers": 3}, "'num_workers': pass it in train_dataloader_kwargs,"),
+    ({"num_workers": 3}, "'num_workers': pass it in train_dataloader_kwargs or "),
     ({"patience": 3}, "add EarlyStoppingCallback("),
     ({"monitor": "loss"}, "pass watch_metric to"),
     ({"lr": 0.1}, "pass it to the optimizer"),

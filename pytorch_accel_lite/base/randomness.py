@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,13 @@ from accelerate.utils import set_seed
 T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
+
+
+#: Kinds of random generators that objects may hold.
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+#: What holds none.
+_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.nn.Module, np.ndarray, np.generic)
+_MOST_SEARCHED = 10_000  # objects
 
 
 def mix(*numbers: int, after: int = 0) -> int:
@@ -63,6 +71,45 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
     if with_others:
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
+
+
+def find_generators(roots: Iterable[Any]) -> list[Any]:
+    """Return the random generators that objects hold: in attributes, of their classes too, and in lists and dicts.
+
+    As those of transforms of albumentations and MONAI. Lists that begin with data are not searched, nor are tensors
+    and modules.
+    """
+    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    left = [*roots]
+    while left and len(seen) < _MOST_SEARCHED:
+        item = left.pop()
+        if id(item) in seen or isinstance(item, (*_DATA, ModuleType, type)):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, _GENERATORS):
+            found[id(item)] = item
+        elif isinstance(item, (list, tuple)):
+            left += [] if item and isinstance(item[0], (*_DATA, list, tuple, dict)) else item
+        elif isinstance(item, dict):
+            left += item.values()
+        else:
+            left += getattr(item, "__dict__", {}).values()
+            inherited = (value for kind in type(item).__mro__ for value in vars(kind).values())
+            left += [value for value in inherited if isinstance(value, _GENERATORS)]
+    return [*found.values()]
+
+
+def seed_found(generators: Iterable[Any], seed: int) -> None:
+    """Seed generators of :func:`find_generators`, each differently."""
+    for number, generator in enumerate(generators):
+        own = mix(number, after=seed)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own >> 1)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(own).state
+        else:
+            generator.seed(own & 0xFFFFFFFF)
 
 
 def seed_all(seed: int) -> None:

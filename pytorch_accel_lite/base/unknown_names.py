@@ -96,7 +96,7 @@ _ADVICE = {
         "pass watch_metric to a SaveBestModelCallback or an EarlyStoppingCallback among the callbacks."
     ),
     "num_workers shuffle drop_last pin_memory sampler batch_sampler": (
-        "pass it in train_dataloader_kwargs, eval_dataloader_kwargs or dataloader_kwargs."
+        "pass it in train_dataloader_kwargs or eval_dataloader_kwargs of train(), or in dataloader_kwargs elsewhere."
     ),
     "lr learning_rate weight_decay momentum": "pass it to the optimizer that you pass to Trainer().",
     "save_every save_steps save_dir output_dir checkpoint_dir default_root_dir": (

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from inspect import signature
 from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,7 +30,13 @@ def can_return(stream: Any) -> bool:
 
 
 def _is_stateful(source: Any) -> bool:
-    return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+    if not all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    try:
+        signature(source.state_dict).bind()
+    except TypeError:  # for a loader of the same library, which knows the arguments, as of litdata and MosaicML
+        return False
+    return True
 
 
 def track_position(batches: Any, keeps: bool) -> PositionTracker | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.randomness import generator_with, mix, seed_generators
+from pytorch_accel_lite.base.randomness import find_generators, generator_with, mix, seed_found, seed_generators
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 
 #: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
@@ -40,7 +40,8 @@ class SeededReader(SampleReader):
 
     Seeding takes longer than reading many a sample. A generator from which the first batch has not drawn, nor asked for
     its state, is only watched in those that follow: if one draws from it nonetheless, that batch is read again, and
-    from then on every sample gets its seed. Torch's generator is left as it was.
+    from then on every sample gets its seed. Torch's generator is left as it was. Generators that the dataset and the
+    collate function hold themselves, such as those of transforms, get the seed of each sample, too.
 
     :param collate: makes a batch of samples
     """
@@ -51,14 +52,19 @@ class SeededReader(SampleReader):
         self._reads_batches = reads_batches(dataset)
         self._by_samples: frozenset[str] | None = None  # the generators that samples draw from, once known
         self._by_collating = _NONE  # others, that collating draws from
+        self._held: list[Any] | None = None  # generators of the dataset, found where it is read
         self._asks = _Asks()
 
     def __getitems__(self, share: SeededShare) -> Any:  # type: ignore[override]
         """Return the batch of a share."""
+        if self._held is None:
+            self._held = find_generators([self.dataset, self._collate])
         state = torch.default_generator.get_state()
         try:
             if self._reads_batches:
                 seed_generators(share[0])
+                if self._held:
+                    seed_found(self._held, share[0])
                 return self._collate(self.dataset.__getitems__(share[3]))
             if self._by_samples is None:
                 return self._read_first(share)
@@ -70,7 +76,7 @@ class SeededReader(SampleReader):
         """Return a batch, and note which generators it draws from."""
         last = _last_seed(share)
         with self._asks:
-            samples = super().__getitems__(_seeding(share, _ALL))
+            samples = super().__getitems__(self._seeding(share, _ALL))
         drawn = _drawn_since(last) | self._asks.of
         with self._asks:
             batch = self._collate(samples)
@@ -85,13 +91,14 @@ class SeededReader(SampleReader):
         """
         watched = _ALL - seeded
         if not watched:
-            return self._collate(super().__getitems__(_seeding(share, seeded)))
+            return self._collate(super().__getitems__(self._seeding(share, seeded)))
         if _OTHERS in watched:
             seed_generators(_KNOWN, with_torch=False)
         drawn, error = _NONE, None
         with self._asks:
             try:
-                samples = super().__getitems__(_seeding(share, seeded) if seeded else share[3])
+                has_seeds = seeded or self._held
+                samples = super().__getitems__(self._seeding(share, seeded) if has_seeds else share[3])
                 if self._by_collating:
                     drawn = self._drawn_from(self._by_collating, state)
                     watched -= self._by_collating
@@ -109,6 +116,17 @@ class SeededReader(SampleReader):
             raise error
         return batch
 
+    def _seeding(self, share: SeededShare, generators: frozenset[str]) -> Iterator[Any]:
+        """Yield the indices of samples, setting generators, and those that the dataset holds, to the seed of each."""
+        _, epoch_seed, first, indices = share
+        with_torch, with_others = _TORCH in generators, _OTHERS in generators
+        for position, index in enumerate(indices, first):
+            seed = mix(position, after=epoch_seed)
+            seed_generators(seed, with_torch, with_others)
+            if self._held:
+                seed_found(self._held, seed)
+            yield index
+
     def _drawn_from(self, watched: frozenset[str], state: torch.Tensor) -> frozenset[str]:
         """Return which of the generators have moved on, or have been asked for their states."""
         drawn = watched & self._asks.of
@@ -124,15 +142,6 @@ class SeededReader(SampleReader):
 def as_collated(batch: Any) -> Any:
     """Return what has been collated where it was read."""
     return batch
-
-
-def _seeding(share: SeededShare, generators: frozenset[str]) -> Iterator[Any]:
-    """Yield the indices of samples, setting generators to the seed of each."""
-    _, epoch_seed, first, indices = share
-    with_torch, with_others = _TORCH in generators, _OTHERS in generators
-    for position, index in enumerate(indices, first):
-        seed_generators(mix(position, after=epoch_seed), with_torch, with_others)
-        yield index
 
 
 def _last_seed(share: SeededShare) -> int:

@@ -50,8 +50,9 @@ def _likely_cause(trainer: TrainerLike) -> str:
         "To average the gradients of an additional module, call self.accelerator.prepare(module). Or the loss does not "
         "depend on all parameters: torch averages no gradients until it has those of every one. Freeze the unused ones "
         "with requires_grad_(False), or pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-        "find_unused_parameters=True)]). Other causes: optimizers created with different settings, or modules with "
-        f"different weights, on each process. {on_purpose}"
+        "find_unused_parameters=True)]). Other causes: optimizers created with different settings; modules with "
+        "different weights, on each process; or weights that the model draws in its first forward pass: call it once "
+        f"before the run, after torch.manual_seed. {on_purpose}"
     )
 
 
