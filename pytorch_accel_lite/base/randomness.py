@@ -24,8 +24,9 @@ _MASK = (1 << 64) - 1
 #: Kinds of random generators that objects may hold.
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 #: What holds none.
-_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.nn.Module, np.ndarray, np.generic)
+_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _MOST_SEARCHED = 10_000  # objects
+_MOST_PARTS = 1000  # of a list or dict
 
 
 def mix(*numbers: int, after: int = 0) -> int:
@@ -76,8 +77,8 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
 def find_generators(roots: Iterable[Any]) -> list[Any]:
     """Return the random generators that objects hold: in attributes, of their classes too, and in lists and dicts.
 
-    As those of transforms of albumentations and MONAI. Lists that begin with data are not searched, nor are tensors
-    and modules.
+    As those of transforms of albumentations and MONAI. Lists that begin with data, and long lists and dicts, are not
+    searched: these are samples.
     """
     found: dict[int, Any] = {}
     seen: dict[int, Any] = {}
@@ -90,9 +91,10 @@ def find_generators(roots: Iterable[Any]) -> list[Any]:
         if isinstance(item, _GENERATORS):
             found[id(item)] = item
         elif isinstance(item, (list, tuple)):
-            left += [] if item and isinstance(item[0], (*_DATA, list, tuple, dict)) else item
+            is_data = not item or len(item) > _MOST_PARTS or isinstance(item[0], (*_DATA, list, tuple, dict))
+            left += [] if is_data else item
         elif isinstance(item, dict):
-            left += item.values()
+            left += item.values() if len(item) <= _MOST_PARTS else ()
         else:
             left += getattr(item, "__dict__", {}).values()
             inherited = (value for kind in type(item).__mro__ for value in vars(kind).values())
