@@ -388,7 +388,7 @@ def test_training_states_on_the_hub_resume_to_the_same_bits(hub, tmp_path, capsy
 
 
 def states_on_the_hub(folder: Path) -> tuple[Any, Any]:
-    """A whole run, and one that goes on from its state on the Hub after two epochs."""
+    """A whole run, and one that resumes from its state on the Hub after two epochs."""
     HubStore.folder = folder / "hub"
 
     def run(epochs: int, save_dir: Any) -> Any:

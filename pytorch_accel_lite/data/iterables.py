@@ -259,13 +259,14 @@ def _refuse_to_split(batch: Batch, count: int) -> Batch:
 def _describe_other_batches(source: Any) -> str:
     """Return the warning for a source that does not repeat the batches of the interrupted run."""
     dataset = getattr(source, "dataset", source)
-    has_loader = hasattr(dataset, "state_dict")  # with arguments
+    needs_arguments = callable(getattr(dataset, "state_dict", None))
+    advice = (
+        " Or pass the loader of its library, such as StreamingDataLoader, which has these." if needs_arguments else ""
+    )
     return (
         f"The training data, a {type(dataset).__name__}, give other batches than when the training state was saved in "
         "the middle of this epoch, so some samples will be seen twice in it and others not at all. An iterable must "
         "restart with each iteration and draw its order from torch's, NumPy's or Python's global generators, which are "
         "seeded for it, or from the epoch that set_epoch(epoch) is given; or else have the methods state_dict() and "
-        "load_state_dict(state)."
-        + " Or pass the loader of its library, such as StreamingDataLoader, which has these."
-        * has_loader
+        f"load_state_dict(state).{advice}"
     )

@@ -36,6 +36,8 @@ def _is_stateful(source: Any) -> bool:
         signature(source.state_dict).bind()
     except TypeError:  # for a loader of the same library, which knows the arguments, as of litdata and MosaicML
         return False
+    except ValueError:  # written in C
+        pass
     return True
 
 
