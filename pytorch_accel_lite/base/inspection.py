@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from pytorch_accel_lite.base.environment import is_in_this_package
+from pytorch_accel_lite.base.environment import LIBRARIES, is_in_this_package
+
+#: What holds nothing to look for.
+_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+_MOST_REACHED = 10_000  # objects
+_MOST_PARTS = 1000  # of a list or dict
+_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 
 
 def is_ours(thing: object) -> bool:
@@ -54,6 +66,97 @@ def nested_in(root: Any, is_kind: Callable[[Any], bool]) -> list[Any]:
                     seen.add(id(part))
                     nested.append(part)
     return nested
+
+
+def reachable_from(roots: Iterable[Any]) -> list[Any]:
+    """Return objects and what they hold at any depth: attributes, parts of short lists and dicts, what functions use.
+
+    Functions hold what they enclose, are bound to, or have as defaults; those of the user also what they use by a
+    global name, and methods count with their object. Lists that begin with data, and long lists and dicts, are not
+    searched: these are samples. Nor are loaders, and what belongs to this package other than datasets.
+    """
+    reached: dict[int, Any] = {}
+    left = [*roots]
+    while left and len(reached) < _MOST_REACHED:
+        item = left.pop()
+        if id(item) in reached or isinstance(item, (*_DATA, ModuleType, type, DataLoader)):
+            continue
+        reached[id(item)] = item
+        left += parts_held(item)
+    return [*reached.values()]
+
+
+def parts_held(item: Any) -> list[Any]:
+    """Return what an object holds itself, see :func:`reachable_from`."""
+    if isinstance(item, (list, tuple)):
+        is_data = not item or len(item) > _MOST_PARTS or isinstance(item[0], (*_DATA, list, tuple, dict))
+        return [] if is_data else [*item]
+    if isinstance(item, dict):
+        return [*item.values()] if len(item) <= _MOST_PARTS else []
+    if isinstance(item, FunctionType):
+        return [*_used_by(item)]
+    if isinstance(item, MethodType):
+        return [item.__self__, item.__func__]
+    if not isinstance(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
+        return []
+    called = [item.func, item.args, item.keywords] if isinstance(item, partial) else []
+    return [*called, *attributes_of(item).values(), *_of_its_class(item)]
+
+
+def attributes_of(item: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, also those that its class declares as slots."""
+    slots = [name for kind in type(item).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    return {**{name: getattr(item, name) for name in slots if hasattr(item, name)}, **getattr(item, "__dict__", {})}
+
+
+def _names(slots: Any) -> list[str]:
+    names = [slots] if isinstance(slots, str) else [*slots]
+    return [name for name in names if not name.startswith("__")]
+
+
+def _of_its_class(item: Any) -> Iterator[Any]:
+    """Yield the class attributes of an object, other than data, and the methods that the user has written."""
+    for kind in type(item).__mro__:
+        for value in vars(kind).values():
+            function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+            if not isinstance(function, FunctionType):
+                if type(value).__module__ != "builtins":
+                    yield value
+            elif not is_installed(function.__code__):
+                yield function
+
+
+def _used_by(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function encloses, has as defaults and, if it is the user's, uses by a global name."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield function.__defaults__ or ()
+    yield function.__kwdefaults__ or {}
+    yield function.__dict__
+    if not is_installed(function.__code__):
+        names = {name for code in _codes_in(function.__code__) for name in code.co_names}
+        yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of those that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether code belongs to Python, to an installed package or to this one, rather than to the user's program."""
+    return _is_installed(code.co_filename)
+
+
+@lru_cache(maxsize=4096)
+def _is_installed(path: str) -> bool:
+    return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
 
 
 def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,13 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
+
+from pytorch_accel_lite.base.inspection import reachable_from
 
 T = TypeVar("T")
 
@@ -23,10 +24,6 @@ _MASK = (1 << 64) - 1
 
 #: Kinds of random generators that objects may hold.
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-#: What holds none.
-_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
-_MOST_SEARCHED = 10_000  # objects
-_MOST_PARTS = 1000  # of a list or dict
 
 
 def mix(*numbers: int, after: int = 0) -> int:
@@ -75,31 +72,13 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
 
 
 def find_generators(roots: Iterable[Any]) -> list[Any]:
-    """Return the random generators that objects hold: in attributes, of their classes too, and in lists and dicts.
+    """Return the random generators that objects hold, see :func:`reachable_from`; not the global ones.
 
-    As those of transforms of albumentations and MONAI. Lists that begin with data, and long lists and dicts, are not
-    searched: these are samples.
+    As those of transforms of albumentations and MONAI, and of functions that enclose one or use it by a global name.
     """
-    found: dict[int, Any] = {}
-    seen: dict[int, Any] = {}
-    left = [*roots]
-    while left and len(seen) < _MOST_SEARCHED:
-        item = left.pop()
-        if id(item) in seen or isinstance(item, (*_DATA, ModuleType, type)):
-            continue
-        seen[id(item)] = item
-        if isinstance(item, _GENERATORS):
-            found[id(item)] = item
-        elif isinstance(item, (list, tuple)):
-            is_data = not item or len(item) > _MOST_PARTS or isinstance(item[0], (*_DATA, list, tuple, dict))
-            left += [] if is_data else item
-        elif isinstance(item, dict):
-            left += item.values() if len(item) <= _MOST_PARTS else ()
-        else:
-            left += getattr(item, "__dict__", {}).values()
-            inherited = (value for kind in type(item).__mro__ for value in vars(kind).values())
-            left += [value for value in inherited if isinstance(value, _GENERATORS)]
-    return [*found.values()]
+    usual: list[Any] = [random.random, np.random.random_sample]  # methods of the global ones
+    excluded = {id(torch.default_generator), *(id(method.__self__) for method in usual)}
+    return [item for item in reachable_from(roots) if isinstance(item, _GENERATORS) and id(item) not in excluded]
 
 
 def seed_found(generators: Iterable[Any], seed: int) -> None:
@@ -112,6 +91,34 @@ def seed_found(generators: Iterable[Any], seed: int) -> None:
             generator.bit_generator.state = type(generator.bit_generator)(own).state
         else:
             generator.seed(own & 0xFFFFFFFF)
+
+
+@contextmanager
+def preserving_found(generators: Iterable[Any]) -> Iterator[None]:
+    """Restore the states of generators of :func:`find_generators` after a block."""
+    states = [(generator, state_of(generator)) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            restore_state(generator, state)
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator of any kind."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def restore_state(generator: Any, state: Any) -> None:
+    """Restore what :func:`state_of` has returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def seed_all(seed: int) -> None:
