@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -188,3 +189,26 @@ def test_weights_that_are_not_finite_are_saved_with_a_warning(save, tmp_path):
     with pytest.warns(UserWarning, match=rf"{save.__name__}\(\) saves weights that are infinite or NaN") as said:
         save(trainer, tmp_path / "nan.safetensors")
     assert [each.filename for each in said] == [__file__]
+
+
+def calls_while_resuming(folder: Path, length: int) -> int:
+    """The number of functions that are called while a run with a long history is resumed."""
+    trainer = large_trainer(5)
+    trainer.train(regression_data(8, dtype=torch.float32), 1)
+    for number in range(length):
+        trainer.run_history.update_metric("own", number / 3)
+    trainer.save_training_state(folder)
+    resumed, calls = large_trainer(5), []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        resumed.train(regression_data(8, dtype=torch.float32), 1, resume_from=folder)
+    finally:
+        sys.setprofile(None)
+    assert resumed.run_history["own"] == [number / 3 for number in range(length)]
+    return calls.count("call")
+
+
+def test_resuming_does_not_visit_each_value_of_the_history(tmp_path):
+    calls_while_resuming(tmp_path / "first", 20)
+    short, long = (calls_while_resuming(tmp_path / str(length), length) for length in (20, 20_000))
+    assert abs(long - short) < 2000

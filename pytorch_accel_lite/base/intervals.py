@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 from fractions import Fraction
 from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
@@ -33,12 +35,13 @@ class Interval:
         if isinstance(every, Interval):
             every = every.text
         self.text: str = str(every) if unit is None else f"{every} {unit}"
-        match = re.fullmatch(rf"\s*({_NUMBER}|)\s*([a-z]+)\s*", self.text.lower())
+        # Of a long text, only matching it would take minutes.
+        match = re.fullmatch(rf"\s*({_NUMBER}|)\s*([a-z]+)\s*", self.text.lower()) if len(self.text) < 100 else None
         unit = "" if match is None else match[2] if match[2].endswith("s") else f"{match[2]}s"
-        amount = Fraction(0) if match is None else Fraction(re.sub("[_,]", "", match[1]) or "1")
+        amount = Fraction(0) if match is None else _fraction(re.sub("[_,]", "", match[1]) or "1")
         if unit not in _UNITS or amount <= 0:
-            hint = did_you_mean(unit, _UNITS) if unit not in _UNITS else ""
-            raise ValueError(f"{self.text!r} must be a positive number and one of {', '.join(_UNITS)}.{hint}")
+            hint = did_you_mean(unit, _UNITS) if unit not in _UNITS else " It must fit into a float." if match else ""
+            raise ValueError(f"{short(self.text)} must be a positive number and one of {', '.join(_UNITS)}.{hint}")
         if unit in ("updates", "samples") and amount.denominator != 1:
             raise ValueError(f"{self.text!r} must be an integer number of {unit}.")
         self.unit = unit
@@ -109,6 +112,15 @@ class Interval:
         """Load a state returned by :meth:`state_dict`, unless it is that of another interval."""
         if state.get("every") == self.text:
             self._passed = run.clock - state["passed"] if self.is_time else state["passed"]
+
+
+def _fraction(text: str) -> Fraction:
+    """Return the exact value of a number; 0 if it is too large or too small for a float, as its digits may fill memory.
+
+    An exponent of seven digits takes a minute.
+    """
+    number = float(text)
+    return Fraction(text) if 0 < number < math.inf else Fraction(0)
 
 
 def parse_interval(argument: str, value: object) -> Interval:

@@ -213,18 +213,24 @@ def storable(value: Any, path: str) -> Any:
     )
 
 
-def map_nested(function: Callable[[tuple[Any, ...], Any], Any], value: Any, path: tuple[Any, ...] = ()) -> Any:
+def map_nested(
+    function: Callable[[tuple[Any, ...], Any], Any],
+    value: Any,
+    path: tuple[Any, ...] = (),
+    is_leaf: Callable[[Any], bool] = lambda value: False,
+) -> Any:
     """Return nested dicts, lists and tuples, as :func:`storable` returns them, with a function of the others in them.
 
     Does what ``tree_map_with_path`` of torch does, at a fraction of the cost.
 
     :param function: takes the keys and indices that lead to a value, and the value
+    :param is_leaf: whether a dict is a value itself
     """
-    if isinstance(value, dict):
-        items = {key: map_nested(function, item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, dict) and not is_leaf(value):
+        items = {key: map_nested(function, item, (*path, key), is_leaf) for key, item in value.items()}
         return type(value)(items) if isinstance(value, (OrderedDict, Counter)) else items
     if type(value) in (list, tuple):
-        return type(value)([map_nested(function, item, (*path, index)) for index, item in enumerate(value)])
+        return type(value)([map_nested(function, item, (*path, index), is_leaf) for index, item in enumerate(value)])
     return function(path, value)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import KeyEntry, MappingKey, tree_map_with_path
 
 from pytorch_accel_lite.checkpoint.files import map_nested, open_tensors, write_tensors
 
@@ -88,18 +87,14 @@ def restore_tensors(
         sharded
     """
 
-    def restore(path: tuple[KeyEntry, ...], value: Any) -> Any:
-        return stored[value[_MARK]].read(find_like(_keys(path))) if _is_mark(value) else value
+    def restore(path: tuple[Any, ...], value: Any) -> Any:
+        return stored[value[_MARK]].read(find_like(path)) if _is_mark(value) else value
 
-    return tree_map_with_path(restore, state, is_leaf=_is_mark)
+    return map_nested(restore, state, is_leaf=_is_mark)
 
 
 def _is_mark(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {_MARK}
-
-
-def _keys(path: tuple[KeyEntry, ...]) -> tuple[Any, ...]:
-    return tuple(entry.key if isinstance(entry, MappingKey) else entry.idx for entry in path)  # type: ignore[attr-defined]
 
 
 def local_parts(tensors: Mapping[str, Any]) -> Parts:

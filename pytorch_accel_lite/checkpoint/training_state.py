@@ -92,7 +92,8 @@ class TrainingState:
 
         :param find_like: returns, for a path of keys, the tensor whose sharding to use; by default, none is sharded
         """
-        self.shared = restore_tensors(self.shared, self.tensors, find_like)
+        history = self.shared.pop("history")  # which may be long, and has none
+        self.shared = restore_tensors(self.shared, self.tensors, find_like) | {"history": history}
 
 
 @dataclass(eq=False, repr=False)

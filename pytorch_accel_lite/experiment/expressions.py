@@ -42,7 +42,7 @@ def parse(text: str) -> Any:
     """
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
-    except SyntaxError as error:
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two if it is nested too deeply
         raise ValueError(f"{text!r} is not an expression") from error
     except ArithmeticError as error:
         raise ValueError(f"{text!r} has no value: {error}") from error
