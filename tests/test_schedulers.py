@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback, WSDCheckpointCallback
@@ -33,6 +33,7 @@ from tests.tasks import (
     Stream,
     equal,
     largest_difference,
+    listener,
     make_data,
     make_model,
     quiet_trainer,
@@ -226,6 +227,62 @@ def test_cosine_has_the_rates_of_timm(warmup, cooldown, k_decay):
         assert own.get_last_lr() == pytest.approx([group["lr"] for group in theirs.param_groups], rel=1e-12)
         own.step()
         other.step_update(update)
+
+
+def decayed_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups as those of timm's layer decay: one rate for all, and a factor for each."""
+    *first, last = model.parameters()
+    return [{"params": first, "lr_scale": 0.25}, {"params": [last], "lr_scale": 1.0}]
+
+
+def rates_of_layers(create: Any, **kwargs: Any) -> list[list[float]]:
+    """Train with layer decay; return the rates of each update."""
+    used: list[list[float]] = []
+    model = make_model()
+    note = listener(on_optimizer_step_start=lambda t: used.append([g["lr"] for g in t.optimizer.param_groups]))
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(decayed_groups(model), lr=0.1), callbacks=[note])
+    trainer.train(make_data(6), 2, per_device_batch_size=2, create_scheduler_fn=create, **kwargs)
+    return used
+
+
+@pytest.mark.parametrize("name", get_args(ScheduleName))
+def test_schedules_by_name_apply_the_factors_of_layer_decay(name, recwarn):
+    of_layers, plain = rates_of_layers(name, warmup_steps=2), run(name, epochs=2, warmup_steps=2).noting.rates
+    assert of_layers == [[0.25 * rate, rate] for rate in plain]
+    assert not recwarn
+
+
+def test_cosine_applies_the_factors_of_layer_decay_as_timm_does():
+    scheduler = pytest.importorskip("timm.scheduler").CosineLRScheduler
+    model = make_model()
+    first, second = (torch.optim.SGD(decayed_groups(model), lr=0.1) for _ in range(2))
+    ours = CosineLrScheduler(first, 4, 5, lr_min=0.01)
+    theirs = scheduler(second, t_initial=20, lr_min=0.01, t_in_epochs=False)
+    for update in range(1, 25):
+        ours.step()
+        theirs.step_update(update)
+        rates_of_timm = [group["lr"] for group in second.param_groups]
+        assert ours.get_last_lr() == pytest.approx(rates_of_timm)
+
+
+def test_rates_that_follow_their_factors_are_not_scaled_again():
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1 * s, "lr_scale": s} for s in (0.3, 1.0)]
+    optimizer = torch.optim.SGD(groups)
+    before = [group["lr"] for group in optimizer.param_groups]
+    assert CosineLrScheduler(optimizer, 4, 5).get_updated_values(0) == before
+
+
+@pytest.mark.parametrize(
+    ("create", "named"),
+    [
+        (None, "no scheduler"),
+        (partial(StepLR, step_size=1), "StepLR"),
+        (partial(LambdaLR, lr_lambda=lambda n: n / 6), "LambdaLR"),
+    ],
+)
+def test_a_run_whose_schedule_ignores_layer_decay_warns(create, named):
+    with pytest.warns(UserWarning, match=f"lr_scale.*{named}"):
+        rates_of_layers(create)
 
 
 def test_the_rates_of_the_ends_may_be_fractions_of_each_groups_own():

@@ -82,7 +82,10 @@ def check_loss(output: Any, method: str, training: bool) -> None:
                 f"{method}: {name!r} must have one element, but has shape {tuple(loss.shape)}. Reduce it with .mean()."
             )
     if training and not any(loss.requires_grad for loss in named.values()):
-        raise ValueError(
-            f"{method}: the loss does not require gradients. Is the model frozen, or was the loss detached, "
-            "or computed under torch.no_grad()?"
+        reason = (
+            ". Is the model frozen, or was the loss detached, or computed under torch.no_grad()?"
+            if torch.is_grad_enabled()
+            else ", because they are disabled: train() was called under torch.no_grad(), or something has called "
+            "torch.set_grad_enabled(False)."
         )
+        raise ValueError(f"{method}: the loss does not require gradients{reason}")

@@ -23,6 +23,7 @@ from pytorch_accel_lite.engine.history import RunHistory, count_values
 from pytorch_accel_lite.engine.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
+from pytorch_accel_lite.engine.modes import is_in_training_mode, warn_of_other_mode
 from pytorch_accel_lite.engine.run import EVALUATED, Evaluation, Run
 from pytorch_accel_lite.engine.snapshot import replaced
 
@@ -110,8 +111,10 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
     trainer.eval_epoch_start()
+    was_training = is_in_training_mode(trainer)
     run.loss_trackers = create_trackers(trainer)
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
+    warn_of_other_mode(trainer, was_training, "evaluation")
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
     run.data.has_fillers = loader.options.fill

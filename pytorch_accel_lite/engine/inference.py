@@ -21,6 +21,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.engine.lifecycle import create_config, create_eval_loaders, entering
+from pytorch_accel_lite.engine.modes import leaving_as_found
 from pytorch_accel_lite.engine.prepared_model import prepare_model
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
@@ -64,6 +65,7 @@ def compute_batches(
     """Yield each batch with what a step method returns for it."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
+    batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
     for number, batch in enumerate(batches, start=1):
         run.batch = batch
         if trainer.logical is not None:

@@ -185,6 +185,24 @@ class Evaluation(NamedTuple):
     metrics: Mapping[str, Any]
 
 
+class GlobalModes(NamedTuple):
+    """Settings of torch that hold for the whole process.
+
+    :ivar gradients: whether gradients are computed
+    :ivar autocast: whether operations choose their precision, on the device of the trainer
+    :ivar dtype: the dtype of new tensors
+    """
+
+    gradients: bool
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> GlobalModes:
+        """Return the current settings."""
+        return cls(torch.is_grad_enabled(), torch.is_autocast_enabled(device.type), torch.get_default_dtype())
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
@@ -210,6 +228,7 @@ class Run:
     :ivar training: the latest training: this one, or that after which this run evaluates
     :ivar evaluation: the latest evaluation after the training, if no other weights were loaded since
     :ivar loaded: the weights that were loaded last, if any
+    :ivar global_modes: settings of torch after the starting events
     """
 
     control: StopCoordinator
@@ -240,6 +259,7 @@ class Run:
     training: Training | None = None
     evaluation: Evaluation | None = None
     loaded: LoadedWeights | None = None
+    global_modes: GlobalModes | None = None
 
     @classmethod
     def create(

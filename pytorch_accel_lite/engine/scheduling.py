@@ -18,7 +18,15 @@ from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
-from pytorch_accel_lite.optimizers.rates import Options, initial_options, learning_rates, scheduled_options, set_options
+from pytorch_accel_lite.optimizers.rates import (
+    Options,
+    has_unused_scales,
+    initial_options,
+    learning_rates,
+    scheduled_options,
+    set_options,
+)
+from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
 
@@ -35,6 +43,23 @@ def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest],
         _begin_from_initial_rates(trainer, run, has_schedule, check)
     else:
         check(run.request)
+    if trainer.ranks.rank == 0:
+        _warn_of_unused_scales(trainer)
+
+
+def _warn_of_unused_scales(trainer: TrainerLike) -> None:
+    """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into the parameter groups."""
+    schedulers = schedulers_in(trainer.scheduler).values()
+    applies = any(isinstance(part, PlannedLrScheduler) or hasattr(part, "update_groups") for part in schedulers)
+    if applies or not has_unused_scales(trainer.optimizer):
+        return
+    kind = "no scheduler" if trainer.scheduler is None else f"{type(trainer.scheduler).__name__}, which is not known to"
+    warn_outside(
+        "The optimizer's parameter groups have different lr_scale, as timm's layer decay sets them, but the same "
+        f"learning rate: only some schedulers apply it, and the run has {kind}. Pass a schedule by name, such as "
+        "create_scheduler_fn='constant', or use TrainerWithTimmScheduler; or multiply the rates before training: for "
+        "group in optimizer.param_groups: group['lr'] *= group['lr_scale']"
+    )
 
 
 def _begin_from_initial_rates(

@@ -25,7 +25,13 @@ from pytorch_accel_lite.engine.evaluation import evaluate_all, evaluate_if_due, 
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, Run
+from pytorch_accel_lite.engine.modes import (
+    check_global_modes,
+    is_in_training_mode,
+    leaving_as_found,
+    warn_of_other_mode,
+)
+from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, GlobalModes, Run
 from pytorch_accel_lite.engine.scheduling import step_after_epoch
 from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes
@@ -44,6 +50,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
         try:
             trainer.training_run_start()
             trainer.call_event("on_training_run_start")
+            run.global_modes = GlobalModes.now(trainer.device)
             run.control.sync(now=True)
             _describe_states(trainer, run)
             over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
@@ -90,8 +97,11 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
 def train_epoch(trainer: TrainerLike, run: Run) -> None:
     """Run the steps of an epoch, or the remaining ones, and record its losses."""
     trainer.train_epoch_start()
+    was_training = is_in_training_mode(trainer)
     run.loss_trackers = run.unrecorded = create_trackers(trainer)
     trainer.call_event("on_train_epoch_start")
+    warn_of_other_mode(trainer, was_training, "training")
+    check_global_modes(trainer, run)
     _finish_resuming(trainer, run)
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
@@ -102,7 +112,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     batches = loader.steps(progress.epoch, *done, smallest_share(trainer, run))
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
-    _train_steps(trainer, run, batches, limit)
+    _train_steps(trainer, run, leaving_as_found(trainer, run, batches, "training"), limit)
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and trainer.ranks.world_size > 1:

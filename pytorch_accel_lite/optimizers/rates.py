@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,3 +66,30 @@ def note_initial_options(optimizer: Any, initial: Options) -> None:
         for name, value in values.items():
             if name == "lr" or to_number(group[name]) != value:
                 group[f"initial_{name}"] = value
+
+
+def layer_scales(groups: Sequence[Mapping[str, Any]], rates: Sequence[Any]) -> list[float]:
+    """Return what a schedule multiplies the rate of each group by: its ``lr_scale``, as timm's schedulers do.
+
+    ``timm.optim.param_groups_layer_decay`` gives groups this key and one rate for all. Rates that are in these
+    proportions already have been multiplied by hand.
+
+    :param rates: the rates of the groups before any schedule
+    """
+    scales = [float(group.get("lr_scale", 1.0)) for group in groups]
+    bases = [rate / scale for rate, scale in zip(rates, scales, strict=True) if rate and scale]
+    are_in_proportion = len(set(scales)) > 1 and all(math.isclose(base, bases[0], rel_tol=1e-6) for base in bases)
+    return [1.0] * len(scales) if are_in_proportion else scales
+
+
+def has_unused_scales(optimizer: Any) -> bool:
+    """Whether groups of different ``lr_scale`` train at the same rate, so that nothing has applied it.
+
+    In a warm-up from 0, the initial rates count.
+    """
+    scales: dict[Any, Any] = {}
+    for group in optimizer.param_groups:
+        rate = to_number(group.get("lr")) or group.get("initial_lr")
+        if rate and "lr_scale" in group and scales.setdefault(rate, group["lr_scale"]) != group["lr_scale"]:
+            return True
+    return False

@@ -82,8 +82,7 @@ class CosineLrScheduler(PlannedLrScheduler):
         self.warmup_starting_lr_ratio = optional(check_ratio, "warmup_starting_lr_ratio", warmup_starting_lr_ratio)
         self.step_update(0)
 
-    def get_updated_values(self, num_updates: int) -> list[float]:
-        """Return the learning rate of each group after a number of updates."""
+    def _rates_before_scaling(self, num_updates: int) -> list[float]:
         return [self._rate(base, num_updates) for base in self.base_lr_values]
 
     def _rate(self, base: float, num_updates: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,9 +33,16 @@ def schedule_values(
     """
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)
-    create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps)
     rates = [lr] if isinstance(lr, (int, float)) else list(lr)
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+    groups = [{"lr": rate} for rate in rates]
+    return values_of_groups(resolve_names(create_scheduler_fn, warmup_steps), num_updates, groups, num_epochs)
+
+
+def values_of_groups(
+    create_scheduler_fn: Callable[..., Any], num_updates: int, groups: Sequence[Mapping[str, Any]], num_epochs: int
+) -> list[list[float]]:
+    """Return the learning rate at each update of parameter groups with these rates and other options."""
+    optimizer = torch.optim.SGD([{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups], lr=0)
     per_epoch = math.ceil(num_updates / num_epochs)
     trainer: Any = SimpleNamespace(
         run_config=SimpleNamespace(
@@ -50,7 +57,7 @@ def schedule_values(
     )
     scheduler = replace_trainer_placeholder_values(trainer, create_scheduler_fn)(optimizer)
     is_timm = hasattr(scheduler, "step_update") and not isinstance(scheduler, SchedulerBase)
-    curves: list[list[float]] = [[] for _ in rates]
+    curves: list[list[float]] = [[] for _ in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch expects optimizer.step() first, which would do nothing here
         for update in range(1, num_updates + 1):

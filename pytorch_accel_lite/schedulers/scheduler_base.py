@@ -10,7 +10,7 @@ import torch
 
 from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.base.text import to_number
-from pytorch_accel_lite.optimizers.rates import set_option
+from pytorch_accel_lite.optimizers.rates import layer_scales, set_option
 
 UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 # Epochs of the run, a fraction if it is limited by max_num_train_steps.
@@ -106,7 +106,22 @@ class PlannedLrScheduler(StatefulSchedulerBase):
     """A learning rate schedule determined by its arguments, whose state is its position and the initial rates.
 
     The arguments are not part of the state, so a run resumed with more epochs follows the longer schedule.
+
+    The rate of a parameter group with the key ``lr_scale``, as timm's layer decay has it, is multiplied by that.
     """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._layer_scales = layer_scales(optimizer.param_groups, self.base_lr_values)
+
+    def _rates_before_scaling(self, num_updates: int) -> list[float]:
+        """Return the rate of each group after a number of updates, without its ``lr_scale``."""
+        raise NotImplementedError
+
+    def get_updated_values(self, num_updates: int) -> list[float]:
+        """Return the learning rate of each group after a number of updates."""
+        rates = self._rates_before_scaling(num_updates)
+        return [rate * scale for rate, scale in zip(rates, self._layer_scales, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and the initial learning rate of each group."""

@@ -140,8 +140,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         """The length of the schedule in updates."""
         return self._ends[-1]
 
-    def get_updated_values(self, num_updates: int) -> list[float]:
-        """Return the learning rate of each group after a number of updates."""
+    def _rates_before_scaling(self, num_updates: int) -> list[float]:
         if num_updates < self.num_warmup_steps:
             starts = [min(self.warmup_starting_lr, base) for base in self.base_lr_values]
             done = num_updates / self.num_warmup_steps

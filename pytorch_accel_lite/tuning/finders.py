@@ -28,6 +28,7 @@ from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import smallest_share, train_step
 from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.optimizers.operations import parts_of
+from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.plotting import plot_range_test
 
 if TYPE_CHECKING:
@@ -135,8 +136,10 @@ def _range_test(
     """Train with a learning rate that increases with every update, until the loss diverges."""
     groups = _groups_to_test(trainer, run, name)
     watched = "loss" if not run.step.optimizers or name is None else name
-    largest = max(float(group["lr"]) for group in groups)
-    shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
+    set_rates = [float(group["lr"]) for group in groups]
+    rates = [rate * scale for rate, scale in zip(set_rates, layer_scales(groups, set_rates), strict=True)]
+    largest = max(rates)
+    shares = [rate / largest if largest else 1.0 for rate in rates]
     lrs: list[float] = []
     losses: list[float] = []
     mean = 0.0

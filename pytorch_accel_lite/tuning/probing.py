@@ -40,7 +40,7 @@ from pytorch_accel_lite.engine.snapshot import Snapshot, StepSnapshot, preservin
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import keep_training
 from pytorch_accel_lite.optimizers import attributes
-from pytorch_accel_lite.schedulers.preview import schedule_values
+from pytorch_accel_lite.schedulers.preview import values_of_groups
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.logical import LogicalProcesses
 from pytorch_accel_lite.tuning.diagnosis import OwnCallbacks
@@ -458,13 +458,14 @@ class Probe:
     @cached_property
     def curves(self) -> list[list[float]]:
         """The learning rates that the run will use, by parameter group and update; a single one if they are unknown."""
-        rates = [float(group.get("lr", 0.0)) for group in self.trainer.optimizer.param_groups]
+        groups = self.trainer.optimizer.param_groups
+        known = [{"lr": float(g.get("lr", 0.0)), "lr_scale": float(g.get("lr_scale", 1.0))} for g in groups]
         create, config = self.create_scheduler_fn, self.run.required_config
         updates, epochs = config.max_num_train_steps, config.num_epochs or 1
         if create is None or isinstance(create, Mapping) or updates is None or config.scheduler_metric is not None:
-            return [[rate] for rate in rates]
+            return [[group["lr"]] for group in known]
         by_update = config.scheduler_interval == "update"
-        return schedule_values(create, min(updates, 20_000) if by_update else epochs, rates, epochs)
+        return values_of_groups(create, min(updates, 20_000) if by_update else epochs, known, epochs)
 
     @property
     def rates(self) -> list[float]:
