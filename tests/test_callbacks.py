@@ -921,6 +921,14 @@ def test_the_reason_of_an_early_stop_names_the_threshold_and_the_patience_that_l
     )
 
 
+@pytest.mark.parametrize(("greater", "script"), [(False, [1e-5, 9.8e-6, 9.75e-6]), (True, [-100.0, -98.0, -97.5])])
+def test_a_relative_threshold_is_a_fraction_of_the_best_value(greater, script):
+    callback = EarlyStoppingCallback(1, 0.01, "score", greater, threshold_mode="relative")
+    trainer = scripted([*script, 0.0], callback)
+    assert trainer.progress.epoch == 3  # 2 % are enough, half a percent is not
+    assert trainer.stop_reason.startswith("score has not improved by more than 1 % (early_stopping_threshold)")
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_early_stopping_restarts_in_the_next_run_by_default(reset):
     callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="score", reset_on_train=reset)
