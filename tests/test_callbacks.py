@@ -39,7 +39,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.launching import two_are_enough
 from tests.ranks import rank, shared_folder
-from tests.shipped import EVENTFUL, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
+from tests.shipped import EVENTFUL, NEEDS_A_SCALER, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
 from tests.tasks import (
     Stream,
     equal,
@@ -147,7 +147,7 @@ def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, h
 
 
 @pytest.mark.parametrize(
-    "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS]
+    "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS | NEEDS_A_SCALER]
 )
 def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, here):
     callback = callback_class(**STATEFUL.get(callback_class.__name__, {}))

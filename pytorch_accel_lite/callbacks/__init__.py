@@ -22,6 +22,7 @@ from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaC
 from pytorch_accel_lite.callbacks.monitoring import DeviceMemoryCallback as DeviceMemoryCallback
 from pytorch_accel_lite.callbacks.monitoring import GradientNormCallback as GradientNormCallback
 from pytorch_accel_lite.callbacks.monitoring import LearningRateMonitorCallback as LearningRateMonitorCallback
+from pytorch_accel_lite.callbacks.monitoring import LossScaleCallback as LossScaleCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.non_finite import GradientSpikeCallback as GradientSpikeCallback
 from pytorch_accel_lite.callbacks.non_finite import NaNReportCallback as NaNReportCallback
