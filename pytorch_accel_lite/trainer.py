@@ -43,6 +43,7 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
     model_card,
+    model_summary,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
@@ -355,6 +356,7 @@ class Trainer:
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = memory.estimate_memory
+    summary = model_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 

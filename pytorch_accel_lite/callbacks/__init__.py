@@ -19,6 +19,7 @@ from pytorch_accel_lite.callbacks.limits import LimitEvalStepsCallback as LimitE
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback as MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback as MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaCallback
+from pytorch_accel_lite.callbacks.model_summary import ModelSummaryCallback as ModelSummaryCallback
 from pytorch_accel_lite.callbacks.monitoring import DeviceMemoryCallback as DeviceMemoryCallback
 from pytorch_accel_lite.callbacks.monitoring import GradientNormCallback as GradientNormCallback
 from pytorch_accel_lite.callbacks.monitoring import LearningRateMonitorCallback as LearningRateMonitorCallback
