@@ -44,7 +44,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerWithTimmScheduler
-from pytorch_accel_lite.callbacks import TrackerCallback
+from pytorch_accel_lite.callbacks import ModelSummaryCallback, TrackerCallback
 
 x = torch.randn(32, 3)
 data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -106,12 +106,25 @@ TRIALS = {
     "optuna": "from pytorch_accel_lite.experiment import OptunaPruningCallback\nOptunaPruningCallback(None)",
     "stats": "from pytorch_accel_lite.experiment import SeedComparison as Seeds\n"
     "print(Seeds(('a', 'b'), 'loss', False, [0, 1], ([1.0, 2.0], [2.0, 4.0]), 0.95, {}))",
+    "summary": f"{TRAIN}train(ModelSummaryCallback())",
     "s3": 'from pytorch_accel_lite.checkpoint.remote import RemoteFolder\nRemoteFolder("s3://a")\nimport s3fs',
     "ray": "from pytorch_accel_lite.integrations import RayReportCallback\nRayReportCallback()",
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.
-WITH_ERROR = ["plot", "dataframe", "tensorboard", "mlflow", "wandb", "trackio", "cli", "optuna", "stats", "ray"]
+WITH_ERROR = [
+    "plot",
+    "dataframe",
+    "tensorboard",
+    "mlflow",
+    "wandb",
+    "trackio",
+    "cli",
+    "optuna",
+    "stats",
+    "summary",
+    "ray",
+]
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

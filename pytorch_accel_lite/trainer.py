@@ -43,6 +43,7 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
     model_card,
+    model_summary,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
@@ -112,7 +113,7 @@ class Trainer:
     :param optimizer: an optimizer of the model's parameters, or a dict or list of optimizers that step together, each
         with some of them, available as ``trainer.optimizer["name"]``; or a factory such as ``partial(AdamW, lr=1e-3)``,
         called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or predict
-    :param callbacks: callbacks, as instances or classes, called in this order
+    :param callbacks: callbacks, as instances or classes, called in this order; ``None`` is left out
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
     :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``, the same in all of a process; by default that
@@ -183,7 +184,7 @@ class Trainer:
         model: nn.Module,
         loss_func: Callable[..., Any] | None,
         optimizer: optimizers.Optimizers | optimizers.OptimizerFactory | None,
-        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = DEFAULT_CALLBACKS,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -355,6 +356,7 @@ class Trainer:
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = memory.estimate_memory
+    summary = model_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 

@@ -7,6 +7,7 @@ from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
 from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.data.workers import worker_init_fn
 from pytorch_accel_lite.distributed.collectives import remove_padding, result_of_first
+from pytorch_accel_lite.distributed.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.distributed.process_zero import (
     local_process_zero_first,
@@ -32,6 +33,7 @@ __all__ = [
     "remove_padding",
     "result_of_first",
     "suggest",
+    "use_idle_gpus",
     "worker_init_fn",
     "world_process_zero_only",
 ]

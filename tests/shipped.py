@@ -55,6 +55,9 @@ EVENTFUL: dict[str, dict[str, Any]] = {
 # Has a state only so that those of earlier versions can be loaded.
 STATELESS = {"SaveTrainingStateCallback"}
 
+# Leaves a trace only with a gradient scaler: see test_monitoring.py.
+NEEDS_A_SCALER = {"LossScaleCallback"}
+
 # What these record differs from run to run.
 NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback", "TimingCallback"}
 

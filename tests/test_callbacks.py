@@ -39,7 +39,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.launching import two_are_enough
 from tests.ranks import rank, shared_folder
-from tests.shipped import EVENTFUL, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
+from tests.shipped import EVENTFUL, NEEDS_A_SCALER, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
 from tests.tasks import (
     Stream,
     equal,
@@ -147,7 +147,7 @@ def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, h
 
 
 @pytest.mark.parametrize(
-    "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS]
+    "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS | NEEDS_A_SCALER]
 )
 def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, here):
     callback = callback_class(**STATEFUL.get(callback_class.__name__, {}))
@@ -919,6 +919,14 @@ def test_the_reason_of_an_early_stop_names_the_threshold_and_the_patience_that_l
         "score has not improved by more than 0.01 (early_stopping_threshold) for 1 epoch "
         "(early_stopping_patience); best 0.0073, smaller is better."
     )
+
+
+@pytest.mark.parametrize(("greater", "script"), [(False, [1e-5, 9.8e-6, 9.75e-6]), (True, [-100.0, -98.0, -97.5])])
+def test_a_relative_threshold_is_a_fraction_of_the_best_value(greater, script):
+    callback = EarlyStoppingCallback(1, 0.01, "score", greater, threshold_mode="relative")
+    trainer = scripted([*script, 0.0], callback)
+    assert trainer.progress.epoch == 3  # 2 % are enough, half a percent is not
+    assert trainer.stop_reason.startswith("score has not improved by more than 1 % (early_stopping_threshold)")
 
 
 @pytest.mark.parametrize("reset", [True, False])

@@ -14,7 +14,7 @@ from pytorch_accel_lite.callbacks import LimitEvalStepsCallback, LogMetricsCallb
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests import typed_callbacks
 from tests.shipped import SHIPPED, build
-from tests.tasks import EVENTS, Broken, make_data, make_trainer, train
+from tests.tasks import EVENTS, Broken, listener, make_data, make_trainer, train
 
 # ----------------------------------------------------------------------------------- how methods may look
 
@@ -227,3 +227,12 @@ def test_an_event_that_a_subclass_overrides_is_called_where_ours_would_not_liste
 
     train(make_trainer([type("Counting", (kind,), {event: count})]), epochs=8)
     assert updates == [*range(1, 25)]
+
+
+def test_none_in_a_list_of_callbacks_is_left_out():
+    seen: list[str] = []
+    kept = listener(on_train_epoch_start=lambda t: seen.append("kept"))
+    trainer = make_trainer([None, kept, None])
+    train(trainer)
+    assert list(trainer.callback_handler) == [kept]
+    assert seen == ["kept"]

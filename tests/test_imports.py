@@ -202,6 +202,7 @@ def test_importing_costs_no_package_beyond_accelerate_torch_and_tqdm(fresh):
         "jsonargparse",
         "optuna",
         "scipy",
+        "torchinfo",
     ],
 )
 @pytest.mark.parametrize("when", ["modules", "all modules"])

@@ -16,6 +16,7 @@ from pytorch_accel_lite.callbacks import (
     DeviceMemoryCallback,
     GradientNormCallback,
     LearningRateMonitorCallback,
+    LossScaleCallback,
     ProgressBarCallback,
     ProgressTableCallback,
     RunLogCallback,
@@ -23,7 +24,7 @@ from pytorch_accel_lite.callbacks import (
     ThroughputCallback,
 )
 from tests.ranks import rank
-from tests.tasks import equal, listener, make_model, make_trainer, own_clock, train, weights
+from tests.tasks import Overflows, equal, listener, make_model, make_trainer, own_clock, train, weights
 
 
 def test_learning_rates_are_those_that_the_updates_were_made_with():
@@ -112,6 +113,36 @@ def test_memory_is_recorded_in_mebibytes():
     used = trainer.run_history.get_metric_values("memory_resident_mib")
     assert len(used) == 2
     assert 50 < used[0] <= used[1] < 100_000
+
+
+def test_skipped_updates_are_counted_over_a_resume(tmp_path):
+    def save(trainer: Any, **kwargs: Any) -> None:
+        if trainer.progress.update == 2:
+            trainer.save_training_state(tmp_path / "state")
+
+    def run(**kwargs: Any) -> LossScaleCallback:
+        counts = LossScaleCallback()
+        skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update != 2 else None)
+        train(make_trainer([skip, counts, listener(on_train_step_checkpoint=save)], seed=1), size=8, **kwargs)
+        return counts
+
+    assert run().state_dict() == run(resume_from=tmp_path / "state").state_dict() == {"skipped": 3}
+
+
+def test_the_loss_scale_and_its_skipped_updates_are_recorded(scaled_accelerator):
+    scales: list[float] = []
+    see = listener(on_update_end=lambda t, **_: scales.append(t.step_metrics["loss_scale"]))
+    trainer = make_trainer([LossScaleCallback, see], trainer_class=Overflows, accelerator=scaled_accelerator)
+    train(trainer, epochs=2)
+    assert trainer.run_history.get_metric_values("loss_scale") == [2.0**9, 2.0**8]  # halved by each infinity
+    assert trainer.run_history.get_metric_values("skipped_updates") == [1, 1]
+    assert (scales[0], scales[-1]) == (2.0**10, 2.0**8)
+
+
+def test_without_a_scaler_there_is_no_loss_scale():
+    trainer = train(make_trainer([LossScaleCallback]))
+    assert list(trainer.run_history.get_metric_names()) == ["train_loss_epoch"]
+    assert "loss_scale" not in trainer.step_metrics
 
 
 def test_an_epoch_of_whose_updates_none_was_seen_has_no_norms(tmp_path):

@@ -8,6 +8,7 @@ import operator
 import pickle
 from collections import namedtuple
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -482,3 +483,38 @@ def test_a_division_by_zero_names_the_expression(trainer):
     with pytest.raises(PlaceholderError, match=message) as caught:
         value_in(trainer, 3 + 1 / (P.NUM_EPOCHS - 2))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+# ------------------------------------------------------------------ as members of the ancestor's Enum
+
+
+def test_placeholders_are_listed_like_members_of_an_enum():
+    assert [placeholder.name for placeholder in P] == NAMES == list(P.__members__)
+    assert len(P) == len(NAMES)
+    assert P["NUM_EPOCHS"] is P.NUM_EPOCHS
+    assert P.NUM_EPOCHS in P
+    assert P.NUM_EPOCHS * 2 not in P
+    assert P.placeholder_set() == set(NAMES)
+    assert isinstance(P.NUM_EPOCHS * 2, P)
+    assert not isinstance(2, P)
+    with pytest.raises(KeyError, match="NUM_EPOCH"):
+        P["NUM_EPOCH"]
+
+
+def test_expressions_have_the_name_of_their_first_placeholder():
+    assert (2 * P.NUM_EPOCHS + P.TRAIN_DATALOADER_LEN).name == "NUM_EPOCHS"
+    assert round(P.TRAIN_DATALOADER_LEN / 3).name == "TRAIN_DATALOADER_LEN"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: p, lambda p: 2 * p + 1, lambda p: P.min(-p // 3, 4), lambda p: p % P.NUM_EPOCHS]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_value_of_a_placeholder_is_what_it_computes(name, make, trainer):
+    expression = make(P[name])
+    assert eval(expression.value, {"trainer": trainer}) == value_in(trainer, expression)
+
+
+def test_an_object_with_the_ancestors_names_has_values():
+    like = SimpleNamespace(run_config=SimpleNamespace(), _train_dataloader=[1, 2, 3], _eval_dataloader=[1])
+    assert value_in(like, P.TRAIN_DATALOADER_LEN * 2 + P.EVAL_DATALOADER_LEN) == 7

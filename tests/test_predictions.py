@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.base.splitting import concatenate
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from tests.launching import run_python
 from tests.ranks import OrderedStream, shared_folder
 from tests.tasks import Stream, alone, listener, make_model, quiet_trainer, regression_data, small_model
 
@@ -338,3 +340,34 @@ def is_same(found, expected):
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(is_same, found, expected))
     return found == expected
+
+
+PREDICTS_MUCH = """
+import resource
+
+import torch
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer
+
+
+class Wide(torch.nn.Linear):
+    def forward(self, rows):
+        return {"a": rows.repeat(1, 2000), "b": (rows.repeat(1, 2000) + 1,)}
+
+
+trainer = Trainer(Wide(1, 1), None, None, callbacks=[])
+trainer.predict(TensorDataset(torch.ones(64, 1)), 32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = torch.arange(16_000.0)[:, None]
+predicted = trainer.predict(TensorDataset(rows), 32)
+taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+assert torch.equal(predicted["a"][:, 7:8], rows) and torch.equal(predicted["b"][0][:, 9:10], rows + 1)
+print(taken / sum(tensor.nbytes for tensor in (predicted["a"], predicted["b"][0])))
+"""
+
+
+@pytest.mark.programs
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit")
+def test_predictions_take_their_memory_once():
+    assert float(run_python(PREDICTS_MUCH)) < 1.6  # 2.0 if they were concatenated at the end

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
@@ -216,9 +217,16 @@ def process_helpers() -> Any:
         "gathered": trainer.all_gather_object(("rank", own_rank())),
         "numbers": {
             reduce: trainer.tensor_to_numeric(torch.tensor([own_rank() + 1]), reduce)
-            for reduce in (None, "sum", "mean", "max")
+            for reduce in (None, "sum", "mean", "max", "min")
         },
+        "of unequal lengths": [
+            trainer.tensor_to_numeric(torch.arange(own_rank() + 1.0), reduce) for reduce in ("sum", "mean", "max")
+        ],
+        "from the last": trainer.broadcast_object(own_rank(), source=dist.get_world_size() - 1),
     }
+    pair = dist.new_group([0, 1])
+    if own_rank() < 2:
+        results["pair"] = trainer.all_gather_object(own_rank(), pair), trainer.broadcast_object(own_rank(), 1, pair)
     trainer.barrier()
     results["after the barrier"] = len(list(folder.iterdir()))
     trainer.barrier()
@@ -233,7 +241,11 @@ def test_process_helpers(ranks):
         assert result["first"] == [] if rank == 0 else "rank0" in result["first"]
         assert result["broadcast"] == {"rank": 0}
         assert result["gathered"] == [("rank", other) for other in range(n)]
-        assert result["numbers"] == {None: rank + 1, "sum": sum(range(n + 1)), "mean": (n + 1) / 2, "max": n}
+        assert result["numbers"] == {None: rank + 1, "sum": sum(range(n + 1)), "mean": (n + 1) / 2, "max": n, "min": 1}
+        elements = [element for other in range(n) for element in range(other + 1)]
+        assert result["of unequal lengths"] == [sum(elements), sum(elements) / len(elements), n - 1]
+        assert result["from the last"] == n - 1
+        assert result.get("pair") == (([0, 1], 1) if rank < 2 else None)
         assert result["after the barrier"] == len(everyone)
 
 

@@ -73,13 +73,24 @@ def test_helpers_of_the_trainer_alone():
     assert trainer.all_gather_object("x") == ["x"]
     rows = torch.tensor([[1.0, 2.0]])
     assert trainer.gather(rows) is trainer.gather(rows, with_gradients=True) is rows
-    for reduce in (None, "sum", "mean", "max"):
-        assert trainer.tensor_to_numeric(torch.tensor([[3]]), reduce) == 3
-    assert isinstance(trainer.tensor_to_numeric(torch.tensor(3), "sum"), int)
-    with pytest.raises(ValueError, match="reduce='min'"):
-        trainer.tensor_to_numeric(torch.tensor(3), "min")
-    with pytest.raises(ValueError, match="tensor with one element"):
-        trainer.tensor_to_numeric(torch.ones(2))
+    with pytest.raises(ValueError, match=r"source=1 must be a rank of the job: 0 to 0\."):
+        trainer.broadcast_object("x", source=1)
+
+
+def test_tensor_to_numeric_reduces_all_elements():
+    to_numeric = make_trainer().tensor_to_numeric
+    for reduce in (None, "sum", "mean", "max", "min"):
+        assert to_numeric(torch.tensor([[3]]), reduce) == 3
+    assert isinstance(to_numeric(torch.tensor(3), "sum"), int)
+    elements = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    assert to_numeric(elements) == [[1, 2], [3, 6]]
+    assert [to_numeric(elements, reduce) for reduce in ("sum", "mean", "max", "min")] == [12, 3, 6, 1]
+    assert to_numeric({"a": [elements, torch.tensor(True)]}, "max") == {"a": [6, True]}
+    for wrong, reduce in ((torch.ones(0), "max"), (2.0, None), ([torch.ones(2), "x"], None)):
+        with pytest.raises(ValueError, match="must be a tensor with elements"):
+            to_numeric(wrong, reduce)
+    with pytest.raises(ValueError, match="reduce='median'"):
+        to_numeric(elements, "median")
 
 
 def test_gather_leaves_out_rows_that_are_padding():

@@ -290,10 +290,10 @@ class CallbackHandler:
     """Calls the callbacks of a trainer, in the order in which they were passed.
 
     :param callbacks: instances of :class:`TrainerCallback`, or subclasses of it, which are instantiated without
-        arguments. Several callbacks of the same class are allowed.
+        arguments. Several callbacks of the same class are allowed, and ``None`` is left out.
     """
 
-    def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
+    def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
         #: The listeners of each event, in order. An event without listeners costs only a look-up.
         self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
@@ -303,12 +303,13 @@ class CallbackHandler:
         self._failed: Listener | None = None  # the last one that raised an error
         self.add_callbacks(callbacks)
 
-    def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> None:
-        """Append several callbacks."""
+    def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None]) -> None:
+        """Append several callbacks. ``None`` is left out, as in ``[callback if is_wanted else None]``."""
         if isinstance(callbacks, (str, bytes, TrainerCallback, type)) or not isinstance(callbacks, Iterable):
             raise TypeError(f"callbacks={callbacks!r} must be a list of callbacks.")
         for callback in callbacks:
-            self.add_callback(callback)
+            if callback is not None:
+                self.add_callback(callback)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback], *, first: bool = False) -> None:
         """Append a callback, given as an instance or as a class, or put it before the others."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -24,7 +25,7 @@ def _operators(symbol: str, apply: Callable[[Any, Any], Any]) -> tuple[Callable[
         for operand in (left, right):
             if not isinstance(operand, (numbers.Real, Placeholder)):
                 return NotImplemented  # type: ignore[no-any-return]
-        return _expression(f"({left!r} {symbol} {right!r})", apply, left, right)
+        return _expression(f"({{}} {symbol} {{}})", apply, left, right)
 
     def reflected(right: Any, left: Any) -> Placeholder:
         return combine(left, right)
@@ -38,11 +39,15 @@ class Placeholder:
 
     Supports ``+ - * / // %`` with numbers and other placeholders on either side, ``round``, ``math.floor``,
     ``math.ceil`` and ``-x``. For the smaller or larger of two, see :meth:`TrainerPlaceholderValues.min`.
+
+    :ivar name: the name of the placeholder, or of the first one in an expression
+    :ivar value: the expression as Python text over a ``trainer``, such as ``"(trainer.run_config.num_epochs * 2)"``
     """
 
     _text: str
     _compute: Callable[[TrainerLike], Any]
-    name: str = ""
+    name: str
+    value: str
 
     def resolve(self, trainer: TrainerLike) -> Any:
         """Return the value of the expression in the trainer's current run.
@@ -70,7 +75,7 @@ class Placeholder:
     __mod__, __rmod__ = _operators("%", operator.mod)
 
     def __neg__(self) -> Placeholder:
-        return _expression(f"-{self!r}", operator.neg, self)
+        return _expression("-{}", operator.neg, self)
 
     def __round__(self, *ndigits: int) -> Placeholder:
         return _call(round, self, *ndigits)
@@ -94,18 +99,23 @@ class Placeholder:
     __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __bool__ = _refuse_conversion
 
 
-def _expression(text: str, apply: Callable[..., Any], *operands: Any) -> Placeholder:
+def _expression(template: str, apply: Callable[..., Any], *operands: Any) -> Placeholder:
+    """Return what a function makes of numbers and placeholders; the template has a ``{}`` for each."""
+    text = template.format(*map(repr, operands))
+    named = [operand for operand in operands if isinstance(operand, Placeholder)]
+
     def compute(trainer: TrainerLike) -> Any:
         try:
             return apply(*(replace_trainer_placeholder_values(trainer, operand) for operand in operands))
         except ArithmeticError as error:
             raise PlaceholderError(f"{text} cannot be resolved in this run: {error}.") from error
 
-    return Placeholder(text, compute)
+    sources = [operand.value if isinstance(operand, Placeholder) else repr(operand) for operand in operands]
+    return Placeholder(text, compute, named[0].name if named else "", template.format(*sources))
 
 
 def _call(function: Callable[..., Any], *operands: Any) -> Placeholder:
-    return _expression(f"{function.__name__}({', '.join(map(repr, operands))})", function, *operands)
+    return _expression(f"{function.__name__}({', '.join(['{}'] * len(operands))})", function, *operands)
 
 
 _NO_LENGTH = (
@@ -114,7 +124,7 @@ _NO_LENGTH = (
 )
 
 
-def _named(name: str, read: Callable[[TrainerLike], Any], missing: str = _NO_LENGTH) -> Placeholder:
+def _named(name: str, source: str, read: Callable[[TrainerLike], Any], missing: str = _NO_LENGTH) -> Placeholder:
     text = f"TrainerPlaceholderValues.{name}"
 
     def compute(trainer: TrainerLike) -> Any:
@@ -129,7 +139,23 @@ def _named(name: str, read: Callable[[TrainerLike], Any], missing: str = _NO_LEN
             raise unknown
         return value
 
-    return Placeholder(text, compute, name)
+    return Placeholder(text, compute, name, source)
+
+
+def _setting(name: str, setting: str, missing: str = _NO_LENGTH) -> Placeholder:
+    path = f"run_config.{setting}"
+    return _named(name, f"trainer.{path}", operator.attrgetter(path), missing)
+
+
+def _loader(trainer: TrainerLike, name: str) -> Any:
+    """Return a loader of a trainer, or of an object that has only its name in pytorch-accelerated."""
+    return getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer, f"_{name}")
+
+
+def _num_eval_batches(trainer: TrainerLike) -> int | None:
+    if not hasattr(trainer, "eval_dataloaders"):
+        return len(_loader(trainer, "eval_dataloader"))
+    return sum(map(len, trainer.eval_dataloaders)) or None
 
 
 def _updates_per_epoch(name: str) -> Placeholder:
@@ -144,10 +170,34 @@ def _updates_per_epoch(name: str) -> Placeholder:
             )
         return config.num_update_steps_per_epoch
 
-    return _named(name, read)
+    return _named(name, "trainer.run_config.num_update_steps_per_epoch", read)
 
 
-class TrainerPlaceholderValues:
+class _ListsPlaceholders(type):
+    """A class that lists its placeholders as an ``Enum`` lists its members."""
+
+    @property
+    def __members__(cls) -> Mapping[str, Placeholder]:
+        found = {name: value for name, value in vars(cls).items() if isinstance(value, Placeholder)}
+        return MappingProxyType(found)
+
+    def __iter__(cls) -> Iterator[Placeholder]:
+        return iter(cls.__members__.values())
+
+    def __len__(cls) -> int:
+        return len(cls.__members__)
+
+    def __getitem__(cls, name: str) -> Placeholder:
+        return cls.__members__[name]
+
+    def __contains__(cls, value: object) -> bool:
+        return any(value is placeholder for placeholder in cls)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Placeholder)
+
+
+class TrainerPlaceholderValues(metaclass=_ListsPlaceholders):
     """Quantities of a run for use in the arguments of a scheduler factory, before their values are known.
 
     For example::
@@ -159,12 +209,15 @@ class TrainerPlaceholderValues:
         )
 
     All processes take part in every update, so the number of updates does not grow with the number of processes.
+
+    As of the ``Enum`` of pytorch-accelerated, ``list(...)``, ``TrainerPlaceholderValues["NUM_EPOCHS"]`` and
+    ``isinstance(value, TrainerPlaceholderValues)`` work.
     """
 
     #: The number of epochs of the run.
-    NUM_EPOCHS = _named(
+    NUM_EPOCHS = _setting(
         "NUM_EPOCHS",
-        operator.attrgetter("run_config.num_epochs"),
+        "num_epochs",
         "the training data have no length, so the run is limited by max_num_train_steps only. Use MAX_NUM_TRAIN_STEPS.",
     )
     #: The number of optimizer updates in an epoch (a shorter last accumulation window counts as one). An error if
@@ -173,15 +226,25 @@ class TrainerPlaceholderValues:
     #: The same number, under its name in pytorch-accelerated: every process takes part in every update.
     PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH = _updates_per_epoch("PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH")
     #: The number of optimizer updates in the run.
-    MAX_NUM_TRAIN_STEPS = _named("MAX_NUM_TRAIN_STEPS", operator.attrgetter("run_config.max_num_train_steps"))
+    MAX_NUM_TRAIN_STEPS = _setting("MAX_NUM_TRAIN_STEPS", "max_num_train_steps")
     #: The number of batches that each process reads in a training epoch.
-    TRAIN_DATALOADER_LEN = _named("TRAIN_DATALOADER_LEN", lambda trainer: len(trainer.train_dataloader))
+    TRAIN_DATALOADER_LEN = _named(
+        "TRAIN_DATALOADER_LEN",
+        "len(trainer.train_dataloader)",
+        lambda trainer: len(_loader(trainer, "train_dataloader")),
+    )
     #: The number of batches that each process reads in an evaluation.
     EVAL_DATALOADER_LEN = _named(
         "EVAL_DATALOADER_LEN",
-        lambda trainer: sum(map(len, trainer.eval_dataloaders)) or None,
+        "sum(map(len, trainer.eval_dataloaders))",
+        _num_eval_batches,
         "there is no evaluation dataset with a length. Pass eval_dataset to train(), or do not use this placeholder.",
     )
+
+    @classmethod
+    def placeholder_set(cls) -> set[str]:
+        """Return the names of all placeholders."""
+        return set(cls.__members__)
 
     @staticmethod
     def min(*values: Placeholder | float) -> Placeholder:

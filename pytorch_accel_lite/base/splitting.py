@@ -155,6 +155,68 @@ def concatenate(parts: Sequence[Any]) -> Any:
     return honor_type(first, map(concatenate, zip(*parts, strict=True)))
 
 
+class Concatenation:
+    """Concatenates nested outputs as they come, without ever taking their memory twice.
+
+    They are collected in large chunks, each of which is freed as soon as it has been copied: an allocator gives the
+    memory of small tensors to other small ones, but not back.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[Any] = []
+        self._parts: list[Any] = []
+        self._bytes = 0
+
+    def add(self, parts: Sequence[Any]) -> None:
+        """Append outputs of the same structure."""
+        self._parts.extend(parts)
+        self._bytes += sum(tensor.nbytes for tensor in tensors_in(parts))
+        if self._bytes >= _BYTES_OF_A_CHUNK:
+            self._end_chunk()
+
+    def result(self) -> Any:
+        """Return all outputs, concatenated along their first dimension, and forget them."""
+        if self._parts:
+            self._end_chunk()
+        chunks, self._chunks = self._chunks, []
+        flattened = [torch.utils._pytree.tree_flatten(chunk) for chunk in chunks]
+        columns = [list(column) for column in zip(*(leaves for leaves, _ in flattened), strict=False)]
+        structure = flattened[0][1]
+        if any(found != structure for _, found in flattened) or not all(map(_are_alike, columns)):
+            return concatenate(chunks)
+        del chunks, flattened
+        return torch.utils._pytree.tree_unflatten(list(map(_concatenate_and_free, columns)), structure)
+
+    def _end_chunk(self) -> None:
+        self._chunks.append(concatenate(self._parts))
+        self._parts, self._bytes = [], 0
+
+
+_BYTES_OF_A_CHUNK = 2**25
+
+
+def _are_alike(column: Sequence[Any]) -> bool:
+    """Whether all are tensors of one type that differ in their lengths only."""
+    first = column[0]
+    return all(
+        type(part) is torch.Tensor and part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
+        for part in column
+    )
+
+
+def _concatenate_and_free(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors and empty the list, from its end, so that the last ones allocated are freed first."""
+    if len(parts) == 1:
+        return parts.pop()
+    end = sum(map(len, parts))
+    whole = parts[0].new_empty(end, *parts[0].shape[1:])
+    while parts:
+        part = parts.pop()
+        whole[end - len(part) : end] = part
+        end -= len(part)
+    return whole
+
+
 def reorder(outputs: Any, order: Sequence[int]) -> Any:
     """Return the samples of nested outputs in another order.
 

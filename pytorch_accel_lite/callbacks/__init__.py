@@ -19,9 +19,11 @@ from pytorch_accel_lite.callbacks.limits import LimitEvalStepsCallback as LimitE
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback as MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback as MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaCallback
+from pytorch_accel_lite.callbacks.model_summary import ModelSummaryCallback as ModelSummaryCallback
 from pytorch_accel_lite.callbacks.monitoring import DeviceMemoryCallback as DeviceMemoryCallback
 from pytorch_accel_lite.callbacks.monitoring import GradientNormCallback as GradientNormCallback
 from pytorch_accel_lite.callbacks.monitoring import LearningRateMonitorCallback as LearningRateMonitorCallback
+from pytorch_accel_lite.callbacks.monitoring import LossScaleCallback as LossScaleCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.non_finite import GradientSpikeCallback as GradientSpikeCallback
 from pytorch_accel_lite.callbacks.non_finite import NaNReportCallback as NaNReportCallback

@@ -144,6 +144,43 @@ class GradientNorms:
         return norm
 
 
+class LossScaleCallback(TrainerCallback):
+    """Record the loss scale and the skipped updates of the gradient scaler (fp16); without a scaler, record nothing.
+
+    Recorded per epoch: ``loss_scale`` at its end, and the number of ``skipped_updates``; per update, ``loss_scale``.
+    Reads the scale from the device after each update, which a scaler waits for anyway.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = 0
+
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+        if trainer.accelerator.scaler is not None and request.kind == "training":
+            request.metrics.record(self, ("loss_scale", "skipped_updates"))
+
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._skipped = 0
+
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._skipped += trainer.update_was_skipped
+        if trainer.accelerator.scaler is not None:
+            trainer.step_metrics["loss_scale"] = trainer.accelerator.scaler.get_scale()
+
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        scaler = trainer.accelerator.scaler
+        if scaler is not None:
+            trainer.run_history.update_metric("loss_scale", scaler.get_scale())
+            trainer.run_history.update_metric("skipped_updates", self._skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of the epoch so far."""
+        return {"skipped": self._skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state returned by :meth:`state_dict`."""
+        self._skipped = state["skipped"]
+
+
 class DeviceMemoryCallback(TrainerCallback):
     """Record the peak memory use of any process, in MiB.
 

@@ -20,7 +20,8 @@ class EarlyStoppingCallback(MetricWatcher):
     """Stop the run when a metric has stopped improving.
 
     The defaults are those of pytorch-accelerated: the run stops at the first epoch whose loss is not lower than the
-    best by more than 0.01. For a loss that is itself as small as that, pass ``early_stopping_threshold=0``.
+    best by more than 0.01. For a loss that is itself as small as that, pass ``early_stopping_threshold=0``, or
+    ``threshold_mode="relative"``.
 
     :param early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops;
         those without a value of the metric do not count
@@ -30,6 +31,8 @@ class EarlyStoppingCallback(MetricWatcher):
         :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If it declares nothing, smaller values are better, with
         a warning unless it is a loss. A value that contradicts the metric raises an error.
     :param reset_on_train: reset the best value and the patience at the start of every training run
+    :param threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value, as in
+        ``torch.optim.lr_scheduler.ReduceLROnPlateau``: 0.01 asks for a change of 1 %
     :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those
         within an epoch, see ``evaluate_every`` of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`. An epoch
         counts as an improvement if any of its values is one.
@@ -44,12 +47,14 @@ class EarlyStoppingCallback(MetricWatcher):
         reset_on_train: bool = True,
         *,
         patience_in: Literal["epochs", "evaluations"] = "epochs",
+        threshold_mode: Literal["absolute", "relative"] = "absolute",
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = early_stopping_threshold
+        self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
         self._run: Run | None = None
         self._message = ""  # printed after the metrics of the epoch
@@ -88,7 +93,8 @@ class EarlyStoppingCallback(MetricWatcher):
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:
             improvement = metric - best if self._watched.greater_is_better else best - metric
-        if improvement > self.early_stopping_threshold:
+        is_relative = self.threshold_mode == "relative" and best is not None
+        if improvement > self.early_stopping_threshold * (abs(best) if is_relative else 1):
             self.best_metric = metric
             self.early_stopping_patience_counter = 0
             self._has_improved = True
@@ -108,10 +114,14 @@ class EarlyStoppingCallback(MetricWatcher):
         self.early_stopping_patience_counter += 1
         used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
         self._message = (
-            f"{self.watch_metric}: {metric:.6g} has not improved by more than {self.early_stopping_threshold:.6g} "
+            f"{self.watch_metric}: {metric:.6g} has not improved by more than {self._describe_threshold()} "
             f"({self._describe_best()}); {used} of patience used."
         )
         self._stop_if_patience_is_used_up()
+
+    def _describe_threshold(self) -> str:
+        threshold = self.early_stopping_threshold
+        return f"{100 * threshold:.6g} %" if self.threshold_mode == "relative" else f"{threshold:.6g}"
 
     def _describe_best(self) -> str:
         best = self.best_metric
@@ -122,7 +132,7 @@ class EarlyStoppingCallback(MetricWatcher):
         if self.early_stopping_patience_counter >= patience:
             units = self.patience_in if patience > 1 else self.patience_in[:-1]
             raise StopTrainingError(
-                f"{self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g} "
+                f"{self.watch_metric} has not improved by more than {self._describe_threshold()} "
                 f"(early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
                 f"{self._describe_best()}."
             )

@@ -114,35 +114,65 @@ def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
         self.ranks.copy_from_first(module.buffers())
 
 
-def broadcast_object(self: TrainerLike, obj: T) -> T:
-    """Return the first process's picklable object on every process. Call it on every process."""
+def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return the picklable object of one process on every process. Call it on every process.
+
+    :param source: rank of that process in the job
+    :param group: only among the processes of this group, which all call it; ``None`` for all of the job
+    """
+    with self.ranks.naming("broadcast_object()"):
+        if group is not None:
+            objects = [obj]
+            dist.broadcast_object_list(objects, source, group)
+            return objects[0]
+        if source not in range(self.ranks.world_size):
+            raise ValueError(f"source={source!r} must be a rank of the job: 0 to {self.ranks.world_size - 1}.")
+        if source:
+            return self.ranks.all_gather_object(obj if self.ranks.rank == source else None)[source]
     first: T = self.ranks.broadcast_object(lambda: obj)
     return first
 
 
-def all_gather_object(self: TrainerLike, obj: T) -> list[T]:
-    """Return the picklable objects of all processes, ordered by rank. Call it on every process."""
-    with self.ranks.naming("all_gather_object()"):
-        gathered: list[T] = self.ranks.all_gather_object(obj)
-    return gathered
+def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the picklable objects of all processes, ordered by rank. Call it on every process.
 
-
-def tensor_to_numeric(self: TrainerLike, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
-    """Return a tensor with one element as a Python number.
-
-    :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must then all call it; ``None`` for
-        this process's own value
+    :param group: only among the processes of this group, which all call it; ``None`` for all of the job
     """
-    if reduce not in (None, "sum", "mean", "max"):
-        raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean' or 'max'.")
-    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
-        raise ValueError(
-            f"tensor={tensor!r} must be a tensor with one element. Reduce it first: with mean(), for example."
-        )
-    values = [tensor.item()] if reduce is None else self.data_ranks.all_gather_object(tensor.item())
-    if reduce == "max":
-        return max(values)
-    return sum(values) / len(values) if reduce == "mean" else sum(values)
+    with self.ranks.naming("all_gather_object()"):
+        if group is None:
+            gathered: list[T] = self.ranks.all_gather_object(obj)
+            return gathered
+        objects: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(objects, obj, group)
+        return objects
+
+
+def tensor_to_numeric(self: TrainerLike, tensor: Any, reduce: str | None = None) -> Any:
+    """Return a tensor as a Python number, or as nested lists of numbers if it has several elements.
+
+    :param tensor: a tensor, or nested lists, tuples and dicts of tensors
+    :param reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"`` of all elements on all processes, which must then all
+        call it; ``None`` for this process's own values
+    """
+    if reduce not in (None, "sum", "mean", "max", "min"):
+        raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean', 'max' or 'min'.")
+    for leaf in torch.utils._pytree.tree_leaves(tensor):
+        if not isinstance(leaf, torch.Tensor) or (reduce and not leaf.numel()):
+            raise ValueError(
+                f"tensor={leaf!r} must be a tensor with elements, or nested lists, tuples and dicts of such."
+            )
+    return torch.utils._pytree.tree_map(partial(_to_numeric, self, reduce), tensor)
+
+
+def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) -> Any:
+    if reduce is None:
+        return tensor.item() if tensor.numel() == 1 else tensor.tolist()
+    apply = torch.sum if reduce == "mean" else getattr(torch, reduce)
+    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # which keeps the type of a single one
+    values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
+    if reduce == "mean":
+        return sum(values) / sum(counts)
+    return {"sum": sum, "max": max, "min": min}[reduce](values)
 
 
 def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool) -> Any:

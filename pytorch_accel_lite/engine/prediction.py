@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.splitting import concatenate, to_cpu
+from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
 from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
@@ -51,13 +51,16 @@ def predict(
         tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
     """
     predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
-    steps = list(predicted)
-    if not steps:
+    outputs, is_empty = Concatenation(), True
+    for step in predicted:
+        outputs.add(step)
+        is_empty = False
+    if is_empty:
         raise ValueError(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
             "has already written all predictions: read them with read_predictions()."
         )
-    return concatenate(list(chain(*steps))) if _keeps(self, only_first) else None
+    return outputs.result() if _keeps(self, only_first) else None
 
 
 def predict_iter(

@@ -14,6 +14,8 @@ _MONITORS = (
     ("lr", "learning rate", ""),
     ("gradient_norm", "gradient norm", ""),
     ("clipped_updates", "clipped updates", "share of updates"),
+    ("skipped_updates", "skipped updates", "updates"),
+    ("loss_scale", "loss scale", ""),
     ("samples_per_second", "throughput", "samples per second"),
     ("items_per_second", "throughput of items", "items per second"),
     ("flops_per_second", "throughput of FLOPs", "FLOPs per second"),
