@@ -14,6 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite import compat
 from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
@@ -154,7 +155,7 @@ class Trainer:
     progress: Progress = run_property("progress")
     ranks: Ranks = run_property("control.ranks")
     data_ranks: Ranks = run_property("data.ranks")
-    run_config: TrainerRunConfig | None = settable("config")
+    run_config: TrainerRunConfig | None = settable("config").getter(lifecycle.run_config)
     step_metrics: dict[str, Any] = settable("step_metrics")
     train_dataset: Any = settable("data.train_dataset")
     eval_dataset: Any = settable("data.eval_dataset")
@@ -343,7 +344,11 @@ class Trainer:
             scheduling.begin_schedule(self, run, self._check_scheduler)
             lifecycle.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request) if request.ends_at_signals else nullcontext():
-                self._run_training()
+                training.begin(self, run)
+                if is_overridden(self, "_run_training"):
+                    compat.run_training(self, run)
+                else:
+                    training.train(self, run)
         if run.end.pause is not None:
             exit_after(run.end.pause)
 
@@ -378,8 +383,11 @@ class Trainer:
     def _run_training(self) -> None:
         training.train(self, self.current_run)
 
-    def _run_train_epoch(self, train_dl: Any) -> None:
-        training.train_epoch(self, self.current_run)
+    def _run_train_epoch(self, train_dl: Any) -> bool:
+        run = self.current_run
+        if not run.is_in_loop:
+            compat.begin_epoch(self, run)
+        return training.train_epoch(self, run, train_dl)
 
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
@@ -522,6 +530,7 @@ class Trainer:
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
     advance_scheduler = scheduling.advance_scheduler
+    _step_after_epoch = scheduling.step_after_epoch
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
@@ -701,7 +710,7 @@ class TrainerWithTimmScheduler(Trainer):
         """Step a new scheduler to its position after a number of updates."""
         self.scheduler.step_update(num_updates=num_updates)
 
-    def training_run_epoch_end(self) -> None:
+    def _step_after_epoch(self) -> None:
         """Step the scheduler after an epoch: if the run evaluates, a plateau schedule only after its evaluations."""
         run = self.current_run
         if self.scheduler is None:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pytorch_accel_lite"
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 ROOMS = (
     "base", "distributed", "optimizers", "schedulers", "plotting", "data", "checkpoint", "engine", "steps", "callbacks",
-    "tuning", "trainer", "experiment",
+    "tuning", "compat", "trainer", "experiment",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.base.events", "pytorch_accel_lite.trainer")}

@@ -257,7 +257,7 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
         check_loss(output, method, training)  # the usual case needs no slow checks of abstract types
-        losses = output["loss"] = _as_scalars(output["loss"]) if training else output["loss"]
+        losses = output["loss"] = as_scalars(output["loss"]) if training else output["loss"]
     if "batch_size" not in output:
         output["batch_size"] = find_batch_size(data, num_samples or None)
     size = output["batch_size"]
@@ -273,10 +273,10 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
             output["losses"] = losses
 
 
-def _as_scalars(losses: Any) -> Any:
+def as_scalars(losses: Any) -> Any:
     """Return losses, with those of one element, such as those of shape (1,), as scalars."""
     if isinstance(losses, Mapping):
-        return {name: _as_scalars(loss) for name, loss in losses.items()}
+        return {name: as_scalars(loss) for name, loss in losses.items()}
     return losses.reshape(()) if losses.numel() == 1 else losses
 
 

@@ -89,7 +89,7 @@ class TrainerCallback:
                 for each batch:
                     on_train_step_start
                     batch_output = calculate_train_batch_loss(batch)
-                    on_backward_start                        batch, batch_output, step
+                    on_backward_start                        batch, batch_output, step (may change the loss)
                     backward_step(loss)
                     on_backward_end                          batch, batch_output, step
                     at the end of a gradient accumulation window:
@@ -170,7 +170,10 @@ class TrainerCallback:
     def on_backward_start(
         self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
     ) -> None:
-        """The loss of a batch is known."""
+        """The loss of a batch is known: gradients are computed of what this event leaves in ``batch_output["loss"]``.
+
+        So a callback may add to it or replace it, on every process. Recorded is the loss that the step has returned.
+        """
 
     def on_backward_end(
         self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
@@ -272,6 +275,39 @@ for _event in EVENTS:
     setattr(TrainerCallback, _event, _no_op(vars(TrainerCallback)[_event]))
 
 Listener = Callable[..., object]
+
+#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated, the second
+#: fires before it.
+_AFTER_BACKWARD = ("on_backward_end", "on_train_step_end")
+
+
+def _refusing_other_losses(listener: Listener, event: str) -> Listener:
+    """Return a listener that raises an error if it changes the loss, as nothing would learn from that."""
+    owner = getattr(listener, "__self__", listener)
+
+    @wraps(listener)
+    def call(*args: Any, **kwargs: Any) -> None:
+        output = kwargs.get("batch_output") or {}
+        loss = output.get("loss")
+        version = getattr(loss, "_version", 0)
+        listener(*args, **kwargs)
+        if loss is not None and _is_another_loss(loss, version, output.get("loss")):
+            raise RuntimeError(
+                f"{type(owner).__name__}.{event} changes batch_output['loss'], but the gradients have been computed "
+                "already. Change it in on_backward_start, which is called with the same arguments before the backward "
+                "pass."
+            )
+
+    call.__self__ = owner  # type: ignore[attr-defined]
+    return call
+
+
+def _is_another_loss(loss: Any, version: int, after: Any) -> bool:
+    """Whether a loss was replaced by one to learn from, or changed in place; one without its graph is only for show."""
+    if after is loss:
+        return bool(getattr(loss, "_version", 0) != version)
+    needs_gradients = getattr(after, "requires_grad", None)
+    return needs_gradients is not None and (needs_gradients or not getattr(loss, "requires_grad", False))
 
 
 class _Listeners(dict[str, tuple[Listener, ...]]):
@@ -412,7 +448,9 @@ class CallbackHandler:
         for callback in self.callbacks:
             is_defined = inspect.getattr_static(callback, event, default) is not default
             if is_defined and (id(callback), event) not in self._muted:
-                yield getattr(callback, event)
+                listener = getattr(callback, event)
+                checks = event in _AFTER_BACKWARD and not is_ours(listener)
+                yield _refusing_other_losses(listener, event) if checks else listener
 
     def __iter__(self) -> Iterator[TrainerCallback]:
         return iter(self.callbacks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ class Watched(Protocol):
 Directions = dict[str, bool | None]  # whether greater values are better, by name; None if unknown
 
 _LOSS: Directions = {"eval_loss": False}
+#: The names under which evaluations record their losses.
+_OF_EVALUATIONS = ("eval_loss_epoch", "intermediate_eval_loss", "evaluation_loss")
+_RUN = "the run itself, as a loss,"
 _NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a training metric."
 
 
@@ -48,6 +51,7 @@ class ExpectedMetrics:
     _in_epochs: Directions = field(default_factory=dict)
     _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # prefix and name
     _recorders: dict[tuple[bool, str], object] = field(default_factory=dict)
+    _nested: dict[tuple[str, str], object] = field(default_factory=dict)  # recorders by prefix and name
     _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
     _complete: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
     _others: list[str] = field(default_factory=list)  # classes that may record some
@@ -90,6 +94,7 @@ class ExpectedMetrics:
     def include(self, nested: ExpectedMetrics, prefix: str, callbacks: Iterable[object]) -> None:
         """Add the metrics that callbacks record in separate evaluations, under a prefix."""
         self._in_evaluations |= {(prefix, name): better for (_, name), better in nested._in_evaluations.items()}
+        self._nested |= {(prefix, name): owner for (_, name), owner in nested._recorders.items()}
         self._others += nested._may_record_others(callbacks)
 
     def watch(self, watched: Watched) -> None:
@@ -107,13 +112,15 @@ class ExpectedMetrics:
     def settle(self, trainer: Any) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
 
-        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction
+        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction; or if two
+            metrics would have one name
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
         intermediate = bool(others) or self.within_epochs
         data = trainer.eval_dataset
         datasets = [f"{name}_" for name in data] if isinstance(data, dict) else [] if data is None else [""]
         prefix = trainer.run_history.metric_name_prefix
+        self._check_owners(datasets)
         in_epochs = {"train_loss_epoch": False, **self._in_epochs}
         in_epochs = {f"{prefix}{name}": better for name, better in in_epochs.items()}
         self.evaluated = self._in_evaluations_of(datasets, prefix, intermediate)
@@ -127,6 +134,33 @@ class ExpectedMetrics:
                 _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others, warns)
         for watched in self.watched:
             watched.settle(possible.get(watched.name), warns)
+
+    def _check_owners(self, datasets: list[str]) -> None:
+        """Check that nothing is recorded under one name by two: callbacks, the losses of the run, several datasets."""
+        owners: dict[str, str] = {}
+        for name, owner in self._recorded(datasets):
+            if name in owners:
+                raise ValueError(
+                    f"Both {owners[name]} and {owner} record the metric {name!r}, so each epoch would have two values of it. "
+                    "Give the metric of the callback another name."
+                )
+            owners[name] = owner
+
+    def _recorded(self, datasets: list[str]) -> Iterator[tuple[str, str]]:
+        """Yield the name of each metric of the run, without the prefix of the history, and who records it."""
+        yield "train_loss_epoch", _RUN
+        for data in datasets:
+            of_dataset = f" (of eval_dataset[{data[:-1]!r}])" if data else ""
+            for name in _OF_EVALUATIONS:
+                yield f"{data}{name}", _RUN
+            for source, name in self._in_evaluations:
+                recorder = self._nested[source, name] if source else self._recorders[True, name]
+                owner = f"{type(recorder).__name__}{of_dataset}"
+                yield f"{source}{data}{name}", owner
+                if self.within_epochs and not source:
+                    yield f"{data}intermediate_{name}", owner
+        for name in self._in_epochs:
+            yield name, type(self._recorders[False, name]).__name__
 
     def _in_evaluations_of(self, datasets: list[str], prefix: str, intermediate: bool) -> Directions:
         """Return the metrics that evaluations of datasets record.

@@ -88,7 +88,7 @@ class TrainerRunConfig:
         ``gradient_accumulation_steps`` changes
     :param eval_total_batch_size: number of samples in one evaluation step, over all processes
     :param num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first one if
-        ``gradient_accumulation_steps`` changes; ``None`` if the data have no length
+        ``gradient_accumulation_steps`` changes; ``None`` if the data have no length, 0 in an evaluation run
     :param num_local_update_steps_per_epoch: the same number, as every process takes part in every update
     :param max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
         was given
@@ -118,8 +118,8 @@ class TrainerRunConfig:
     is_local_process_zero: bool
     is_world_process_zero: bool
     is_distributed: bool
-    mixed_precision: str
-    num_processes: int
+    mixed_precision: str = "no"
+    num_processes: int = 1
     seed: int | None = None
     gradient_clip_norm: float | None = None
     scheduler_interval: Literal["update", "epoch"] = "update"
@@ -137,7 +137,7 @@ class TrainerRunConfig:
         """Return the settings that differ from their defaults and, with several processes, which one this is."""
         per_process = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
         hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else per_process)
-        defaults = {item.name: item.default for item in fields(self)}
+        defaults = {item.name: item.default for item in fields(self) if item.name != "mixed_precision"}
         settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
         return {name: value for name, value in settings.items() if value != defaults.get(name)}
 

@@ -260,5 +260,5 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     for name, value in defined.items() if not is_ours(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)
-        if is_read_only or name == "_check_scheduler":
+        if is_read_only or name in ("_check_scheduler", "_step_after_epoch"):
             raise TypeError(f"{cls.__name__}.{name} is reserved: the trainer itself has and uses it. Rename yours.")

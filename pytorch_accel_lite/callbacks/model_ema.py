@@ -35,7 +35,8 @@ class ModelEmaCallback(MetricWatcher):
     :param decay: fraction of the average retained at each update, from 0 to 1
     :param evaluate_during_training: evaluate the averaged model whenever the model is evaluated at the end of an
         epoch, and save it if it is the best so far; if ``False``, save it after every epoch
-    :param save_path: portable checkpoint file for the averaged model; ``None`` does not save it
+    :param save_path: portable checkpoint file for the averaged model; ``None`` does not save it. The best average of
+        one run is replaced only by a better one of the next, as long as the callback is the same.
     :param watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
         evaluation loss, ``ema_model_eval_loss_epoch``
     :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
@@ -68,7 +69,7 @@ class ModelEmaCallback(MetricWatcher):
         if not prefix:
             raise ValueError(f"prefix={prefix!r} must not be empty: it distinguishes the averaged model's metrics.")
         watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
-        super().__init__(watch_metric, greater_is_better, reset_on_train=True)
+        super().__init__(watch_metric, greater_is_better, reset_on_train=False)
         self.decay = check_range("decay", decay, most=1)
         self.evaluate_during_training = evaluate_during_training
         self.save_path = save_path
@@ -100,7 +101,6 @@ class ModelEmaCallback(MetricWatcher):
             return
         # Before Accelerate wraps the model's forward: the copy needs its own.
         self.ema = None if trainer.is_sharded else self._create(trainer, self.model_ema)
-        self.best_metric = None
         self._handler.call_event("on_dataloaders_created", trainer)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:

@@ -45,8 +45,12 @@ def evaluate_all(
     """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
     data = run.data
     losses: dict[str, float] = {}
+    # What is left at its default is not passed: an override may lack the argument, as it may in pytorch-accelerated.
+    how = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
+    loaders = data.eval_loaders or {"": data.eval_loader}
+    of_run = is_training and not is_intermediate
     try:
-        for name, loader in (data.eval_loaders or {"": data.eval_loader}).items():
+        for number, (name, loader) in enumerate(loaders.items(), 1):
             prefix = f"{name}_" if name else ""
             data.eval_loader = loader
             data.eval_dataset_name = name or None
@@ -56,10 +60,13 @@ def evaluate_all(
                 prefixed(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
-                trainer._run_eval_epoch(loader, is_training, is_intermediate)
+                run.completes_evaluation = of_run and number == len(loaders)
+                trainer._run_eval_epoch(loader, **how)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
+        run.epoch_phase = EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
+        run.completes_evaluation = False
     return losses
 
 
@@ -110,6 +117,7 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 
 def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
+    completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
     trainer.eval_epoch_start()
     was_training = is_in_training_mode(trainer)
     run.loss_trackers = create_trackers(trainer)
@@ -126,7 +134,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)
-    if is_training and not is_intermediate and source is run.data.all_eval_loaders[-1]:
+    if completes:
         run.epoch_phase = EVALUATED
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)

@@ -80,6 +80,16 @@ class RunHistory(ABC):
         finally:
             self._set_epoch(before)
 
+    def _record_means(self, means: Mapping[str, float], source: str) -> None:
+        """Record the means of losses and logged values, under names that nobody else may use in the epoch.
+
+        Histories of other kinds do not notice who else uses them.
+
+        :param source: what the means are of
+        """
+        for name, value in means.items():
+            self.update_metric(name, value)
+
     def _shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
         """Keep only the first values of some metrics. Histories may ignore it.
 
@@ -152,7 +162,7 @@ class InMemoryRunHistory(RunHistory):
     directions: Mapping[str, bool | None] = MappingProxyType({})
 
     def __init__(self) -> None:
-        self.reset()
+        InMemoryRunHistory.reset(self)  # a subclass may have a reset() of its own, for attributes that it has not yet
 
     def reset(self) -> None:
         self.current_epoch = 1
@@ -160,6 +170,8 @@ class InMemoryRunHistory(RunHistory):
         self._epochs: dict[str, list[int]] = {}
         self._apart: dict[str, set[int]] = {}  # by metric, the places of values of evaluations outside a run
         self._is_apart = False
+        self._source = ""  # what the values being recorded are of, if they are means of losses
+        self._sources: dict[str, tuple[int, str]] = {}  # by metric, the epoch and the source of the latest value
 
     def get_metric_names(self) -> KeysView[str]:
         """Return the names of all metrics, in the order of their first record; supports set operations."""
@@ -181,15 +193,34 @@ class InMemoryRunHistory(RunHistory):
                 "The metric 'epoch' is left out of tables and files, whose column of epochs has this name. Record it "
                 "under another name."
             )
+        self._check_source(name)
         if self._is_apart:
             self._apart.setdefault(name, set()).add(len(self._metrics.get(name, ())))
         self._metrics.setdefault(name, []).append(metric_value)
         self._epochs.setdefault(name, []).append(self.current_epoch)
 
+    def _record_means(self, means: Mapping[str, float], source: str) -> None:
+        before, self._source = self._source, source
+        try:
+            super()._record_means(means, source)
+        finally:
+            self._source = before
+
+    def _check_source(self, name: str) -> None:
+        """Check that losses and others do not record values under one name in an epoch; note who does."""
+        epoch, source = self._sources.get(name, (0, ""))
+        if epoch == self.current_epoch and source != self._source:
+            raise ValueError(
+                f"Both the run itself, as a loss or a logged value, and something else record the metric {name!r}, so "
+                f"epoch {epoch} would have two values of it. Record the other one under another name."
+            )
+        self._sources[name] = self.current_epoch, self._source
+
     def delete_metric(self, metric_name: str) -> None:
         self.get_latest_metric(metric_name)
         del self._metrics[metric_name], self._epochs[metric_name]
         self._apart.pop(metric_name, None)
+        self._sources.pop(metric_name, None)
 
     def _shorten(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
@@ -232,6 +263,7 @@ class InMemoryRunHistory(RunHistory):
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
         self._apart = {name: set(places) for name, places in state.get("apart", {}).items()}
+        self._sources = {}
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the values of every metric by name, oldest first, as copies."""

@@ -185,6 +185,12 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
     return trainer._create_run_config(per_device_batch_size=batch_size, **requested)
 
 
+def run_config(trainer: TrainerLike) -> TrainerRunConfig | None:
+    """The settings of the run in progress, or else of the latest training; without one, of the latest evaluation."""
+    run: Run = trainer.current_run
+    return run.config if run.training is None or trainer.open_runs else run.training.config
+
+
 def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: int) -> TrainerRunConfig:
     """Derive the settings of the current run from the request and the length of its data.
 
@@ -199,7 +205,8 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
             "Lower the batch size, or omit drop_last."
         )
     accumulation = Accumulation(request.gradient_accumulation_steps)
-    updates_per_epoch = None if steps is None else accumulation.updates_after(steps)
+    is_evaluation = data.train_loader is None
+    updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
     request = _limit(request, accumulation, steps)
     logical = None if trainer.logical is None else trainer.logical.count
     processes = logical or data.ranks.world_size

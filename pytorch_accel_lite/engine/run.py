@@ -154,6 +154,7 @@ class RunEnd:
     :ivar reason: why it was stopped early
     :ivar stopped_by: the callback that stopped it, as the call that created it
     :ivar pause: the request to pause that stopped it
+    :ivar has_begun: whether its ending events have begun, in a loop of an overridden ``_run_training``
     :ivar has_failed: whether an error has ended it
     :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
     """
@@ -161,6 +162,7 @@ class RunEnd:
     reason: str | None = None
     stopped_by: str | None = None
     pause: RunPausedError | None = None
+    has_begun: bool = False
     has_failed: bool = False
     messages: list[Callable[[], None]] = field(default_factory=list)
 
@@ -216,6 +218,9 @@ class Run:
     :ivar goodput: how the time of the job is spent
     :ivar evaluations: how often the run evaluates
     :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
+    :ivar is_in_loop: whether its epochs are those of our loop, rather than those of an overridden ``_run_training``
+    :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
+    :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
     :ivar resumed: the training state that is still being restored
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
@@ -245,6 +250,9 @@ class Run:
     goodput: Goodput = field(default_factory=Goodput)
     evaluations: Interval | None = None
     acts_after_updates: bool = False
+    is_in_loop: bool = False
+    has_reached_limit: bool = False
+    completes_evaluation: bool = False
     resumed: TrainingState | None = None
     trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
@@ -311,10 +319,11 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether all requested epochs or updates are complete."""
-        limit = self.request.max_num_train_steps
-        if limit is not None:  # the number of epochs is an estimate, as batches may be skipped
-            return self.progress.update >= limit
-        num_epochs = self.required_config.num_epochs
+        limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
+        counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not
+        if limit is not None and (counts_updates or num_epochs is None or self.has_reached_limit):
+            # The number of epochs is an estimate, as batches may be skipped.
+            return self.progress.update >= limit or self.has_reached_limit
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
@@ -374,8 +383,7 @@ class Run:
     def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
         """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
         means = self.loss_trackers.means(ranks, name)
-        for metric, value in means.items():
-            history.update_metric(metric, value)
+        history._record_means(means, name)  # noqa: SLF001
         self.recorded_losses = means
 
     def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
@@ -385,8 +393,8 @@ class Run:
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(ranks).values()):
-            for metric, value in losses.means(ranks, "train_{}_epoch").items():
-                history.update_metric(metric, value)
+            name = "train_{}_epoch"
+            history._record_means(losses.means(ranks, name), name)  # noqa: SLF001
 
 
 T = TypeVar("T")

@@ -128,13 +128,14 @@ def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
     return create_schedulers(create, trainer.optimizer)
 
 
-def step_after_epoch(trainer: TrainerLike, run: Run) -> None:
+def step_after_epoch(self: TrainerLike) -> None:
     """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
+    run = self.current_run
     request = run.request
-    each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
+    each_epoch = self.scheduler is not None and request.scheduler_interval == "epoch"
     has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
     if each_epoch and has_metric:
-        trainer.scheduler_step()
+        self.scheduler_step()
 
 
 def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import Any
 
-from pytorch_accel_lite.base.batches import BatchOutput, complete_output, total_loss
+import torch
+from accelerate.utils import recursively_apply
+
+from pytorch_accel_lite.base.batches import BatchOutput, as_scalars, complete_output, total_loss
 from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.loss_shapes import check_loss
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
@@ -57,20 +62,21 @@ class PlainStep(Step):
 
     def backward(
         self, trainer: TrainerLike, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int
-    ) -> None:
+    ) -> torch.Tensor:
         """Accumulate the gradients of a loss, weighted by its share of the accumulation window.
 
         :param samples: number of samples in this process's batch
         :param total: number of samples in the batches of all processes
+        :return: the weighted loss
         """
-        loss = output["loss"]
         listeners = trainer.callback_handler.listeners
-        weighted = run.window.scale(loss, samples, total, output.get("num_items_in_batch"))
         if listeners["on_backward_start"]:
-            trainer.call_event("on_backward_start", batch=batch.data, batch_output=output, step=run.progress.step)
+            announce_backward(trainer, batch.data, output)
+        weighted = run.window.scale(output["loss"], samples, total, output.get("num_items_in_batch"))
         trainer.backward_step(weighted)
         if listeners["on_backward_end"]:
             trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
+        return weighted
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Correct and clip the gradients of an accumulation window, and update the weights."""
@@ -96,6 +102,40 @@ class PlainStep(Step):
         trainer.optimizer_zero_grad()
         if listeners["on_optimizer_step_end"]:
             trainer.call_event("on_optimizer_step_end")
+
+
+def announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> None:
+    """Fire ``on_backward_start``. Gradients are those of the loss that its callbacks leave in the output.
+
+    A callback may replace the loss or change it in place, or do so with some of several losses.
+    """
+    loss, losses = output["loss"], output.get("losses")
+    version = loss._version
+    parts = _identities(losses)
+    trainer.call_event("on_backward_start", batch=data, batch_output=output, step=trainer.current_run.progress.step)
+    if output.get("loss") is not loss:
+        check_loss(output, "on_backward_start", training=True)
+        output["loss"] = total_loss(as_scalars(output["loss"]))
+    elif loss._version == version and _identities(output.get("losses")) != parts:
+        check_loss({"loss": output["losses"]}, "on_backward_start", training=True)
+        output["loss"] = total_loss(as_scalars(output["losses"]))
+
+
+def _identities(losses: Mapping[str, torch.Tensor] | None) -> list[tuple[str, int, int]]:
+    """Return what tells losses by name from others, or from the same ones after a change."""
+    return [(name, id(loss), loss._version) for name, loss in (losses or {}).items() if isinstance(loss, torch.Tensor)]
+
+
+def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
+    """Return what is recorded of a step's output: the losses that the step has returned.
+
+    Steps that record only after the backward pass keep it before, if callbacks may change the loss.
+    """
+    if not trainer.callback_handler.listeners["on_backward_start"]:
+        return output
+    names = ("loss", "losses", "batch_size", "num_items_in_batch")
+    kept = {name: output[name] for name in names if name in output}
+    return recursively_apply(lambda value: value.detach().clone(), kept)  # type: ignore[no-any-return]
 
 
 def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:

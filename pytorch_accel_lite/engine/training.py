@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,6 @@ from pytorch_accel_lite.engine.modes import (
     warn_of_other_mode,
 )
 from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, GlobalModes, Run
-from pytorch_accel_lite.engine.scheduling import step_after_epoch
 from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
@@ -40,12 +40,17 @@ from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.optimizers.gradients import gradient_sync
 
 
-def train(trainer: TrainerLike, run: Run) -> None:
-    """Train for all epochs of a run, or for the remaining ones if it is resumed."""
+def begin(trainer: TrainerLike, run: Run) -> None:
+    """Begin the training of a run."""
     run.control.start_clock()
     start_evaluations(run)
     run.acts_after_updates = run.evaluates_within_epochs or run.accumulation.changes
     run.step.must_examine_batch = trainer.ranks.rank == 0
+
+
+def train(trainer: TrainerLike, run: Run) -> None:
+    """Train for all epochs of a run, or for the remaining ones if it is resumed."""
+    run.is_in_loop = True
     with ending(trainer, run, "training"):
         try:
             trainer.training_run_start()
@@ -61,6 +66,11 @@ def train(trainer: TrainerLike, run: Run) -> None:
         except StopTrainingError:
             _finish_resuming(trainer, run)  # stopped by a starting event, the run ends with what the callbacks had
             raise
+    warn_of_weights(trainer, run)
+
+
+def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
+    """Warn of weights that are not finite at the end of a run."""
     if run.progress.update and not attributes.weights_are_finite(trainer) and trainer.ranks.rank == 0:
         warn_outside(
             f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
@@ -71,31 +81,68 @@ def train(trainer: TrainerLike, run: Run) -> None:
 
 def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
-    if not run.progress.is_mid_epoch:
-        run.progress.start_epoch()
-        run.window.filled = 0
+    begin_epoch(run)
     if run.epoch_phase < TRAINED:
         with explaining(trainer, run, "training"):
-            trainer._run_train_epoch(run.data.train_loader)
+            run.has_reached_limit = bool(trainer._run_train_epoch(run.data.train_loader))
     if run.epoch_phase < EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < ENDED:
-        step_after_epoch(trainer, run)
+        trainer._step_after_epoch()
         trainer.training_run_epoch_end()
         run.epoch_phase = ENDED
         trainer.call_event("on_training_run_epoch_end")
         run.control.sync(now=True)
+    trainer.run_history._increment_epoch()
+    complete_epoch(trainer, run)
+
+
+def begin_epoch(run: Run) -> None:
+    """Begin the next epoch, unless there is one to be completed."""
+    if not run.progress.is_mid_epoch:
+        run.progress.start_epoch()
+        run.window.filled = 0
+
+
+def complete_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Count an epoch, its evaluation included, and let callbacks save."""
     if run.evaluations is not None and run.evaluation_is_due:
         run.evaluations.advance(run, ends_epoch=True)
     run.epoch_phase = 0
     run.progress.epochs_completed = run.progress.epoch
-    trainer.run_history._increment_epoch()
     trainer.call_event("on_epoch_checkpoint")
     run.control.sync(now=True, can_save=True)
 
 
-def train_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Run the steps of an epoch, or the remaining ones, and record its losses."""
+@contextmanager
+def _reading(run: Run, source: Any) -> Iterator[None]:
+    """Let a run read other training batches in a block, if they are not those that it reads anyway."""
+    own = run.data.train_loader
+    if source is own:
+        yield
+        return
+    run.data.train_loader = source
+    try:
+        yield
+    finally:
+        if run.data.train_loader is not source:
+            run.data.train_loader.stop_workers()
+        run.data.train_loader = own
+
+
+def train_epoch(trainer: TrainerLike, run: Run, source: Any) -> bool:
+    """Run the steps of an epoch, or the remaining ones, and record its losses.
+
+    :param source: the training batches, usually those of the run
+    :return: whether the run has made all its updates, if their number was given
+    """
+    with _reading(run, source):
+        _train_epoch(trainer, run)
+    limit = run.request.max_num_train_steps
+    return limit is not None and run.progress.update >= limit
+
+
+def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_start()
     was_training = is_in_training_mode(trainer)
     run.loss_trackers = run.unrecorded = create_trackers(trainer)

@@ -66,9 +66,7 @@ class ReplayingStep(PlainStep):
     def _loss(self, trainer: TrainerLike, run: Run, batch: Batch) -> torch.Tensor:
         """Add the gradients of a batch, and return its loss, weighted by its share of the window."""
         output = self.forward(trainer, run, batch)
-        weighted = run.window.scale(output["loss"], *batch.samples(output), output.get("num_items_in_batch"))
-        trainer.backward_step(weighted)
-        return weighted.detach()
+        return self.backward(trainer, run, batch, output, *batch.samples(output)).detach()
 
 
 def recompute_gradients(self: TrainerLike) -> torch.Tensor:

@@ -19,7 +19,7 @@ from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_output
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
-from pytorch_accel_lite.engine.step import PlainStep
+from pytorch_accel_lite.engine.step import PlainStep, as_returned
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
 
@@ -55,11 +55,12 @@ class GuardedStep(PlainStep):
             counted = run.window.sizes, run.window.items_per_batch
             self.averaged = list(before.gradients)
             outputs: list[BatchOutput] = []
+            returned: list[BatchOutput] = []
             error = None
             try:
                 sync_ddp_buffers(trainer.model, trainer.ranks)
                 with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
-                    outputs = self._attempt(trainer, run, batch)
+                    outputs = self._attempt(trainer, run, batch, returned)
             except (StopTrainingError, NonFiniteLossError):
                 raise
             except Exception as failure:
@@ -69,7 +70,7 @@ class GuardedStep(PlainStep):
                 before.add_gradients()
                 output = merge_outputs(outputs)
                 run.loss_trackers.measure(batch, output["batch_size"])
-                run.track_step(output, batch)
+                run.track_step(output if returned[0] is outputs[0] else merge_outputs(returned), batch)
                 return output
             before.close()
             run.window.sizes, run.window.items_per_batch = counted
@@ -80,8 +81,13 @@ class GuardedStep(PlainStep):
                 traceback.clear_frames(error.__traceback__)  # the frames hold tensors of the attempt
             self._split_further(trainer, largest)
 
-    def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch) -> list[BatchOutput]:
-        """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next."""
+    def _attempt(
+        self, trainer: TrainerLike, run: Run, batch: Batch, returned: list[BatchOutput]
+    ) -> list[BatchOutput]:
+        """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next.
+
+        :param returned: gets what is recorded of each part
+        """
         if isinstance(batch.data, FailedRead):
             raise batch.data.error
         outputs: list[BatchOutput] = []
@@ -91,8 +97,10 @@ class GuardedStep(PlainStep):
             for part in parts:
                 run.batch = part
                 output = self.forward(trainer, run, part)
+                kept = as_returned(trainer, output)
                 self.backward(trainer, run, part, output, *part.samples(output))
                 outputs.append(output if len(parts) == 1 else recursively_apply(torch.Tensor.detach, output))
+                returned.append(outputs[-1] if kept is output else kept)
         finally:
             run.batch = batch
         return outputs

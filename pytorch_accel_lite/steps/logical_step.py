@@ -20,7 +20,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.shares import split
 from pytorch_accel_lite.engine.batch_parts import merge_outputs
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.step import PlainStep
+from pytorch_accel_lite.engine.step import PlainStep, as_returned
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
 from pytorch_accel_lite.steps.logical_gradients import GradientSum
@@ -88,6 +88,7 @@ class LogicalStep(PlainStep):
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
         self._modules = [trainer.model, *attributes.modules(trainer).values()]
         self._buffered_modules: list[nn.Module] = []
+        self._returned: dict[int, BatchOutput] = {}  # what is recorded of the shares, if callbacks may have changed it
         run.window = self._window
         self._find_buffers()
         shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
@@ -126,6 +127,7 @@ class LogicalStep(PlainStep):
         :param before: the buffers before the step
         """
         self._logical.outputs = {}
+        self._returned = {}
         first: list[torch.Tensor] = []
         for share in batch.data:
             if first:
@@ -146,6 +148,9 @@ class LogicalStep(PlainStep):
             if share.is_filler:
                 window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
             else:
+                kept = as_returned(trainer, output)
+                if kept is not output:
+                    self._returned[window.number] = kept
                 self.backward(trainer, run, share, output, *share.samples(output))
                 window.sums.take(window.number)
         finally:
@@ -160,7 +165,7 @@ class LogicalStep(PlainStep):
         for number, (share, output) in self._logical.outputs.items():
             self._logical.current = number
             if not share.is_filler:
-                run.loss_trackers.add(output)
+                run.loss_trackers.add(self._returned.get(number, output))
         shares, outputs = zip(*self._logical.outputs.values(), strict=True)
         is_seen = trainer.callback_handler.listeners["on_train_step_end"]
         data = shares[0].data

@@ -18,6 +18,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.run import Run, Step
 from pytorch_accel_lite.engine.snapshot import replaced
+from pytorch_accel_lite.engine.step import announce_backward
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
@@ -108,25 +109,26 @@ class ManualStep(Step):
             _refuse_gradients(name, self.optimizers[name])
         samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
         total = samples if batch.total_samples is None else batch.total_samples
-        weighted = self.windows[name].scale(loss, samples, total, items)
         self.losses[name] = loss.detach()
         if items is not None:
             self.items[name] = items
+        output: BatchOutput = {"loss": loss}
+        if trainer.callback_handler.listeners["on_backward_start"]:
+            self.losses[name] = loss.detach().clone()  # a callback may change it in place
+            announce_backward(trainer, batch.data, output)
+        weighted = self.windows[name].scale(output["loss"], samples, total, items)
         self._backward(trainer, name, weighted, retain_graph)
+        trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
         if run.window.is_ending:
             self._step(trainer, name)
 
     def _backward(self, trainer: TrainerLike, name: str, loss: torch.Tensor, retain_graph: bool) -> None:
-        run = trainer.current_run
         parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
         if not parameters:
             raise ValueError(f"update(optimizer={name!r}): all parameters of that optimizer are frozen.")
-        event = {"batch": run.batch and run.batch.data, "batch_output": {"loss": loss}, "step": run.progress.step}
-        trainer.call_event("on_backward_start", **event)
         with torch.autocast(loss.device.type, enabled=False) if trainer.accelerator.native_amp else nullcontext():
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
             scaled.backward(inputs=parameters, retain_graph=retain_graph)
-        trainer.call_event("on_backward_end", **event)
         if name not in self.updated:
             if all(parameter.grad is None for parameter in parameters):
                 raise ValueError(
