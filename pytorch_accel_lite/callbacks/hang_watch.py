@@ -11,17 +11,16 @@ import time
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.base.environment import LIBRARIES
 from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_range
+from pytorch_accel_lite.distributed.positions import innermost_function, stack_of, waits_for_others
 from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect
 
 #: Exit code of a program ended by the watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
@@ -255,41 +254,3 @@ def _end() -> None:
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(EXIT_CODE)
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
-
-
-def stack_of(thread: int | None) -> list[traceback.FrameSummary]:
-    """Return the frames of a thread, outermost first; an empty list if it has ended."""
-    frame = sys._current_frames().get(thread or 0)
-    return [] if frame is None else list(traceback.extract_stack(frame))
-
-
-def innermost_function(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Return the function at the end of a stack, with its file and line.
-
-    A function of a library is followed by the user's function that called it, if the user's code is within the run.
-    """
-    if not stack:
-        return "its thread has ended"
-    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
-    callers = [frame for frame in stack[ours[0] :] if not is_library(frame)] if ours else []
-    called_by = f", called by {_named(callers[-1])}" if callers and is_library(stack[-1]) else ""
-    return f"in {_named(stack[-1])}{called_by}"
-
-
-def waits_for_others(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether the stack of a thread shows that it waits for other processes."""
-    return any(frame.name == "_engine_run_backward" or _COLLECTIVES in frame.filename for frame in stack)
-
-
-def _named(frame: traceback.FrameSummary) -> str:
-    return f"{frame.name} of {os.path.basename(frame.filename)}:{frame.lineno}"
-
-
-def is_library(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of this package or an installed one, rather than of the user's code."""
-    name = frame.filename
-    return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(LIBRARIES)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.ranks import chosen_timeout
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class DataRanks(Ranks):
         sharers = tuple(zip(*peers, strict=True))
         self._sharers = everyone.within(sharers[self.rank], _group_of_rank(dist.group.WORLD, sharers, "gloo"))
         self.is_first_sharer = self._sharers.rank == 0
-        self._group = _group_of_rank(dist.group.WORLD, peers, "gloo")
+        self._control = ControlGroup(_group_of_rank(dist.group.WORLD, peers, "gloo"), self.members)
         self.device_group = _group_of_rank(dist.group.WORLD, peers, None)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,18 +15,20 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from pytorch_accel_lite.base.inspection import distinct_elements
+from pytorch_accel_lite.distributed.exchange import CAPACITY, ControlGroup, OtherCallError, find_purpose
 from pytorch_accel_lite.distributed.messages import decode, encode
 
 T = TypeVar("T")
 
 
 @cache
-def _job_group(job: Any, purpose: str) -> Any:
+def _job_group(job: Any, purpose: str) -> ControlGroup:
     """Return a gloo group shared by all trainers of a job: torch never frees the threads and files of a group.
 
     :param job: the default process group of the job
     """
-    return dist.new_group(backend="gloo", timeout=chosen_timeout(job))
+    group = dist.new_group(backend="gloo", timeout=chosen_timeout(job))
+    return ControlGroup(group, range(dist.get_world_size()))
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -70,12 +73,14 @@ class Ranks:
     replicas = 1
     is_first_sharer = True
     device_group: Any = None
+    _control: ControlGroup
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.members: Sequence[int] = range(self.world_size)
-        self._group: Any = _job_group(dist.group.WORLD, purpose) if self.world_size > 1 else None
+        if self.world_size > 1:
+            self._control = _job_group(dist.group.WORLD, purpose)
 
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world_size={self.world_size})"
@@ -85,13 +90,17 @@ class Ranks:
         """All processes of the job, also those that share batches with these."""
         return self
 
+    @property
+    def _group(self) -> Any:
+        return self._control.group
+
     def within(self, members: Sequence[int], group: Any) -> Ranks:
         """Return a subset of these processes that includes this one and communicates through a group of its own."""
         part = copy.copy(self)
         part.members = members
         part.rank = members.index(self.rank)
         part.world_size = len(members)
-        part._group = group  # noqa: SLF001
+        part._control = ControlGroup(group, members)  # noqa: SLF001
         return part
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -106,22 +115,30 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation, group=self._group)
+        takes_max = operation == dist.ReduceOp.MAX
+        if len(tensor) > CAPACITY:
+            digest = hashlib.blake2b(tensor.numpy().tobytes(), digest_size=7).digest()
+            sent = self._exchange([len(tensor), int.from_bytes(digest, "little")])
+            if takes_max and sent.count(sent[0]) == len(sent):
+                return list(values)
+            if len({length for length, _ in sent}) > 1:  # gloo would end the processes
+                raise RuntimeError(f"The processes reduce lists of unlike lengths: {[length for length, _ in sent]}.")
+            dist.all_reduce(tensor, operation, group=self._group)
+        else:
+            all_values = self._control.begin(tensor.view(torch.int64), find_purpose())().view(torch.float64)
+            tensor = all_values.amax(0) if takes_max else all_values.sum(0)
         reduced: list[float] = tensor.tolist()
         return reduced
 
     def begin_gathering(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Start gathering integers, equally many from each rank, and return a function that waits for the result."""
+        """Start gathering integers, a few and equally many from each rank; return a function that waits for them."""
         if self.world_size == 1:
             return lambda: [list(numbers)]
-        gathered = torch.empty(self.world_size, len(numbers), dtype=torch.int64)
-        work = dist.all_gather([*gathered], torch.tensor(numbers), group=self._group, async_op=True)
+        finish = self._control.begin(torch.tensor(numbers, dtype=torch.int64), find_purpose())
+        return lambda: finish().tolist()
 
-        def finish() -> list[list[int]]:
-            work.wait()
-            return gathered.tolist()
-
-        return finish
+    def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self.begin_gathering(numbers)()
 
     def begin_scatter(self, pieces: Sequence[torch.Tensor] | None, size: int) -> Callable[[], torch.Tensor]:
         """Start sending each rank a piece of data from rank 0, and return a function that waits for this rank's piece.
@@ -163,7 +180,7 @@ class Ranks:
 
         Each rank broadcasts its value: gloo's ``all_gather`` takes three times as long for large values of two ranks.
         """
-        lengths = [length for (length,) in self.begin_gathering([len(encoded)])()]
+        lengths = [length for (length,) in self._exchange([len(encoded)])]
         if only_first and self.rank:
             dist.send(encoded, self.members[0], self._group)
             return []
@@ -180,7 +197,7 @@ class Ranks:
 
     def _broadcast(self, encoded: torch.Tensor) -> Any:
         """Return the value that the first rank has encoded."""
-        length = self.begin_gathering([len(encoded)])()[0][0]
+        length = self._exchange([len(encoded)])[0][0]
         encoded = encoded if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
         dist.broadcast(encoded, self.members[0], self._group)
         return decode(encoded)
@@ -220,6 +237,8 @@ class Ranks:
         """Name a call of the user in the error of a collective in a block, for calls that not all ranks make."""
         try:
             yield
+        except OtherCallError:
+            raise
         except RuntimeError as error:  # the time limit of the process group, or the end of another rank
             if self.world_size == 1:
                 raise
@@ -236,7 +255,7 @@ class Ranks:
         if self.world_size > 1:
             if timeout is not None:
                 set_timeout(self._group, timeout)
-            dist.barrier(group=self._group)
+            self._exchange([])
 
 
 def _broadcast_in_place(source: int, tensor: torch.Tensor, group: Any) -> None:

@@ -1,0 +1,121 @@
+"""Exchanges of a few numbers between processes, which carry what they are for: different ones are never paired."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from inspect import currentframe
+from typing import Any, NoReturn
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from pytorch_accel_lite.distributed.messages import decode, encode
+from pytorch_accel_lite.distributed.positions import MACHINERY, describe_call
+
+#: The most numbers of a process in an exchange. Each has room for as many: gloo ends processes whose sizes differ.
+CAPACITY = 14
+_EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+class OtherCallError(RuntimeError):
+    """The processes are in different calls, each of which waits for the others. Never skipped as a failed batch."""
+
+
+class ControlGroup:
+    """A gloo group whose exchanges begin with a number for their purpose.
+
+    :param group: the process group
+    :param members: its processes, by their ranks in the job
+    """
+
+    def __init__(self, group: Any, members: Sequence[int]) -> None:
+        self.group = group
+        self.members = members
+        self._begun = 0
+        self._explained = 0  # the exchanges begun until the last explanation
+        self._failure = ""
+
+    def begin(self, numbers: torch.Tensor, purpose: int) -> Callable[[], torch.Tensor]:
+        """Start exchanging a few numbers, and return a function that waits for those of all processes.
+
+        :param numbers: int64, at most ``CAPACITY``, equally many on each process
+        :param purpose: what it is for, see :func:`find_purpose`
+        """
+        sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
+        sent[0] = tag = purpose * 16 + len(numbers)
+        sent[2 : 2 + len(numbers)] = numbers
+        received = torch.empty(len(self.members), 2 + CAPACITY, dtype=torch.int64)
+        work = dist.all_gather([*received], sent, group=self.group, async_op=True)
+        self._begun += 1
+        number = self._begun
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            if received[:, 0].tolist().count(tag) != len(self.members):
+                self._explain(number)
+            return received[:, 2 : 2 + len(numbers)]
+
+        return finish
+
+    def _explain(self, number: int) -> NoReturn:
+        """Raise an error that says in which call each process is; all processes come here.
+
+        Some may notice later, as they wait for an earlier exchange, or have begun others already.
+        """
+        if number > self._explained:
+            while not self._all_explain():
+                pass
+            self._explained = self._begun
+            calls = self._gather(describe_call(_own_stack()))
+            self._failure = "".join(f"\n  rank {rank}: {call}" for rank, call in zip(self.members, calls, strict=True))
+        raise OtherCallError(
+            f"The processes are in different calls, each of which waits for the other processes:{self._failure}\n"
+            "Make the same calls in the same order on every process, also those whose results only one of them uses."
+        )
+
+    def _all_explain(self) -> bool:
+        return (self._exchange(torch.tensor([_EXPLANATION]))[:, 0] == _EXPLANATION).all().item() is True
+
+    def _exchange(self, numbers: torch.Tensor) -> torch.Tensor:
+        sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
+        sent[: len(numbers)] = numbers
+        received = torch.empty(len(self.members), 2 + CAPACITY, dtype=torch.int64)
+        dist.all_gather([*received], sent, group=self.group)
+        self._begun += 1
+        return received
+
+    def _gather(self, text: str) -> list[str]:
+        encoded = encode(text)
+        longest = int(self._exchange(torch.tensor([len(encoded)]))[:, 0].max())
+        padded = torch.cat([encoded, encoded.new_zeros(longest - len(encoded))])
+        received = [torch.empty_like(padded) for _ in self.members]
+        dist.all_gather(received, padded, group=self.group)
+        return [decode(each) for each in received]
+
+
+_purposes: dict[tuple[Any, Any], int] = {}
+
+
+def find_purpose() -> int:
+    """Return a number for the exchange that is being made: that of the method of ``Ranks`` and who calls it.
+
+    A user's code may call the same method in different places, for example the first process in a branch of its own.
+    """
+    method: Any = currentframe()
+    caller = method.f_back
+    while caller.f_code.co_filename in MACHINERY:
+        method, caller = caller, caller.f_back
+    key = method.f_code, caller.f_code
+    if key not in _purposes:
+        name = caller.f_code.co_filename
+        place = f"{name.removeprefix(_PACKAGE)} {caller.f_code.co_qualname}" if name.startswith(_PACKAGE) else ""
+        _purposes[key] = crc32(f"{method.f_code.co_name} {place}".encode())
+    return _purposes[key]
+
+
+def _own_stack() -> list[traceback.FrameSummary]:
+    return list(traceback.extract_stack(currentframe()))

@@ -1,0 +1,98 @@
+"""Where a thread is, as seen from its stack: in which call of the user's code, and whether it waits for others."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+
+from pytorch_accel_lite.base.environment import LIBRARIES
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
+#: Files whose functions carry out a collective that others ask for.
+MACHINERY = tuple(_HERE + name for name in ("exchange.py", "ranks.py", "layout.py"))
+_EXCHANGE = MACHINERY[0]
+_AT_THE_END = _HERE + "shutdown.py"
+
+Stack = Sequence[traceback.FrameSummary]
+
+
+def stack_of(thread: int | None) -> list[traceback.FrameSummary]:
+    """Return the frames of a thread, outermost first; an empty list if it has ended."""
+    frame = sys._current_frames().get(thread or 0)
+    return [] if frame is None else list(traceback.extract_stack(frame))
+
+
+def innermost_function(stack: Stack) -> str:
+    """Return the function at the end of a stack, with its file and line.
+
+    A function of a library is followed by the user's function that called it, if the user's code is within the run.
+    """
+    stack = [frame for frame in stack if frame.filename != _EXCHANGE]
+    if not stack:
+        return "its thread has ended"
+    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
+    callers = [frame for frame in stack[ours[0] :] if not is_library(frame)] if ours else []
+    called_by = f", called by {named(callers[-1])}" if callers and is_library(stack[-1]) else ""
+    return f"in {named(stack[-1])}{called_by}"
+
+
+def describe_call(stack: Stack) -> str:
+    """Return the call of the user's code in which a thread is, with the line, and what it does there.
+
+    For example ``in evaluate(), called by on_train_step_end of train.py:12 (check_same_call of arguments.py:3)``.
+    """
+    if any(frame.filename == _AT_THE_END for frame in stack):
+        return "at the end of its program"
+    users = [index for index, frame in enumerate(stack) if not is_library(frame)]
+    if not users or users[-1] == len(stack) - 1:
+        return innermost_function(stack)
+    caller, called, *inner = stack[users[-1] :]
+    inner = [frame for frame in inner if frame.filename not in MACHINERY]
+    ours = [frame for frame in inner if frame.filename.startswith(_PACKAGE)]
+    place = f" ({'in the backward pass, ' * _is_in_backward(stack)}{named((ours or inner)[-1])})" if inner else ""
+    return f"in {called.name}(), called by {named(caller)}{place}"
+
+
+def waits_for_others(stack: Stack) -> bool:
+    """Whether the stack of a thread shows that it waits for other processes."""
+    return any(_is_waiting(frame.name, frame.filename) for frame in stack)
+
+
+def is_in_exchange(stack: Stack) -> bool:
+    """Whether a thread waits in an exchange: it gets an error if the connection to another process ends."""
+    return any(frame.filename == _EXCHANGE for frame in stack)
+
+
+def signature(frame: FrameType | None) -> tuple[tuple[tuple[int, int], ...], bool]:
+    """Return what identifies the place of a thread while it stays there, and whether it waits for other processes."""
+    places = []
+    waits = False
+    while frame is not None:
+        places.append((id(frame), frame.f_lasti))
+        waits = waits or _is_waiting(frame.f_code.co_name, frame.f_code.co_filename)
+        frame = frame.f_back
+    return tuple(places), waits
+
+
+def named(frame: traceback.FrameSummary) -> str:
+    """Return the function, file and line of a frame."""
+    return f"{frame.name} of {os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def is_library(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of this package or an installed one, rather than of the user's code."""
+    name = frame.filename
+    return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(LIBRARIES)
+
+
+def _is_waiting(function: str, filename: str) -> bool:
+    return function == "_engine_run_backward" or filename == _EXCHANGE or _COLLECTIVES in filename
+
+
+def _is_in_backward(stack: Stack) -> bool:
+    return any(frame.name == "_engine_run_backward" for frame in stack)
