@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -13,8 +12,7 @@ import shutil
 import socket
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +21,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.environment import available_cores, warn_outside
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.distributed import Ranks
 
 _SECONDS_TO_APPEAR = 3.0  # on a shared disk
@@ -186,12 +185,6 @@ def _remove_stale_files(target: Path) -> None:
                     path.unlink()
 
 
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file's content as a hexadecimal string, used by states of format 1."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def storable(value: Any, path: str) -> Any:
     """Convert a value to types that ``torch.load(weights_only=True)`` can load; numpy numbers become Python numbers.
 
@@ -248,6 +241,15 @@ def load_plain(path: Path, mapped: bool = False) -> Any:
             f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
             f"objects that cannot be rebuilt without running code ({type(error).__name__})."
         ) from error
+
+
+def load_verified(path: Path) -> Any:
+    """Load a file written by ``torch.save`` that stands alone, once its content has matched its own checksums.
+
+    :raises ValueError: if it is damaged, or cannot be loaded without running code
+    """
+    verify(path)
+    return load_plain(path)
 
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -307,14 +309,17 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
         write_plain(content, temporary)
 
 
-def read_checkpoint(path: StrPath) -> dict[str, Any]:
+def read_checkpoint(path: StrPath, *, is_verified: bool = False) -> dict[str, Any]:
     """Read a checkpoint, or weights alone, in a safetensors file or one of torch, onto the CPU, without running code.
 
+    :param is_verified: whether its content has already been compared with its checksums, as on another process
     :raises FileNotFoundError: if the file does not exist
     :raises ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no checkpoint at {os.fspath(path)!r}.")
+    if not is_verified:
+        verify(Path(path))
     if Path(path).suffix == ".safetensors":
         _, metadata = open_tensors(path)
         weights = safetensors.torch.load_file(path)
@@ -330,28 +335,3 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
             "model.load_state_dict(torch.load(path)['state_dict'])."
         )
     return entries
-
-
-#: Number of bytes of a file that are hashed at once. Part of the format: another size gives other checksums.
-PIECE = 8 << 20
-_MOST_THREADS = 8  # hash faster than most disks read
-
-
-def hash_files(paths: Iterable[Path]) -> dict[str, str]:
-    """Return a checksum of each file, by name: the SHA-256 of the SHA-256 of its pieces, computed on all cores.
-
-    :raises OSError: if a file cannot be read
-    """
-    with ThreadPoolExecutor(min(available_cores(), _MOST_THREADS), "hashing") as pool:
-        pieces = {
-            path.name: [pool.submit(_hash_piece, path, start) for start in range(0, path.stat().st_size, PIECE)]
-            for path in paths
-        }
-        digests = {name: b"".join(piece.result() for piece in file_pieces) for name, file_pieces in pieces.items()}
-    return {name: hashlib.sha256(digest).hexdigest() for name, digest in digests.items()}
-
-
-def _hash_piece(path: Path, start: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(start)
-        return hashlib.sha256(file.read(PIECE)).digest()

@@ -12,12 +12,12 @@ from typing import Any
 import accelerate
 import torch
 
-from pytorch_accel_lite.checkpoint.files import StrPath, checksum, hash_files
+from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, checksum, hash_files
+from pytorch_accel_lite.checkpoint.files import StrPath
 
 #: Since version 2, checksums are those of pieces, and large tensors besides the weights are in a separate file.
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-CHECKSUM = "sha256_of_pieces"
 _FILE_CHECKSUM = "sha256"  # of a file in states of format 1
 
 

@@ -21,6 +21,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     loss_state,
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
     StrPath,
@@ -45,6 +46,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     load_optimizer_state,
     model_state,
     read_pretrained,
+    verify_weights,
 )
 from pytorch_accel_lite.optimizers import attributes
 
@@ -147,6 +149,8 @@ def load_checkpoint(
             f"{os.fspath(checkpoint_path)!r} is a training state. Load it with "
             "trainer.load_training_state(directory), or resume the run with train(resume_from=directory)."
         )
+    if isinstance(location, Path) and not (location / MANIFEST).is_file():  # a training state is verified as a whole
+        verify_weights(self, location)
     checkpoint = _read(location, model)
     left_out = checkpoint.get(FROZEN, {})
     weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict, left_out)
@@ -177,10 +181,12 @@ def _read(location: Path | str, model: nn.Module) -> dict[str, Any]:
     """Return the content of a checkpoint, of a directory of weights for a model, or of a training state."""
     if isinstance(location, str):
         with fetched_weights(location) as directory:
+            for file in directory.glob("*.safetensors"):
+                verify(file)
             return read_pretrained(directory, model)
     if (location / MANIFEST).is_file():
         return read_learned(location)
-    return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location)
+    return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
 def save_weights(
@@ -209,7 +215,9 @@ def save_weights(
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
             with open_folder(parse_location(folder)) as directory:
                 with replacing(directory / name) as temporary:
-                    write_tensors(weights, temporary, {FROZEN: json.dumps(left_out)} if left_out else None)
+                    frozen = {FROZEN: json.dumps(left_out)} if left_out else {}
+                    write_tensors(weights, temporary, UNSEALED | frozen)
+                    seal(temporary)
                 if describe is not None:
                     describe(directory)
 

@@ -19,10 +19,10 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.checkpoint.background import HostMemory
+from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
     StrPath,
-    hash_files,
     load_plain,
     naming,
     open_tensors,
@@ -33,7 +33,6 @@ from pytorch_accel_lite.checkpoint.files import (
     write_tensors,
 )
 from pytorch_accel_lite.checkpoint.manifest import (
-    CHECKSUM,
     MANIFEST,
     DamagedStateError,
     catch_damage,
