@@ -12,18 +12,21 @@ import stat
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
+from pytorch_accel_lite.checkpoint import read_checkpoint
 from tests import ancestor
 from tests.launching import run_code
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, same, train, weights
@@ -561,3 +564,83 @@ def test_the_ancestor_loads_our_file_with_optimizer_and_scheduler(exchange):
     assert equal(ours["model_state_dict"], back["model_state_dict"])
     assert same(ours["optimizer_state_dict"], back["optimizer_state_dict"])
     assert back["scheduler_state_dict"]["_step_count"] == ours["scheduler_state_dict"]["_step_count"]
+
+
+# ------------------------------------------------------------------------------------------ damage
+
+
+def flip(path: Path, position: int, bit: int = 0x40) -> bytes:
+    """Change a byte of a file, and return what it was before."""
+    content = path.read_bytes()
+    path.write_bytes(content[:position] + bytes([content[position] ^ bit]) + content[position + 1 :])
+    return content
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_no_flipped_byte_of_a_checkpoint_is_used(tmp_path, name):
+    path, model = tmp_path / name, nn.Linear(2, 2)
+    trainer = make_trainer(model=model)
+    save = (
+        trainer.save_model if name.endswith("safetensors") else partial(trainer.save_checkpoint, save_optimizer=False)
+    )
+    save(path)
+    saved = weights(model)
+    loaded = []
+    positions = range(0, path.stat().st_size, 3)
+    for position in positions:
+        content = flip(path, position)
+        with suppress(ValueError):
+            loaded.append(read_checkpoint(path)["model_state_dict"])
+        path.write_bytes(content)
+    assert all(equal(other, saved) for other in loaded)  # flipped in what fills the space between records
+    assert len(loaded) < len(positions) - 50
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "model"])
+def test_damaged_weights_are_not_loaded(tmp_path, name):
+    path = tmp_path / name
+    trainer = trained()
+    (trainer.save_checkpoint if name.endswith(".pt") else trainer.save_model)(path)
+    file = path / "model.safetensors" if path.is_dir() else path
+    weight = next(iter(trainer.model.parameters())).detach().numpy().tobytes()
+    flip(file, file.read_bytes().index(weight))
+    other = trained(seed=1)
+    before = weights(other.model)
+    with pytest.raises(ValueError, match=rf"{file.name}' is damaged: its content does not match its checksum"):
+        other.load_checkpoint(path)
+    assert equal(weights(other.model), before)
+
+
+def test_a_damaged_best_model_is_not_loaded_at_the_end(tmp_path):
+    path = tmp_path / "best.pt"
+
+    def damage(trainer: Trainer, **kwargs: Any) -> None:
+        weight = torch.load(path)["model_state_dict"]["0.weight"].numpy().tobytes()
+        flip(path, path.read_bytes().index(weight))
+
+    callbacks = [listener(on_training_run_end=damage), SaveBestModelCallback(path, "train_loss_epoch")]
+    with pytest.raises(ValueError, match=r"best.pt' is damaged"):
+        train(make_trainer(callbacks=callbacks), epochs=1)
+
+
+def test_files_of_others_have_no_checksum_and_are_loaded(tmp_path):
+    model = make_model(0)
+    torch.save(model.state_dict(), tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain.safetensors")
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_file(tmp_path / "unchecked.pt", model)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for file in tmp_path.iterdir():
+        other = make_trainer(model=make_model(1))
+        other.load_checkpoint(file)
+        assert equal(weights(other.model), weights(model))
+
+
+def test_others_read_what_carries_a_checksum(tmp_path):
+    trainer = trained()
+    trainer.save_model(tmp_path / "model.safetensors")
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    plain = torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"]
+    assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), plain)

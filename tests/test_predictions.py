@@ -371,3 +371,43 @@ print(taken / sum(tensor.nbytes for tensor in (predicted["a"], predicted["b"][0]
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit")
 def test_predictions_take_their_memory_once():
     assert float(run_python(PREDICTS_MUCH)) < 1.6  # 2.0 if they were concatenated at the end
+
+
+def damage(shard: Path) -> None:
+    """Change the sign of a number among the outputs."""
+    output = torch.load(shard)["outputs"].numpy().tobytes()
+    content = bytearray(shard.read_bytes())
+    content[content.index(output) + 3] ^= 0x80
+    shard.write_bytes(content)
+
+
+def test_damaged_predictions_are_not_read(tmp_path):
+    predict(tmp_path, regression_data(9), shard_size=4)
+    damage(sorted(tmp_path.glob("shard-*"))[1])
+    with pytest.raises(ValueError, match=r"rank0.pt' is damaged: its content does not match its checksum"):
+        read_predictions(tmp_path)
+
+
+def test_damaged_predictions_are_made_again(tmp_path):
+    data = regression_data(9)
+    predict(tmp_path, data, shard_size=4)
+    before = read_predictions(tmp_path)
+    damage(sorted(tmp_path.glob("shard-*"))[1])
+    with pytest.warns(UserWarning, match="predicted again"):
+        predict(tmp_path, data, shard_size=4)
+    assert torch.equal(read_predictions(tmp_path), before)
+
+
+def test_a_damaged_number_of_predictions_is_noticed(tmp_path):
+    predict(tmp_path, regression_data(9), shard_size=4)
+    description = tmp_path / "predictions.json"
+    description.write_text(description.read_text().replace("9", "8", 1))
+    with pytest.raises(ValueError, match=r"predictions.json' is damaged"):
+        read_predictions(tmp_path)
+
+
+def test_other_files_beside_predictions_are_left_alone(tmp_path):
+    (tmp_path / "shard-notes.pt").write_text("mine")
+    for _ in range(2):
+        predict(tmp_path, regression_data(9), overwrite=True)
+    assert (tmp_path / "shard-notes.pt").read_text() == "mine"

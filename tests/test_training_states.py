@@ -46,7 +46,7 @@ from pytorch_accel_lite.callbacks import (
     read_predictions,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
-from pytorch_accel_lite.checkpoint.files import checksum
+from pytorch_accel_lite.checkpoint.checksums import checksum
 from tests.launching import (
     CAN_SHARD,
     PATIENCE,

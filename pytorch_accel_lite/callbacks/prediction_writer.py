@@ -5,23 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.paths import folder_path, local_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.checkpoint.files import check_is_shared, load_plain, replacing, write_checkpoint
+from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, write_checkpoint, write_text
+from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.optimizers import attributes
 
 _DESCRIPTION = "predictions.json"
+_SHARD = re.compile(r"shard-\d{12,}-\d{12,}-rank\d+\.pt")
 
 
 class PredictionWriterCallback(TrainerCallback):
@@ -29,9 +34,9 @@ class PredictionWriterCallback(TrainerCallback):
 
     Each process writes its own shards, with the indices of their samples; :func:`read_predictions` puts them in the
     order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
-    first sample that has not been written, on any number of processes, and returns only the remaining outputs.
-    Predictions of other weights in the directory, finished or not, are replaced, with a message; ``predictions.json``
-    has a fingerprint of the weights. To keep memory use low::
+    first sample that has not been written, on any number of processes, and returns only the remaining outputs; damaged
+    shards are removed, with a warning. Predictions of other weights in the directory, finished or not, are replaced,
+    with a message; ``predictions.json`` has a fingerprint of the weights. To keep memory use low::
 
         for _ in trainer.predict_iter(dataset):
             pass
@@ -46,7 +51,7 @@ class PredictionWriterCallback(TrainerCallback):
     def __init__(
         self, directory: str | os.PathLike[str] = "predictions", shard_size: int = 1024, overwrite: bool = False
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = folder_path("directory", directory)
         self.shard_size = check_positive_int("shard_size", shard_size)
         self.overwrite = overwrite
         self._clear()
@@ -64,7 +69,7 @@ class PredictionWriterCallback(TrainerCallback):
             raise TypeError("PredictionWriterCallback needs a dataset with a length.")
         weights = _fingerprint(trainer)
         check_is_shared(self.directory, f"directory={os.fspath(self.directory)!r}", trainer.ranks)
-        start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(length, weights))
+        start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(trainer, length, weights))
         request.first_sample = start
         if replaced:
             trainer.print(
@@ -74,12 +79,14 @@ class PredictionWriterCallback(TrainerCallback):
         if start:
             trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
 
-    def _begin(self, length: int, weights: str) -> tuple[int, bool]:
-        """Remove predictions of other weights, and return the number of leading samples that have all been written.
+    def _begin(self, trainer: TrainerLike, length: int, weights: str) -> tuple[int, bool]:
+        """Lock the directory, remove predictions of other weights, and count the leading samples that have been written.
 
         :param weights: fingerprint of the weights
         :return: that number, and whether predictions of other or unknown weights were removed
         """
+        if (lock := lock_path("directory", self.directory)) is not None:
+            trainer.current_run.locks.callback(lock.release)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _DESCRIPTION
         existing = json.loads(path.read_text()) if path.exists() else {}
@@ -88,15 +95,14 @@ class PredictionWriterCallback(TrainerCallback):
                 f"{os.fspath(self.directory)!r} contains predictions for {existing['length']} samples, not {length}. "
                 "Choose another directory, or pass overwrite=True."
             )
-        shards = list(self.directory.glob("shard-*.pt"))
+        shards = _find_shards(self.directory)
         description = {"length": length, "weights": weights}
         if self.overwrite or existing != description:
             for shard in shards:  # before the new fingerprint is written, which is not that of the shards
                 shard.unlink()
-            with replacing(path) as temporary:
-                temporary.write_text(json.dumps(description) + "\n")
+            write_text(path, json.dumps(description) + "\n")
             return 0, bool(shards) and not self.overwrite
-        written = {shard: load_plain(shard)["indices"] for shard in shards}
+        written = _remove_damaged(shards)
         done = set(chain.from_iterable(written.values()))
         start = next((index for index in range(length) if index not in done), length)
         for shard, samples in written.items():
@@ -139,9 +145,25 @@ def _fingerprint(trainer: TrainerLike) -> str:
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
+def _find_shards(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("shard-*.pt") if _SHARD.fullmatch(path.name))
+
+
+def _remove_damaged(shards: list[Path]) -> dict[Path, list[int]]:
+    """Return the samples of each shard, and remove those that are damaged, whose samples are predicted again."""
+    samples: dict[Path, list[int]] = {}
+    for shard in shards:
+        try:
+            samples[shard] = load_verified(shard)["indices"]
+        except ValueError as error:
+            shard.unlink()
+            warn_outside(f"Its samples are predicted again, as the predictions in it cannot be used. {error}")
+    return samples
+
+
 def _shorten(path: Path, end: int) -> None:
     """Remove from a shard all but the first ``end`` samples of the dataset, as the others will be predicted again."""
-    shard = load_plain(path)
+    shard = load_verified(path)
     positions = [position for position, index in enumerate(shard["indices"]) if index < end]
     if positions:
         indices = [shard["indices"][position] for position in positions]
@@ -165,15 +187,20 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     """Return the predictions in a directory as ``predict`` does: concatenated, in the order of the dataset.
 
     :raises FileNotFoundError: if the directory contains no predictions
-    :raises ValueError: if some are missing because the prediction did not finish
+    :raises ValueError: if some are missing because the prediction did not finish, or a file is damaged
     """
-    description = Path(directory) / _DESCRIPTION
+    description = local_path("directory", directory) / _DESCRIPTION
     if not description.is_file():
         raise FileNotFoundError(f"{os.fspath(directory)!r} contains no predictions.")
     length = json.loads(description.read_text())["length"]
     shards = list(iterate_predictions(directory))
     indices = chain.from_iterable(indices for indices, _ in shards)
     positions = {index: position for position, index in enumerate(indices)}  # the latest if predicted twice
+    if any(index >= length for index in positions):
+        raise ValueError(
+            f"{os.fspath(description)!r} is damaged: it speaks of {length} samples, but the shards next to it hold "
+            f"sample {max(positions)}."
+        )
     missing = length - len(positions)
     if missing:
         raise ValueError(
@@ -184,6 +211,6 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:
     """Yield the shards in a directory: sample indices and outputs."""
-    for path in sorted(Path(directory).glob("shard-*.pt")):
-        shard = load_plain(path)
+    for path in _find_shards(local_path("directory", directory)):
+        shard = load_verified(path)
         yield shard["indices"], _outputs_of(shard)

@@ -13,6 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError
+from pytorch_accel_lite.base.paths import StrPath, file_path, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
@@ -21,15 +22,8 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     loss_state,
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.files import (
-    FROZEN,
-    StrPath,
-    parse_location,
-    read_checkpoint,
-    replacing,
-    write_checkpoint,
-    write_tensors,
-)
+from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
+from pytorch_accel_lite.checkpoint.files import FROZEN, read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
@@ -45,6 +39,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     load_optimizer_state,
     model_state,
     read_pretrained,
+    verify_weights,
 )
 from pytorch_accel_lite.optimizers import attributes
 
@@ -91,6 +86,7 @@ def save_checkpoint(
     :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
     :raises ValueError: if ``trainable_only`` would leave out everything
     """
+    target = file_path("save_path", save_path, "a checkpoint")
     model = self.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -112,7 +108,7 @@ def save_checkpoint(
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs or {})
         self.ranks.barrier()  # others may still be reading the file that is replaced
-        self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if writes else None)
+        self.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
 
 def load_checkpoint(
@@ -141,12 +137,14 @@ def load_checkpoint(
     with self.ranks.naming("load_checkpoint()"):
         self.ranks.barrier()
     model = self.get_model(keep_torch_compile=False)
-    location = parse_location(checkpoint_path)
+    location = parse_location(checkpoint_path, "checkpoint_path")
     if isinstance(location, Path) and (location / MANIFEST).is_file() and (load_optimizer or load_scheduler):
         raise ValueError(
             f"{os.fspath(checkpoint_path)!r} is a training state. Load it with "
             "trainer.load_training_state(directory), or resume the run with train(resume_from=directory)."
         )
+    if isinstance(location, Path) and not (location / MANIFEST).is_file():  # a training state is verified as a whole
+        verify_weights(self, location)
     checkpoint = _read(location, model)
     left_out = checkpoint.get(FROZEN, {})
     weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict, left_out)
@@ -177,10 +175,12 @@ def _read(location: Path | str, model: nn.Module) -> dict[str, Any]:
     """Return the content of a checkpoint, of a directory of weights for a model, or of a training state."""
     if isinstance(location, str):
         with fetched_weights(location) as directory:
+            for file in directory.glob("*.safetensors"):
+                verify(file)
             return read_pretrained(directory, model)
     if (location / MANIFEST).is_file():
         return read_learned(location)
-    return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location)
+    return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
 def save_weights(
@@ -209,7 +209,9 @@ def save_weights(
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
             with open_folder(parse_location(folder)) as directory:
                 with replacing(directory / name) as temporary:
-                    write_tensors(weights, temporary, {FROZEN: json.dumps(left_out)} if left_out else None)
+                    frozen = {FROZEN: json.dumps(left_out)} if left_out else {}
+                    write_tensors(weights, temporary, UNSEALED | frozen)
+                    seal(temporary)
                 if describe is not None:
                     describe(directory)
 
@@ -289,6 +291,7 @@ def save_training_state(
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
         )
     check_states_are_possible(self.accelerator)
+    location = parse_location(output_dir, "output_dir")
     with _timed(self):
         if writer is not None:
             writer.wait()  # its memory is reused
@@ -296,7 +299,7 @@ def save_training_state(
         ranks = self.ranks if writer is None else writer.ranks
 
         def write() -> None:
-            write_state(parse_location(output_dir), ranks, captured)
+            write_state(location, ranks, captured)
             if then is not None:
                 then()
 
@@ -315,12 +318,12 @@ def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]
     :raises DamagedStateError: if the state is damaged; names the file
     :raises ValueError: if it does not fit the model or the optimizer
     """
-    resumed = self.current_run.resumed
-    if resumed is not None and resumed.directory == parse_location(input_dir):  # the run has read it, and finishes it
+    resumed, location = self.current_run.resumed, parse_location(input_dir, "input_dir")
+    if resumed is not None and resumed.directory == location:  # the run has read it, and finishes it
         state = resumed
         restore(self, state, with_scheduler=not self.current_run.schedule.is_recreated)
     else:
-        state = read_state(parse_location(input_dir), self.ranks)
+        state = read_state(location, self.ranks)
         restore(self, state)
         finish_restoring(self, state)
         prepared = self.prepared_model

@@ -13,6 +13,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import sums_of_bits
+from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded
 
@@ -126,12 +129,33 @@ def _without_wrappers(state: Mapping[str, Any], model_names: Mapping[str, Any]) 
     return max(candidates, key=lambda candidate: len(candidate.keys() & model_names.keys()))
 
 
-def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
-    """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
+def verify_weights(trainer: TrainerLike, location: Path) -> None:
+    """Compare a checkpoint, or a directory of safetensors files, with its own checksums, once on every machine.
 
-    :return: the content of a checkpoint. Weights that are tied in the model have all their names.
-    :raises FileNotFoundError: if the directory has no weights, or not all that its index names
-    :raises ValueError: if a file is damaged
+    Call it on every process. What is missing is left to those who read it.
+
+    :raises ValueError: on all processes, if a file is damaged on any of them; names the file
+    """
+
+    def find_damage() -> ValueError | None:
+        if trainer.accelerator.is_local_main_process:
+            try:
+                with suppress(FileNotFoundError):
+                    for file in _find_files(location)[0] if location.is_dir() else [location]:
+                        verify(file)
+            except ValueError as error:
+                return error
+        return None
+
+    for damage in trainer.ranks.run_together(find_damage):
+        if damage is not None:
+            raise damage
+
+
+def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the safetensors files of the weights in a directory, and what else is stored with them.
+
+    :raises FileNotFoundError: if there are none, or not all that the index names
     """
     is_single_file = (directory / WEIGHTS).is_file()
     has_index = not is_single_file and (directory / _INDEX).is_file()
@@ -145,7 +169,17 @@ def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise FileNotFoundError(f"{missing[0]} is missing in {os.fspath(directory)!r}, whose index names it.")
-    metadata = open_tensors(files[0])[1] if is_single_file else index.get("metadata", {})
+    return files, open_tensors(files[0])[1] if is_single_file else index.get("metadata", {})
+
+
+def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
+    """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
+
+    :return: the content of a checkpoint. Weights that are tied in the model have all their names.
+    :raises FileNotFoundError: if the directory has no weights, or not all that its index names
+    :raises ValueError: if a file is damaged
+    """
+    files, metadata = _find_files(directory)
     current = without_compile(model.state_dict())
     weights = {name: stored.read(current.get(name)) for name, stored in find_tensors(files).items()}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

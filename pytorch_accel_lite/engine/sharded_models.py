@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.shards import find_tensors
-from pytorch_accel_lite.checkpoint.weights import sharded_like
+from pytorch_accel_lite.checkpoint.weights import sharded_like, verify_weights
 from pytorch_accel_lite.distributed.layout import find_data_ranks
 from pytorch_accel_lite.engine.arguments import tensor_parallel_size
 from pytorch_accel_lite.engine.run import Run
@@ -85,6 +85,8 @@ def place_model(trainer: TrainerLike) -> None:
     if model in _placed:
         return
     source = shard_model(trainer, _create_mesh(trainer))
+    if source is not None:
+        verify_weights(trainer, Path(source))
     fill(model, trainer.device, source, _draw_seed(trainer) if trainer.seed is None else trainer.seed)
     _placed.add(model)
 

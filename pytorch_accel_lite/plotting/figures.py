@@ -6,10 +6,10 @@ import io
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.paths import file_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,8 +95,9 @@ def finish(axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] 
 def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     """Save a figure in the format of the path's suffix, unless the path is ``None``, and return it."""
     if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        target = file_path("path", path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target)
     return figure
 
 

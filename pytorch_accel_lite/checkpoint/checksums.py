@@ -1,0 +1,140 @@
+"""Checksums of files, by which those that were damaged after they were written are recognised.
+
+A training state has those of its files in its manifest. Files that stand alone carry their own: ``torch.save`` writes
+the CRC-32 of each record, which ``torch.load`` ignores, and :func:`seal` puts a checksum of the whole file into the
+metadata of safetensors, which their readers ignore. Files of others that have no checksum pass.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pytorch_accel_lite.base.environment import available_cores
+
+#: Number of bytes of a file that are hashed at once. Part of the format: another size gives other checksums.
+PIECE = 8 << 20
+_MOST_THREADS = 8  # hash faster than most disks read
+_CHUNK = 1 << 20
+_LONGEST_HEADER = 100_000_000  # that readers of safetensors accept
+CHECKSUM = "sha256_of_pieces"
+#: The metadata of a safetensors file that :func:`seal` completes: its checksum is that of the file with this text.
+UNSEALED = {CHECKSUM: "0" * 64}
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file's content as a hexadecimal string, used by states of format 1."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Return a checksum of each file, by name: the SHA-256 of the SHA-256 of its pieces, computed on all cores.
+
+    :raises OSError: if a file cannot be read
+    """
+    with _threads() as pool:
+        pieces = {
+            path.name: [pool.submit(_hash_piece, path, start) for start in range(0, path.stat().st_size, PIECE)]
+            for path in paths
+        }
+        digests = {name: b"".join(piece.result() for piece in file_pieces) for name, file_pieces in pieces.items()}
+    return {name: hashlib.sha256(digest).hexdigest() for name, digest in digests.items()}
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(available_cores(), _MOST_THREADS), "hashing")
+
+
+def _hash_piece(path: Path, start: int, seal: tuple[int, int] = (0, 0)) -> bytes:
+    """Return the SHA-256 of a piece of a file, in which the bytes of a seal count as those of an unsealed file."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        piece = file.read(PIECE)
+    first, last = (min(max(position - start, 0), len(piece)) for position in seal)
+    if first < last:
+        piece = piece[:first] + UNSEALED[CHECKSUM].encode()[: last - first] + piece[last:]
+    return hashlib.sha256(piece).digest()
+
+
+def seal(path: Path) -> None:
+    """Replace the checksum in a safetensors file that was written with ``UNSEALED`` by that of its content.
+
+    The file is synced meanwhile, which takes longer on most disks.
+    """
+    start, _ = _find_seal(path)
+    with open(path, "r+b") as file, ThreadPoolExecutor(1, "syncing") as pool:
+        syncing = pool.submit(os.fsync, file.fileno())
+        digest = _hash_sealed(path, start)
+        syncing.result()
+        file.seek(start)
+        file.write(digest.encode())
+
+
+def _hash_sealed(path: Path, start: int) -> str:
+    place = start, start + len(UNSEALED[CHECKSUM])
+    with _threads() as pool:
+        starts = range(0, path.stat().st_size, PIECE)
+        pieces = pool.map(lambda start: _hash_piece(path, start, place), starts)
+        return hashlib.sha256(b"".join(pieces)).hexdigest()
+
+
+def _find_seal(path: Path) -> tuple[int, str]:
+    """Return where the checksum of a safetensors file begins, and the checksum; empty if it has none."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= _LONGEST_HEADER else b""
+    try:
+        stored = json.loads(header)["__metadata__"][CHECKSUM]
+        return 8 + header.index(f'"{CHECKSUM}":"{stored}"'.encode()) + len(f'"{CHECKSUM}":"'), stored
+    except (ValueError, KeyError, TypeError):  # of another program, or so damaged that no reader accepts it
+        return 0, ""
+
+
+def verify(path: Path) -> None:
+    """Check the content of a file of tensors against its own checksums, if it has any.
+
+    :raises ValueError: if it is damaged; names the file
+    :raises OSError: if it cannot be read
+    """
+    if path.suffix == ".safetensors":
+        start, stored = _find_seal(path)
+        is_intact = not stored or _hash_sealed(path, start) == stored
+    else:
+        is_intact = _records_are_intact(path)
+    if not is_intact:
+        raise ValueError(
+            f"The file {os.fspath(path)!r} is damaged: its content does not match its checksum. It has changed since "
+            "it was written: restore it from a copy, or write it again."
+        )
+
+
+def _records_are_intact(path: Path) -> bool:
+    """Whether the records of a file of ``torch.save`` have their checksums; files without records or checksums pass."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return True
+        with zipfile.ZipFile(path) as archive, _threads() as pool:
+            records = archive.infolist()
+            if any(record.CRC for record in records):  # none has, if the user has turned them off in torch
+                list(pool.map(lambda record: _read_record(archive, record), records))
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # from a position that was damaged
+            return False
+        raise
+    except Exception:  # a damaged archive makes zipfile raise almost anything
+        return False
+    return True
+
+
+def _read_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    """Read a record to its end, where its checksum is compared."""
+    with archive.open(record) as content:
+        while content.read(_CHUNK):
+            pass
