@@ -93,8 +93,8 @@ class EarlyStoppingCallback(MetricWatcher):
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:
             improvement = metric - best if self._watched.greater_is_better else best - metric
-        is_relative = self.threshold_mode == "relative" and best is not None
-        if improvement > self.early_stopping_threshold * (abs(best) if is_relative else 1):
+        unit = abs(best) if self.threshold_mode == "relative" and best is not None else 1
+        if improvement > self.early_stopping_threshold * unit:
             self.best_metric = metric
             self.early_stopping_patience_counter = 0
             self._has_improved = True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -128,7 +128,8 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
         if source not in range(self.ranks.world_size):
             raise ValueError(f"source={source!r} must be a rank of the job: 0 to {self.ranks.world_size - 1}.")
         if source:
-            return self.ranks.all_gather_object(obj if self.ranks.rank == source else None)[source]
+            sent: list[Any] = self.ranks.all_gather_object(obj if self.ranks.rank == source else None)
+            return cast(T, sent[source])
     first: T = self.ranks.broadcast_object(lambda: obj)
     return first
 
@@ -172,7 +173,8 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
     values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
     if reduce == "mean":
         return sum(values) / sum(counts)
-    return {"sum": sum, "max": max, "min": min}[reduce](values)
+    combine: dict[str, Callable[[Iterable[Any]], Any]] = {"sum": sum, "max": max, "min": min}
+    return combine[reduce](values)
 
 
 def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool) -> Any:
