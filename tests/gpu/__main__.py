@@ -169,9 +169,8 @@ def run_parts(rehearses: bool, folder: Path) -> list[dict[str, Any]]:
     ahead: list[Running] = []
     done: list[dict[str, Any]] = []
     for part in parts(rehearses, folder):
-        if not part.name.startswith("tests"):  # times are measured from now on
-            while ahead and not part.ahead:
-                done.append(ahead.pop().wait(1.0))
+        if part.name != "tests":  # times are measured from now on
+            done += [ahead.pop().wait(1.0) for _ in list(ahead)]
         print(f"{part.name} ...", flush=True)
         running = Running(part, env, folder)
         if part.ahead:

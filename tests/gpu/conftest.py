@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def _on_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.set_per_process_memory_fraction(1.0)
     torch.use_deterministic_algorithms(False)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # torch counts what it compiles of a function for all tests together
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     forget_accelerators()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-NOTHING = """Nothing has been run on a GPU yet. `make gpu` runs the tests that need one and measures what this page shows;
+NOTHING = """\
+Nothing has been run on a GPU yet. `make gpu` runs the tests that need one and measures what this page shows;
 that command itself is rehearsed on a CPU.
 """
 TITLES = {

@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -68,8 +69,22 @@ def resnet() -> nn.Module:
         return Residual()
     from timm import create_model
 
-    model: nn.Module = create_model("resnet18", num_classes=CLASSES)
-    return model
+    model: Any = create_model("resnet18", num_classes=CLASSES)
+    if not pools_deterministically():
+        model.maxpool = nn.AvgPool2d(3, 2, 1)
+    return model  # type: ignore[no-any-return]
+
+
+@cache
+def pools_deterministically() -> bool:
+    """Whether torch has a deterministic kernel for the backward pass of max pooling, which it had not always."""
+    x = torch.ones(1, 1, 4, 4, device=DEVICE, requires_grad=True)
+    try:
+        with deterministic():
+            nn.functional.max_pool2d(x, 3, 2, 1).sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Block(nn.Module):
@@ -261,7 +276,9 @@ def same_weights(first: nn.Module, second: nn.Module) -> bool:
 
 def distance(first: nn.Module, second: nn.Module) -> float:
     """The norm of the difference of two models' weights, over that of the second."""
-    ours, theirs = (nn.utils.parameters_to_vector(model.parameters()).detach().double().cpu() for model in (first, second))
+    ours, theirs = (
+        nn.utils.parameters_to_vector(model.parameters()).detach().double().cpu() for model in (first, second)
+    )
     return float((ours - theirs).norm() / theirs.norm())
 
 
