@@ -262,6 +262,15 @@ def test_computing_like_a_gpu():
     assert peaks[0] > 4 * 512 * 512 * 4 > 2 * peaks[1]
 
 
+def test_a_state_that_an_optimizer_has_from_the_start_is_counted():
+    trainer = trainer_of_blocks()
+    trainer.optimizer = partial(torch.optim.Adagrad, lr=1e-3)
+    found = trainer.estimate_memory(rows(), BATCH, **quick)
+    assert found.parts["optimizer"] == pytest.approx(NUM_BYTES, rel=0.01)
+    created = quiet_trainer(small_model(), optimizer=torch.optim.Adagrad(small_model().parameters()))
+    assert created.estimate_memory(regression_data(), 4, **quick).peak > 0
+
+
 def test_nothing_is_changed():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double().eval()
     optimizer = torch.optim.AdamW(model.parameters())

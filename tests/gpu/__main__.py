@@ -72,13 +72,13 @@ def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def pytest_command(expression: str, workers: int, xml: Path) -> list[str]:
+def pytest_command(expression: str, workers: int, xml: Path, limit: int) -> list[str]:
     command = [sys.executable, "-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu", "-m", expression, "-v", "-rfEs"]
     command += ["-W", "default", "-p", "no:cacheprovider", "--tb=short", "--durations=15", f"--junitxml={xml}"]
     if has("xdist"):  # in processes of their own, which are replaced if they crash
         command += ["-n", str(workers), "--dist", "loadgroup"]
     if has("pytest_timeout"):
-        command += ["-o", "timeout=120", "--timeout-method=thread"]  # a signal does not reach what waits for a GPU
+        command += ["-o", f"timeout={limit}", "--timeout-method=thread"]  # a signal does not reach what waits for a GPU
     if has("pytest_randomly"):
         command += ["-p", "no:randomly"]
     return command
@@ -89,15 +89,15 @@ def parts(rehearses: bool, folder: Path) -> list[Part]:
     mode = "quick" if rehearses else "full"
     cores = len(os.sched_getaffinity(0))
     workers = 2 if rehearses else max(2, min(8, cores // 2))
-    longer = 4 if rehearses else 1  # nothing is lost by waiting for a busy machine
+    longer, limit = (4, 450) if rehearses else (1, 110)  # nothing is lost by waiting for a busy machine
 
     def benchmark(*arguments: str) -> list[str]:
         return [sys.executable, "-m", "benchmarks.gpu", "all", *arguments]
 
     found = [
         Part("compiling ahead", benchmark("gpu_gpt,gpu_resnet", "quick" if rehearses else "compile"), 200, ahead=True),
-        Part("tests", pytest_command("gpu and not alone", workers, folder / "tests.xml"), 200 * longer),
-        Part("tests alone", pytest_command("gpu and alone", 1, folder / "alone.xml"), 80 * longer),
+        Part("tests", pytest_command("gpu and not alone", workers, folder / "tests.xml", limit), 200 * longer),
+        Part("tests alone", pytest_command("gpu and alone", 1, folder / "alone.xml", limit), 80 * longer),
     ]
     if rehearses:  # one start instead of three, and nothing is compiled
         return [*found[1:], Part("benchmarks", benchmark(",".join(WORKLOADS), mode), 300)]
@@ -110,6 +110,7 @@ def environment(rehearses: bool, folder: Path) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch looks at it at the first product, whoever asks for it later
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),  # all parts share what one has compiled
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # in each of several processes
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1" if rehearses else "2",
         "TMPDIR": str(folder),

@@ -17,6 +17,7 @@ if not ON_GPU:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all tests in this folder; skip them where there is neither a GPU nor a rehearsal."""
     for item in items:

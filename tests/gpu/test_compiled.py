@@ -50,8 +50,7 @@ def by_hand(task: Task, precision: str, compile_with: dict[str, Any] | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision"),
-    [(kind, precision) for kind in ("resnet", "transformer") for precision in ("no", "bf16")][:: sized(1, 3)],
+    ("kind", "precision"), [("transformer", "no"), ("transformer", "bf16"), ("resnet", "bf16")][: sized(3, 1)]
 )
 def test_a_compiled_step_trains_as_the_compiled_loop(kind, precision):
     task = Task(kind)
@@ -93,14 +92,15 @@ def test_cuda_graphs_train_as_the_loop_also_over_windows(accumulation):
 
 
 def test_a_compiled_step_evaluates_and_predicts_with_the_weights_it_trains():
-    task = Task("resnet")
+    task = Task("transformer")
     results = []
     for options in (False, COMPILED or True):
-        trainer = trainer_of(task, compile_step=options)
+        model = task.model()
+        trainer = trainer_of(task, model=model, optimizer=sgd(model), compile_step=options)
         fit(trainer, task, STEPS, eval_dataset=task.data(2), epochs=2)
         results.append((trainer.run_history.get_latest_metric("eval_loss_epoch"), trainer.predict(task.data(1), 4)))
-    assert results[1][0] == pytest.approx(results[0][0], rel=2e-2)
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=0.1, atol=0.05)
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-3)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from tests.gpu import ranks
-from tests.gpu.parts import DEVICE, ON_GPU, Task, deterministic, plain_loop, sgd
+from tests.gpu.parts import DEVICE, ON_GPU, Task, deterministic, plain_loop, sgd, sized
 from tests.launching import CAN_SHARD, ROOT, TORCHRUN, environment
 
 pytestmark = pytest.mark.xdist_group("processes")  # each job is started once
 ALONE = ["plain", "fsdp2", "tensor_parallel", "evaluation_of_a_sharded_model"]
 TOGETHER = ["ddp", "uneven_evaluation", "logical_processes", "sharded_states"]
 NEAR = 1e-4  # the order of sums
-LIMIT = 100  # seconds of a job
+LIMIT = sized(100, 400)  # seconds of a job
 NOT_POSSIBLE = ("Gloo", "gloo", "No backend type", "not implemented", "NotImplementedError", "unsupported")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.parts import ON_GPU
+from tests.gpu.parts import ON_GPU, sized
 from tests.gpu.resumable import DIES_AFTER
 from tests.launching import ROOT, environment
 from tests.tasks import same
@@ -26,7 +26,7 @@ def start(kind: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str], expected: int) -> None:
     try:
-        printed, _ = process.communicate(timeout=100)
+        printed, _ = process.communicate(timeout=sized(100, 400))
     finally:
         process.kill()
     assert process.returncode == expected, printed[-3000:]

@@ -15,7 +15,7 @@ from pytorch_accel_lite.callbacks import ThroughputCallback
 from tests.gpu.parts import DEVICE, IN_ORDER, ON_GPU, sized
 
 pytestmark = pytest.mark.alone
-WIDTH, LAYERS, STEPS = sized((8192, 6, 40), (64, 2, 4))
+WIDTH, LAYERS, STEPS = sized((8192, 6, 40), (64, 2, 6))
 BATCH = WIDTH
 #: Of a forward and a backward pass: the first layer needs no gradients of its inputs.
 FLOPS = 2 * WIDTH * WIDTH * BATCH * (3 * LAYERS - 1)
