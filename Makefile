@@ -18,6 +18,7 @@ help:
 	@echo "make check   linter, formatter in check mode, type checker"
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
+	@echo "make gpu     run the tests and benchmarks that need a GPU, in 8 minutes; OUTPUT=folder, ARGS=--rehearse on a CPU"
 	@echo "make docs    build the documentation, warnings are errors"
 	@echo "make pictures   redraw the pictures of the documentation"
 	@echo "make notebooks  run the notebooks of the examples, and keep what they show"
@@ -81,6 +82,18 @@ format: $(EXTRAS)-test
 bench: $(EXTRAS)-bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# With .venv, or else with PYTHON, if that has what it takes: nothing is installed then, and there may be no network.
+NEEDED_ON_GPU := torch accelerate torchmetrics pytest
+OUTPUT ?= gpu_results
+.PHONY: gpu
+gpu:
+	@run() { "$$1" -m tests.gpu --output "$(OUTPUT)" $(ARGS); }; \
+	has_all() { "$$1" -c "import sys; from importlib.util import find_spec; \
+		sys.exit(not all(map(find_spec, '$(NEEDED_ON_GPU)'.split())))" 2> /dev/null; }; \
+	if has_all $(BIN)/python; then run $(BIN)/python; \
+	elif [ ! -e $(BIN)/python ] && has_all "$(PYTHON)"; then run "$(PYTHON)"; \
+	else $(MAKE) $(EXTRAS)-test && run $(BIN)/python; fi
+
 docs: $(EXTRAS)-test
 	rm -f docs/_build/html/.finished
 	$(BIN)/python -m sphinx -W --keep-going -j auto -E -a -b html docs docs/_build/html
@@ -101,5 +114,5 @@ release-check:
 	.venv-release/bin/python .ci/release_check.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-release build dist *.egg-info docs/_build docs/notebooks demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-release build dist *.egg-info docs/_build docs/notebooks demo gpu_results .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f .coverage .coverage.*

@@ -7,13 +7,13 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from hypothesis import HealthCheck, settings
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tests.launching import EarlyCopy, EarlyFork
@@ -25,9 +25,14 @@ COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures;
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
 
-# No example fails because the machine was busy for a moment.
-settings.register_profile("no limits of time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no limits of time")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests fork, and are about CPUs; those in gpu/ run without this file
+
+with suppress(ModuleNotFoundError):  # few tests need it
+    from hypothesis import HealthCheck, settings
+
+    # No example fails because the machine was busy for a moment.
+    settings.register_profile("no limits of time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no limits of time")
 
 
 def pytest_configure() -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -58,6 +59,8 @@ class _Clock:
 
 
 _clock = _Clock()
+#: Host memory that copies do not block for, by address, for as long as it is in use.
+_pinned: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
 
 class Event:
@@ -216,8 +219,11 @@ def _copy_across(target: torch.Tensor, source: torch.Tensor, non_blocking: bool 
     if not non_blocking:
         waits["copy to host" if isinstance(source, SimulatedTensor) else "copy to device"] += 1
     if isinstance(source, SimulatedTensor):
-        assert not non_blocking, "only copies that torch makes itself are pinned"
-        target.copy_(source._host)
+        if non_blocking:
+            assert target.data_ptr() in _pinned, "only copies that torch makes itself are pinned"
+            _clock.put_off(target, source._host)
+        else:
+            target.copy_(source._host)
     else:
         assert isinstance(target, SimulatedTensor)
         target._host.copy_(source)
@@ -231,6 +237,8 @@ def _copy_to_host(source: SimulatedTensor, func: Any, kwargs: dict[str, Any]) ->
         waits["copy to host"] += 1
         return copied
     nothing = torch.full_like(copied, float("nan") if copied.is_floating_point() else -1)
+    if nothing.numel():
+        _pinned[nothing.data_ptr()] = nothing.untyped_storage()
     _clock.put_off(nothing, copied)
     return nothing
 

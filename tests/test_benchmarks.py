@@ -66,11 +66,25 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workl
     assert figures["machine"]["torch"]
 
 
+class StandIn:
+    """An event of a GPU that there is not."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)
+
+
 def test_a_row_that_waits_for_the_gpu_says_how_often_and_where(monkeypatch):
     """The contender stands in for a GPU: it does what torch's debug modes do."""
     modes = ["default"]
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(modes[-1]))
+    monkeypatch.setattr(torch.cuda, "Event", StandIn)
     by_hand, trained, waited = iter(range(1000)), [], []
     sizes = gpu.Sizes(turns=3, steps=2, warm_up=1, watched=4)
     turns = gpu.Turns(by_hand, [1, 2, 3], torch.device("cuda"), sizes)

@@ -71,11 +71,20 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
         "evaluation",
         "split_evaluation_batches",
         "data_on_the_device",
+        "bar",
     ],
 )
 def test_no_step_waits_for_the_device_and_the_results_are_the_same(case):
     assert on_device(case)["waits"] == {}  # of forty steps
     assert_same(on_device(case), on_cpu(case))
+
+
+def test_predictions_are_copied_while_the_device_computes_the_next():
+    found, expected = on_device("predictions"), on_cpu("predictions")
+    assert found["waits"] == {}
+    assert torch.equal(found["predicted"]["tensors"], expected["predicted"]["tensors"])
+    for ours, theirs in zip(found["predicted"]["boxes"], expected["predicted"]["boxes"], strict=True):
+        assert all(map(torch.equal, ours, theirs))
 
 
 def test_rows_of_data_on_the_device_are_chosen_there():
@@ -160,6 +169,14 @@ def test_a_run_continues_from_any_state_to_the_same_bits():
     assert len(resumed) == 4
     assert all(equal(run["weights"], whole["weights"]) for run in resumed.values())
     assert all(run["history"] == whole["history"] for run in resumed.values())
+
+
+def test_a_state_in_the_background_is_copied_by_the_device_and_holds_the_right_bits():
+    found = on_device("saved_in_the_background")
+    assert found["waits"].keys() <= {"aten::_local_scalar_dense"}  # the sums of the losses, which every state holds
+    assert_same(found["whole"], on_cpu("saved_in_the_background")["whole"])
+    assert len(found["resumed"]) == 5
+    assert all(equal(run["weights"], found["whole"]["weights"]) for run in found["resumed"])
 
 
 def test_a_loss_that_learns_and_a_critic_are_on_the_device_and_resumed_to_the_same_bits():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,26 +96,30 @@ class ListOfSamples(list[Any]):
     """Outputs with an arbitrary element for each sample, as returned by detection models."""
 
 
-def to_cpu(outputs: Any, size: int | None = None) -> Any:
+def to_cpu(
+    outputs: Any, size: int | None = None, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+) -> Any:
     """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
 
     Entries without a sample dimension, such as a mean loss, and entries that are not tensors are dropped from dicts;
     elsewhere they raise an error.
 
     :param size: number of samples, so that a list with an element for each is kept as such
+    :param copy: copies a tensor to the CPU
     """
-    if size is not None and type(outputs) is list and is_list_of_samples(outputs, size):
-        return ListOfSamples(recursively_apply(lambda tensor: tensor.detach().cpu(), outputs))
+    is_of_samples = size is not None and type(outputs) is list and is_list_of_samples(outputs, size)
+    if is_of_samples or isinstance(outputs, ListOfSamples):
+        return ListOfSamples(recursively_apply(lambda tensor: copy(tensor.detach()), list(outputs)))
     if isinstance(outputs, torch.Tensor):
         if not outputs.ndim:
             raise ValueError("predict: the model returned a tensor without a sample dimension.")
-        return (outputs.detach() if outputs.requires_grad else outputs).cpu()
+        return copy(outputs.detach() if outputs.requires_grad else outputs)
     if is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
     if isinstance(outputs, Mapping):
-        return {k: to_cpu(v) for k, v in outputs.items() if next(tensors_in(v), None) is not None}
+        return {k: to_cpu(v, copy=copy) for k, v in outputs.items() if next(tensors_in(v), None) is not None}
     if isinstance(outputs, (list, tuple)):
-        return honor_type(outputs, map(to_cpu, outputs))
+        return honor_type(outputs, (to_cpu(part, copy=copy) for part in outputs))
     raise TypeError(
         f"predict: the model returned {type(outputs).__name__}, but must return tensors, or tuples, lists or dicts of "
         "tensors. Override calculate_predict_batch_output to convert its outputs."

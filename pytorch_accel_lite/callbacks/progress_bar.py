@@ -7,8 +7,10 @@ import sys
 import time
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import find_length
@@ -50,9 +52,10 @@ class ProgressBarCallback(TrainerCallback):
     The bar of an epoch shows the running mean of the loss, the remaining time of the run if its length is known, the
     samples per second over all processes, averaged over about the last ten seconds of training, the latest evaluation
     loss and the learning rate of each optimizer; that of an evaluation or a prediction, its own remaining time. The
-    loss is read from the device only when it is shown, a few times per second. A narrow terminal cuts the text
-    at its edge; printed text appears above the bar. Only the first process of each machine shows bars, and only if its
-    output is a terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
+    loss is copied from the device only to be shown, a few times per second, and no step waits for the copy. A narrow
+    terminal cuts the text at its edge; printed text appears above the bar. Only the first process of each machine shows
+    bars, and only if its output is a terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at
+    intervals.
 
     :param show_always: show bars even if the output is a file or a pipe
     :param refresh_seconds: seconds between refreshes of the bar
@@ -75,6 +78,7 @@ class ProgressBarCallback(TrainerCallback):
         self._updates_before = 0
         self._interval = refresh_seconds
         self._speed = _Speed()
+        self._copy: AsyncCopy | None = None  # of the running loss
 
     def _start(self, trainer: TrainerLike, loader: Any, description: str, previous: Any) -> Any:
         """Return a new bar, in place of the previous one, which an evaluation that failed has left open."""
@@ -100,6 +104,7 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
+        self._copy = None
         now = time.monotonic()
         if trainer.run_config is not self._config:  # a run's first epoch, even if a subclass overrides the start event
             self._config = trainer.run_config
@@ -113,8 +118,22 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         now = time.monotonic()
-        if now >= self._next_refresh:
-            self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now), now)
+        if now >= self._next_refresh and (loss := self._read_loss(trainer)) is not None:
+            self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now, loss), now)
+
+    def _read_loss(self, trainer: TrainerLike) -> float | None:
+        """Return the running loss; on a device, ``None`` until a copy has arrived that no step waits for."""
+        tracker = trainer.current_run.loss_trackers["loss"]
+        total = tracker.total_loss
+        if not isinstance(total, torch.Tensor) or not is_asynchronous(total.device):
+            return tracker.average
+        if self._copy is None:
+            self._copy = AsyncCopy(total / tracker.running_count)
+        if not self._copy.has_arrived:
+            return None
+        loss = to_float(self._copy.read())
+        self._copy = None
+        return loss
 
     def _refresh(self, trainer: TrainerLike, bar: Any, step: int, numbers: dict[str, str], now: float) -> None:
         """Show how far an epoch or an evaluation is, on its bar or as a line."""
@@ -127,9 +146,9 @@ class ProgressBarCallback(TrainerCallback):
             bar.set_postfix(numbers, refresh=False)
             bar.update(step - bar.n)
 
-    def _numbers(self, trainer: TrainerLike, now: float) -> dict[str, str]:
+    def _numbers(self, trainer: TrainerLike, now: float, loss: float) -> dict[str, str]:
         """Return the values to show by name, the most important first."""
-        numbers = {"loss": f"{trainer.current_run.loss_trackers['loss'].average:.4g}"}
+        numbers = {"loss": f"{loss:.4g}"}
         config = trainer.run_config
         progress = trainer.progress
         num_updates = progress.update - self._updates_before
@@ -148,7 +167,8 @@ class ProgressBarCallback(TrainerCallback):
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self.pbar.disable:
             now = time.monotonic()
-            self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now), now)
+            loss = trainer.current_run.loss_trackers["loss"].average
+            self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now, loss), now)
         self.pbar.close()
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:

@@ -4,38 +4,86 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
+from pytorch_accel_lite.base.devices import is_asynchronous, module_of, record_event
 from pytorch_accel_lite.checkpoint.files import map_nested
 from pytorch_accel_lite.distributed import Ranks
 
+#: The most bytes of pinned memory, which the system cannot move or lend to others. Torch rounds each tensor up.
+_MOST_PINNED = 16 * 2**30
+
+
+class _Buffer(NamedTuple):
+    """Memory for a copy of a tensor; a copy into pinned memory is made while the program runs on."""
+
+    tensor: torch.Tensor
+    is_pinned: bool
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 2 ** (max(self.tensor.nbytes, 1) - 1).bit_length() if self.is_pinned else 0
+
 
 class HostMemory:
-    """Host memory for copies of tensors, reused for the next copy: allocating it takes longer than copying."""
+    """Host memory for copies of tensors, reused for the next copy: allocating it takes longer than copying.
+
+    That for tensors on a GPU is pinned, as far as they are not too large. The device copies these in the order of its
+    work, before any later update, and nothing waits for it; :meth:`wait` before the copies are read.
+    """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, list[torch.Tensor]] = {}
+        self._buffers: dict[Any, list[_Buffer]] = {}
+        self._arrival: Any = None
 
     def copy(self, state: Any) -> Any:
         """Return a state with its tensors copied to host memory. Overwrites the previous copy."""
+        self.wait()
         free, self._buffers = self._buffers, {}
+        pinned = sum(buffer.pinned_bytes for buffers in free.values() for buffer in buffers)
+        late: set[torch.device] = set()
 
         def copy_tensor(path: tuple[Any, ...], value: Any) -> Any:
+            nonlocal pinned
             if not isinstance(value, torch.Tensor):
                 return value
             tensor = value.detach()
             if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
                 return tensor.to("cpu", copy=True)
-            kind = tensor.dtype, tensor.shape, tensor.stride()
+            kind = tensor.device, tensor.dtype, tensor.shape, tensor.stride()
             unused = free.get(kind)
-            buffer = unused.pop() if unused else torch.empty_like(tensor, device="cpu")
+            if unused:
+                buffer = unused.pop()
+                buffer.tensor.copy_(tensor, non_blocking=buffer.is_pinned)
+            else:
+                buffer = _new_copy(tensor, _MOST_PINNED - pinned)
+                pinned += buffer.pinned_bytes
+            if buffer.is_pinned:
+                late.add(tensor.device)
             self._buffers.setdefault(kind, []).append(buffer)
-            return buffer.copy_(tensor)
+            return buffer.tensor
 
-        return map_nested(copy_tensor, state)
+        copied = map_nested(copy_tensor, state)
+        self._arrival = record_event(*late) if late else None  # all are on the current device
+        return copied
+
+    def wait(self) -> None:
+        """Wait until the device has made the latest copy."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
+
+
+def _new_copy(tensor: torch.Tensor, spare: int) -> _Buffer:
+    """Return a copy in new memory, which torch pins for a copy that does not block, if that much may be pinned."""
+    device = tensor.device
+    is_late = is_asynchronous(device) and module_of(device).current_device() == device.index
+    if is_late and _Buffer(tensor, True).pinned_bytes <= spare:
+        return _Buffer(tensor.to("cpu", non_blocking=True), True)
+    return _Buffer(torch.empty_like(tensor, device="cpu").copy_(tensor), False)
 
 
 class BackgroundWriter:
@@ -72,6 +120,7 @@ class BackgroundWriter:
         if before is not None:
             before.join()
         try:
+            self.memory.wait()
             job()
         except Exception as error:
             self._failure = error

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
@@ -135,7 +138,8 @@ def _predicted(
 def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Any]]:
     """Yield for each step the outputs of all processes, which they gather after a number of steps."""
     ranks = trainer.data_ranks
-    outputs = _outputs(trainer, run)
+    is_late = is_collected and is_asynchronous(trainer.device)
+    outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
     generators: dict[str, Any] = {}
     if is_collected and ranks.world_size == 1:
         with _predicting(trainer, run, generators):
@@ -178,8 +182,34 @@ def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> I
             generators.update(capture_generators())
 
 
-def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
-    """Yield this process's outputs step by step, on the CPU."""
+def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
+    """Yield this process's outputs, each copied while the device computes the next step, which waits for nothing.
+
+    The copies are in pinned memory, which is not kept: there may be many.
+    """
+    device = trainer.device
+    before: tuple[list[Any], Any] | None = None
+    for copies in _outputs(trainer, run, partial(torch.Tensor.to, device="cpu", non_blocking=True)):
+        if before is not None:
+            yield _arrived(*before)
+        before = copies, record_event(device)
+    if before is not None:
+        yield _arrived(*before)
+
+
+def _arrived(copies: list[Any], arrival: Any) -> list[Any]:
+    """Return copies out of pinned memory, once they have been made."""
+    arrival.synchronize()
+    return [to_cpu(each, copy=torch.Tensor.clone) for each in copies]
+
+
+def _outputs(
+    trainer: TrainerLike, run: Run, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+) -> Iterator[list[Any]]:
+    """Yield this process's outputs step by step, on the CPU.
+
+    :param copy: copies a tensor to the CPU
+    """
     listeners = trainer.callback_handler.listeners
     shares: list[Any] = []
     batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
@@ -188,7 +218,7 @@ def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if not batch.is_filler:
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
-            shares.append(to_cpu(output, size))
+            shares.append(to_cpu(output, size, copy))
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares

@@ -166,7 +166,7 @@ class FakeCopies:
         return copied
 
     def _of_optimizer(self, optimizer: Any) -> Any:
-        """Return an optimizer without state, with the same hooks."""
+        """Return an optimizer with the same hooks, and with the state that it has, as some do from the start."""
         if id(optimizer) not in self.memo:
             fake = self.memo[id(optimizer)] = object.__new__(type(optimizer))
             for part in parts_of(optimizer).values():
@@ -175,10 +175,27 @@ class FakeCopies:
                 self._of_tensor(parameter)
             for name, value in vars(optimizer).items():
                 if name == "state":
-                    fake.state = defaultdict(dict)
+                    fake.state = defaultdict(dict, self._states_of(value))
                 elif name != "step":  # which a schedule has wrapped
                     vars(fake)[name] = copy.copy(value) if name.endswith("_hooks") else copy.deepcopy(value, self.memo)
         return self.memo[id(optimizer)]
+
+    def _states_of(self, states: Any) -> dict[Any, Any]:
+        """Return an optimizer's states for its parameters, of which each process may have shards only."""
+        found: dict[Any, Any] = {}
+        for parameter, state in states.items():
+            fake = self.memo.get(id(parameter))
+            if fake is None:  # not of a parameter
+                continue
+            found[fake] = {
+                name: torch.zeros_like(fake) if _is_like(value, parameter) else self.of(value)
+                for name, value in state.items()
+            }
+        return found
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
 
 
 class NoLosses(LossTrackers):

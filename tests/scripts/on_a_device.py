@@ -34,6 +34,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     ModelEmaCallback,
     MoveModulesToDeviceCallback,
+    ProgressBarCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -149,6 +150,42 @@ def case_evaluation() -> Any:
         return trainer
 
     return with_waits(run)
+
+
+def case_bar() -> Any:
+    """A bar that is drawn in each step, as soon as the loss has been copied."""
+
+    def run(size: int) -> Trainer:
+        bar = ProgressBarCallback(show_always=True, refresh_seconds=0.0)
+        return train(make_trainer([bar]), size=size, epochs=2)
+
+    return with_waits(run)
+
+
+class Boxes(nn.Linear):
+    """Gives a list with a dict for each sample, as detectors do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        return found if self.training else [{"boxes": row[None], "score": row.sum()} for row in found]
+
+
+def case_predictions() -> Any:
+    """Outputs of each step, which are copied during the next; those of detectors, too."""
+    predicted: dict[str, Any] = {}
+
+    def run(size: int) -> Trainer:
+        trainer = make_trainer()
+        predicted["tensors"] = trainer.predict(make_data(2 * size), per_device_batch_size=4)
+        return trainer
+
+    results = with_waits(run)
+    torch.manual_seed(0)
+    model = Boxes(4, 2)
+    boxes = make_trainer(model=model, optimizer=None, loss_func=None)
+    predicted["boxes"] = [list(sample.values()) for sample in boxes.predict(make_data(5), per_device_batch_size=2)]
+    results["waits"].pop("event", None)  # the copies of the step before, while the device has the next one to compute
+    return results | {"predicted": predicted}
 
 
 def case_split_batches() -> Any:
@@ -313,6 +350,23 @@ def case_resumed() -> Any:
     states = sorted(Path("states").glob("update-*"))
     resumed = {state.name: results_of(run(resume_from=state)) for state in states[:4]}
     return {"whole": whole, "resumed": resumed}
+
+
+def case_saved_in_the_background() -> Any:
+    """States of which the device makes copies while it trains on; what they have become, and what was waited for."""
+
+    def run(folder: str, size: int, **kwargs: Any) -> Trainer:
+        saving = SaveTrainingStateCallback(folder, 2, asynchronous=True, max_checkpoints=None)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        trainer = make_trainer([saving], model, optimizer=torch.optim.AdamW(model.parameters()), seed=4)
+        return train(trainer, size=size, epochs=1, **kwargs)
+
+    results = with_waits(lambda size: run(f"background-{size}", size))
+    states = sorted(Path("background-20").glob("update-*"))
+    resumed = [results_of(run("again", 20, resume_from=state)) for state in states]
+    return results | {"whole": results_of(run("whole", 20)), "resumed": resumed}
 
 
 class Scaled(nn.Module):

@@ -1,0 +1,1 @@
+"""What needs a GPU: run by ``make gpu``; with ``ARGS=--rehearse`` on a CPU, with small sizes and stand-ins."""
