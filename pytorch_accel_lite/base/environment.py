@@ -74,7 +74,7 @@ def leave_out_libraries(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None:
         following = trace.tb_next
-        while trace.tb_next is not None and _is_of_library(trace.tb_next.tb_frame.f_globals.get("__name__")):
+        while trace.tb_next is not None and is_of_library(trace.tb_next.tb_frame.f_globals.get("__name__")):
             trace.tb_next = trace.tb_next.tb_next
         trace = following
     error.__suppress_context__ = True
@@ -85,7 +85,7 @@ def is_in_this_package(module: Any) -> bool:
     return str(module).partition(".")[0] == "pytorch_accel_lite"
 
 
-def _is_of_library(module: Any) -> bool:
+def is_of_library(module: Any) -> bool:
     """Whether a module belongs to this package, to Python or to an installed package."""
     file = getattr(sys.modules.get(module), "__dict__", {}).get("__file__")
     return is_in_this_package(module) or (file is not None and os.path.realpath(file).startswith(LIBRARIES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pytorch_accel_lite.base.environment import LIBRARIES, is_in_this_package
+from pytorch_accel_lite.base.environment import LIBRARIES, is_in_this_package, is_of_library
 
+#: Kinds of random generators that objects may hold.
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 #: What holds nothing to look for.
 _DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _MOST_REACHED = 10_000  # objects
@@ -79,27 +82,32 @@ def reachable_from(roots: Iterable[Any]) -> list[Any]:
     left = [*roots]
     while left and len(reached) < _MOST_REACHED:
         item = left.pop()
-        if id(item) in reached or isinstance(item, (*_DATA, ModuleType, type, DataLoader)):
+        if id(item) in reached or is_a(item, *_DATA, ModuleType, type, DataLoader):
             continue
         reached[id(item)] = item
         left += parts_held(item)
     return [*reached.values()]
 
 
+def is_a(item: Any, *kinds: type) -> bool:
+    """Whether an object is of one of some classes, without asking a proxy for that of what it stands for."""
+    return issubclass(type(item), kinds)
+
+
 def parts_held(item: Any) -> list[Any]:
     """Return what an object holds itself, see :func:`reachable_from`."""
-    if isinstance(item, (list, tuple)):
-        is_data = not item or len(item) > _MOST_PARTS or isinstance(item[0], (*_DATA, list, tuple, dict))
+    if is_a(item, list, tuple):
+        is_data = not item or len(item) > _MOST_PARTS or is_a(item[0], *_DATA, list, tuple, dict)
         return [] if is_data else [*item]
-    if isinstance(item, dict):
+    if is_a(item, dict):
         return [*item.values()] if len(item) <= _MOST_PARTS else []
-    if isinstance(item, FunctionType):
+    if is_a(item, FunctionType):
         return [*_used_by(item)]
-    if isinstance(item, MethodType):
+    if is_a(item, MethodType):
         return [item.__self__, item.__func__]
-    if not isinstance(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
+    if not is_a(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
         return []
-    called = [item.func, item.args, item.keywords] if isinstance(item, partial) else []
+    called = [item.func, item.args, item.keywords] if is_a(item, partial) else []
     return [*called, *attributes_of(item).values(), *_of_its_class(item)]
 
 
@@ -115,15 +123,16 @@ def _names(slots: Any) -> list[str]:
 
 
 def _of_its_class(item: Any) -> Iterator[Any]:
-    """Yield the class attributes of an object, other than data, and the methods that the user has written."""
+    """Yield generators that are class attributes, and what else the user has defined in the class: also its methods."""
     for kind in type(item).__mro__:
+        is_the_users = not is_of_library(kind.__module__)
         for value in vars(kind).values():
-            function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-            if not isinstance(function, FunctionType):
-                if type(value).__module__ != "builtins":
-                    yield value
-            elif not is_installed(function.__code__):
-                yield function
+            if is_a(value, *GENERATORS):
+                yield value
+            elif is_the_users:
+                function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+                if is_a(function, FunctionType) or type(function).__module__ != "builtins":
+                    yield function
 
 
 def _used_by(function: FunctionType) -> Iterator[Any]:

@@ -15,15 +15,11 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.base.inspection import reachable_from
+from pytorch_accel_lite.base.inspection import GENERATORS, is_a, reachable_from
 
 T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
-
-
-#: Kinds of random generators that objects may hold.
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def mix(*numbers: int, after: int = 0) -> int:
@@ -78,7 +74,7 @@ def find_generators(roots: Iterable[Any]) -> list[Any]:
     """
     usual: list[Any] = [random.random, np.random.random_sample]  # methods of the global ones
     excluded = {id(torch.default_generator), *(id(method.__self__) for method in usual)}
-    return [item for item in reachable_from(roots) if isinstance(item, _GENERATORS) and id(item) not in excluded]
+    return [item for item in reachable_from(roots) if is_a(item, *GENERATORS) and id(item) not in excluded]
 
 
 def seed_found(generators: Iterable[Any], seed: int) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.batches import Batch, Share
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, seed_generators
+from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import ComputedOrder, draw_order, in_turn, indices_at, length_error, of_all_processes
@@ -56,7 +57,7 @@ class _EpochShares:
         self.drop_last = source.drop_last
         self._ranks = ranks
         self._options = options
-        self._rows = rows
+        self.rows = rows
         self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
         self.planned = _Planned()
@@ -74,7 +75,7 @@ class _EpochShares:
         least = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
         epoch_seed = None if run_seed is None else mix(run_seed, epoch)
-        is_seeded = epoch_seed is not None and self._rows is None
+        is_seeded = epoch_seed is not None and self.rows is None
         lengths: list[int] = []
         seed = share = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
@@ -106,9 +107,9 @@ class _EpochShares:
         if self.is_batched:
             batches = skip_samples(filter(len, order), start, len, lambda batch, left: batch[-left:], "batch_sampler")
             return grouped(batches, self.per_step)
-        if self._rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
+        if self.rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
             drawn = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
-            order = as_rows(drawn, self._rows)  # once rather than for each batch
+            order = as_rows(drawn, self.rows)  # once rather than for each batch
         size = find_length(self.sampler)
         if size is None:
             return grouped(islice(order, start, None), self.per_step)
@@ -120,7 +121,7 @@ class _EpochShares:
             return map(order.__getitem__, starmap(slice, bounds))
         if isinstance(order, (torch.Tensor, range, ComputedOrder)):
             rows = indices_at(order, bounds)
-            return map(torch.Tensor.tolist, rows) if self._rows is None else rows
+            return map(torch.Tensor.tolist, rows) if self.rows is None else rows
         return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
 
     def _draw_order(self, epoch: int) -> Any:
@@ -135,6 +136,14 @@ class _EpochShares:
         return order
 
 
+class _Idle(NamedTuple):
+    """A loader that is not in use, with its workers and what the data were like when these started."""
+
+    loader: DataLoader[Any]
+    batches: Any
+    marks: Marks
+
+
 class MapLoader(ShardedLoader):
     """The batches of a ``DataLoader`` over a map dataset, divided among the processes.
 
@@ -145,18 +154,39 @@ class MapLoader(ShardedLoader):
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
-        is_plain = source.num_workers == 0 and source.collate_fn is default_collate
-        self._memory = tensors_in_memory(source.dataset) if is_plain else None
-        if self._memory is not None:
-            self._is_placed = self._is_placed or self._memory.is_on(device)
+        self._marks: Marks = []  # of data in memory
+        self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
-        self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
+        self._idle: _Idle | None = None  # kept with its workers for the next iteration
         self._collate: Any = source.collate_fn
         if self._memory is not None or options.seed is None:
             self._reader = reader_of(source.dataset)
         else:
             self._reader, self._collate = SeededReader(source.dataset, source.collate_fn), as_collated
+
+    def _find_memory(self) -> InMemory | None:
+        """Return the data if they are in memory, and are read here as they are."""
+        if self.source.num_workers or self.source.collate_fn is not default_collate:
+            return None
+        memory = tensors_in_memory(self.source.dataset)
+        if memory is not None:
+            self._marks = marks_of([self.source.dataset])
+            self._is_placed = self._device.type == "cpu" or memory.is_on(self._device)
+        return memory
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Tell the datasets which epoch begins, and find what has been changed since the last one."""
+        source = self.source
+        for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
+            if callable(getattr(dataset, "set_epoch", None)):
+                dataset.set_epoch(self.options.reported_epoch(epoch))
+        if self._memory is None:
+            if isinstance(self._reader, SeededReader):
+                self._reader.forget_generators()
+        elif marks_of([source.dataset]) != self._marks:
+            self._memory = self._find_memory()
+            self._shares.rows = len(source.dataset)
 
     def _create_inner(self) -> DataLoader[Any]:
         source = self.source
@@ -176,6 +206,7 @@ class MapLoader(ShardedLoader):
         )
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._begin_epoch(epoch)
         planned = self._shares.begin(epoch, start, self._left, self._min_share)
         for batch in self._read():
             seed, count, total, is_last, indices, share = planned.popleft()
@@ -209,8 +240,9 @@ class MapLoader(ShardedLoader):
 
     def _read_in_workers(self) -> Iterator[Any]:
         """Read with a loader that is not in use: with persistent workers, torch's has a single iterator."""
-        loader = self._create_inner() if self._idle is None else self._idle
-        self._idle = None
+        source = self.source
+        marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
+        loader = self._take_idle(marks)
         batches = self._start_reading(loader)
         try:
             while True:
@@ -225,7 +257,22 @@ class MapLoader(ShardedLoader):
                 yield batch
         finally:
             if batches in self._with_workers:  # not stopped meanwhile
-                self._idle = loader
+                self._idle = _Idle(loader, batches, marks)
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return bool(self.source.persistent_workers)
+
+    def _take_idle(self, marks: Marks) -> DataLoader[Any]:
+        """Return the loader that is not in use, or a new one if its workers would read what the data were before."""
+        idle, self._idle = self._idle, None
+        if idle is None:
+            return self._create_inner()
+        if idle.marks == marks:
+            return idle.loader
+        self._with_workers.discard(idle.batches)
+        idle.batches._shutdown_workers()
+        return self._create_inner()
 
     def _read_memory(self, memory: InMemory) -> Iterator[Any]:
         pin = self.source.pin_memory and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))

@@ -72,6 +72,10 @@ class SeededReader(SampleReader):
         finally:
             torch.default_generator.set_state(state)
 
+    def forget_generators(self) -> None:
+        """Find the generators that the dataset holds once more, as it may have been given others."""
+        self._held = None
+
     def _read_first(self, share: SeededShare) -> Any:
         """Return a batch, and note which generators it draws from."""
         last = _last_seed(share)

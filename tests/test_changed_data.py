@@ -1,0 +1,163 @@
+"""Data that change between the epochs of a run: workers are given the new data, and kept where nothing changes."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.data.changes import marks_of
+
+
+class Crop:
+    def __init__(self, size=0):
+        self.size = size
+
+
+class Samples(Dataset):
+    """Gives what it holds, and the process that reads it."""
+
+    def __init__(self):
+        self.tensor = torch.zeros(8)
+        self.array = np.zeros(8)
+        self.labels = [0] * 8
+        self.records = [{"label": 0} for _ in range(8)]
+        self.transforms = [Crop()]
+        self.scale = lambda value, factor=[0]: value + factor[0]
+        self.epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        held = [self.tensor[index].item(), self.array[index], self.labels[index], self.records[index]["label"]]
+        held += [self.transforms[0].size, self.scale(0), self.epoch, os.getpid()]
+        return torch.ones(1), torch.tensor(held, dtype=torch.float64)
+
+
+CHANGES = {
+    "tensor assigned": (0, lambda data, n: setattr(data, "tensor", torch.full((8,), float(n)))),
+    "tensor in place": (0, lambda data, n: data.tensor.fill_(n)),
+    "tensor by its array": (0, lambda data, n: data.tensor.numpy().fill(n)),
+    "array in place": (1, lambda data, n: data.array.fill(n)),
+    "list assigned": (2, lambda data, n: setattr(data, "labels", [n] * 8)),
+    "list in place": (2, lambda data, n: data.labels.__setitem__(slice(None), [n] * 8)),
+    "dict in a list": (3, lambda data, n: [record.update(label=n) for record in data.records]),
+    "transform's attribute": (4, lambda data, n: setattr(data.transforms[0], "size", n)),
+    "transform replaced": (4, lambda data, n: data.transforms.__setitem__(0, Crop(n))),
+    "default of a function": (5, lambda data, n: data.scale.__defaults__[0].__setitem__(0, n)),
+}
+WRAPPERS = {
+    "alone": lambda data: data,
+    "subset": lambda data: Subset(data, range(8)),
+    "concatenated": lambda data: ConcatDataset([data]),
+}
+
+
+class Recorder(Trainer):
+    """Keeps the targets of each epoch."""
+
+    def calculate_train_batch_loss(self, batch):
+        self.seen[self.progress.epoch].append(batch[1])
+        return super().calculate_train_batch_loss([batch[0], batch[1].float().sum(-1, keepdim=True)])
+
+
+class Change(TrainerCallback):
+    def __init__(self, change):
+        self.change = change
+
+    def on_train_epoch_start(self, trainer, **kwargs):
+        trainer.seen[trainer.progress.epoch] = []
+        self.change(trainer.progress.epoch)
+
+
+def train(data, change, workers, seed=None, epochs=3):
+    """Return the rows that each epoch has seen."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = Recorder(model, nn.MSELoss(), optimizer, callbacks=[Change(change)], seed=seed)
+    trainer.seen = {}
+    arguments = {"num_workers": workers, "persistent_workers": True} if workers else {"num_workers": 0}
+    trainer.train(data, num_epochs=epochs, train_dataloader_kwargs=arguments)
+    return {epoch: torch.cat(rows) for epoch, rows in trainer.seen.items()}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_kept_workers_read_what_a_callback_has_changed(how):
+    column, change = CHANGES[how]
+    wrap = [*WRAPPERS.values()][[*CHANGES].index(how) % len(WRAPPERS)]
+    data = Samples()
+    data.set_epoch = None  # otherwise an attribute changes in any case
+    seen = train(wrap(data), lambda epoch: change(data, epoch), workers=2, seed=1)
+    assert {epoch: rows[:, column].unique().tolist() for epoch, rows in seen.items()} == {1: [1], 2: [2], 3: [3]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_set_epoch_of_a_dataset_is_called_and_reaches_workers(wrapper, workers):
+    seen = train(WRAPPERS[wrapper](Samples()), lambda epoch: None, workers)
+    assert {epoch: rows[:, 6].unique().tolist() for epoch, rows in seen.items()} == {1: [0], 2: [1], 3: [2]}
+
+
+def test_workers_are_kept_where_nothing_changes():
+    data = Samples()
+    data.set_epoch = None
+    seen = train(data, lambda epoch: None, workers=1)
+    assert len({pid for rows in seen.values() for pid in rows[:, 7].tolist()} - {os.getpid()}) == 1
+    data.labels[0] = 1
+    seen = train(data, lambda epoch: data.labels.append(0) if epoch == 2 else None, workers=1)
+    assert [len(rows[:, 7].unique()) for rows in seen.values()] == [1, 1, 1]
+    first, second, third = (int(rows[0, 7]) for rows in seen.values())
+    assert first != second == third
+
+
+def test_a_dataset_that_grows_between_epochs_is_read_in_full():
+    data = Samples()
+    type_of_longer = type("Longer", (Samples,), {"__len__": lambda self: len(self.labels)})
+    data.__class__ = type_of_longer
+    data.tensor, data.array, data.records = torch.zeros(20), np.zeros(20), data.records * 3
+    seen = train(data, lambda epoch: data.labels.append(epoch), workers=2)
+    assert [len(rows) for rows in seen.values()] == [9, 10, 11]
+    assert [rows[:, 2].max().item() for rows in seen.values()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["tensors", "subset", "stack"])
+def test_tensors_in_memory_that_are_replaced_are_read(kind):
+    x, y = torch.ones(8, 1), torch.zeros(8, 8)
+    if kind == "stack":
+        data = StackDataset(x, y)
+        seen = train(data, lambda epoch: setattr(data, "datasets", (x, y + epoch)), 0, seed=1)
+    else:
+        inner = TensorDataset(x, y)
+        data = Subset(inner, range(4)) if kind == "subset" else inner
+        seen = train(data, lambda epoch: setattr(inner, "tensors", (x, y + epoch)), 0, seed=1)
+    assert {epoch: rows.unique().tolist() for epoch, rows in seen.items()} == {1: [1], 2: [2], 3: [3]}
+
+
+def test_the_rows_of_a_subset_may_change_in_place():
+    rows = [0, 1, 2, 3]
+    data = Subset(TensorDataset(torch.ones(8, 1), torch.arange(8.0)[:, None]), rows)
+    seen = train(data, lambda epoch: rows.__setitem__(0, 3 + epoch), 0, seed=1)
+    assert [sorted(seen[epoch][:, 0].tolist())[-1] for epoch in seen] == [4, 5, 6]
+
+
+def test_long_lists_and_large_arrays_are_compared_in_part_and_maps_of_files_not_at_all(tmp_path):
+    data = Samples()
+    data.labels, data.array = [0] * 3_000_000, np.zeros(4_000_000)
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    data.mapped = np.load(tmp_path / "a.npy", mmap_mode="r+")
+    before = marks_of([data])
+    data.mapped[:] = 1  # workers read the file
+    assert marks_of([data]) == before
+    data.labels[:] = [1] * 3_000_000
+    changed = marks_of([data])
+    data.array[:] = 1
+    assert before != changed != marks_of([data])
