@@ -1,7 +1,5 @@
 """An exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
 
-from accelerate import notebook_launcher
-
 from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.base.progress import Progress
@@ -13,6 +11,7 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
     get_default_callbacks,
 )
+from pytorch_accel_lite.distributed.launch import notebook_launcher
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.engine.losses import LossTracker
 from pytorch_accel_lite.experiment.cross_validation import cross_validate

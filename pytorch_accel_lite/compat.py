@@ -1,7 +1,7 @@
 """A loop of one's own in ``_run_training``, as pytorch-accelerated's users write it: what it leaves out is done here.
 
-Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of the
-history. One that calls ``super()._run_training()`` has our loop, which does everything.
+Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of
+the history. One that calls ``super()._run_training()`` has our loop, which does everything.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
         )
     if not run.progress.epoch and run.request.saves_training_states and trainer.ranks.rank == 0:
         warn_outside(
-            f"{name} has a loop of its own, so the run cannot be resumed from the states that it saves. For that, let it "
-            "call super()._run_training()."
+            f"{name} has a loop of its own, so the run cannot be resumed from the states that it saves. For that, let "
+            "it call super()._run_training()."
         )
     _complete_epoch(trainer, run)
     training.begin_epoch(run)

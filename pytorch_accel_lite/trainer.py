@@ -18,7 +18,7 @@ from pytorch_accel_lite import compat
 from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
-from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
+from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
@@ -375,7 +375,7 @@ class Trainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_subclass(cls, Trainer)
+        check_subclass(cls, Trainer, EVENTS)
 
     def _create_step(self, run: Run) -> Step:
         return create_step(self, run)

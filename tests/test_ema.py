@@ -457,3 +457,17 @@ def test_lazy_layers_are_an_error_that_says_what_to_do(tmp_path):
         quiet_trainer(model, callbacks=[ema]).train(regression_data(8), 1, regression_data(4))
     model(regression_data(8).tensors[0])
     quiet_trainer(model, callbacks=[ema]).train(regression_data(8), 1, regression_data(4))
+
+
+def test_the_best_average_of_an_earlier_run_stays_in_its_file(tmp_path):
+    averaging = ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt")
+    data = regression_data(16)
+    trainer = quiet_trainer(small_model(), callbacks=[averaging])
+    trainer.train(data, 2, data)
+    best, saved = averaging.best_metric, (tmp_path / "ema.pt").read_bytes()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(100)
+    trainer.train(data, 1, data)
+    assert averaging.best_metric == best < trainer.run_history.get_latest_metric("ema_model_eval_loss_epoch")
+    assert (tmp_path / "ema.pt").read_bytes() == saved

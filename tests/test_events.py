@@ -363,6 +363,13 @@ UNKNOWN = {
     "on_epoch_end": "on_training_run_epoch_end",
     "on_step_end": "on_update_end",  # of transformers
     "on_save_checkpoint": "state_dict",
+    "after_train_iter": "on_train_step_end",  # of mmengine
+    "before_run": "on_training_run_start",
+    "after_batch": "on_train_step_end",  # of fastai
+    "batch_checkpoint": "on_train_step_checkpoint",  # of Composer
+    "iteration_completed": "on_train_step_end",  # Ignite's
+    "on_grad_computed": "on_backward_end",  # of skorch
+    "on_before_optimizers_step": "on_optimizer_step_start",  # of fastNLP
 }
 
 
@@ -376,6 +383,17 @@ def test_methods_called_like_events_are_warned_of_with_the_event_meant():
     for name, meant in UNKNOWN.items():
         (line,) = [line for line in said if f"Listens.{name} is not an event of the trainer" in line]
         assert line.endswith(f"Did you mean {meant!r}?")
+
+
+def test_a_hook_that_means_two_events_is_warned_of_with_both():
+    methods = {"after_step": lambda self, trainer: None, "before_train": lambda self, trainer: None, "after_all": len}
+    with pytest.warns(UserWarning, match="is not an event") as caught:
+        train(make_trainer([type("Hook", (TrainerCallback,), methods)]))
+    said = sorted(str(warning.message) for warning in caught)
+    assert len(said) == 2
+    assert said[0].startswith("Hook.after_step is not an event")
+    assert said[0].endswith("Did you mean 'on_train_step_end' or 'on_optimizer_step_end'?")  # detectron2's, fastai's
+    assert said[1].endswith("Did you mean 'on_training_run_start' or 'on_train_epoch_start'?")
 
 
 def warnings_of_unknown_events() -> list[str]:

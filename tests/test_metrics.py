@@ -28,7 +28,7 @@ from torchmetrics.classification import (
     MultilabelAUROC,
 )
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -38,7 +38,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import listener, make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
 
 
 def classification(size: int = 25) -> TensorDataset:
@@ -453,3 +453,84 @@ def test_metrics_of_the_trainer_come_beside_those_of_a_callback():
     assert {"accuracy", "auroc"} <= set(trainer.run_history)
     with pytest.raises(ValueError, match="Both MetricsCallback and MetricsCallback record the metric 'auroc'"):
         class_trainer(second, metrics={"auroc": MulticlassAUROC(3)}).train(data, 1, data)
+
+
+# ------------------------------------------------------------------------------------- one name, one owner
+
+
+def error_of() -> MeanSquaredError:
+    return MeanSquaredError()
+
+
+@pytest.mark.parametrize("name", ["eval_loss_epoch", "train_loss_epoch", "intermediate_eval_loss", "evaluation_loss"])
+@pytest.mark.parametrize("way", ["metrics", "declared"])
+def test_a_metric_named_like_a_loss_is_refused_at_the_start(name, way):
+    class Declares(TrainerCallback):
+        def configure_run(self, trainer, request, **kwargs):
+            request.metrics.record(self, [name], in_evaluation=True)
+
+    callback = MetricsCallback({name: error_of()}) if way == "metrics" else Declares()
+    trainer = make_trainer([callback])
+    with pytest.raises(ValueError, match=f"Both the run itself, as a loss, and {type(callback).__name__}.*'{name}'"):
+        train(trainer, eval_dataset=True)
+    assert trainer.progress.step == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "datasets"),
+    [
+        ("loss_epoch", {"train": True}, None),  # of the training part: train_loss_epoch
+        ("loss_epoch", {}, ["train"]),  # the name of a dataset is a prefix
+        ("eval_loss_epoch", {}, ["a", "b"]),
+    ],
+)
+def test_prefixes_do_not_make_a_metric_the_name_of_a_loss(name, arguments, datasets):
+    trainer = make_trainer([MetricsCallback({name: error_of()}, **arguments)])
+    data = make_data() if datasets is None else {each: make_data() for each in datasets}
+    with pytest.raises(ValueError, match="two values of it"):
+        train(trainer, eval_dataset=data)
+    assert trainer.progress.step == 0
+
+
+def test_metrics_of_two_datasets_do_not_get_one_name():
+    trainer = make_trainer([MetricsCallback({"x": error_of(), "b_x": error_of()})])
+    with pytest.raises(ValueError, match=r"Both MetricsCallback \(of eval_dataset\['a'\]\) and .*'a_b_x'"):
+        train(trainer, eval_dataset={"a": make_data(), "a_b": make_data()})
+    assert trainer.progress.step == 0
+
+
+def update(name: str) -> Any:
+    return lambda trainer, **kwargs: trainer.run_history.update_metric(name, 1.0)
+
+
+class Parts(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        self.log("seen", 1.0)
+        return output | {"loss": {"fit": output["loss"], "rest": 0 * output["loss"]}}
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        ("on_train_epoch_start", "train_loss_epoch"),
+        ("on_train_epoch_end", "train_loss_epoch"),
+        ("on_train_epoch_end", "train_rest_epoch"),
+        ("on_train_epoch_end", "train_seen_epoch"),
+        ("on_eval_step_end", "a_eval_loss_epoch"),
+        ("on_training_run_epoch_end", "b_eval_loss_epoch"),
+    ],
+)
+def test_a_value_recorded_as_a_loss_is_an_error_in_that_epoch(event, name):
+    trainer = make_trainer([listener(**{event: update(name.removeprefix("a_"))})], trainer_class=Parts)
+    with pytest.raises(ValueError, match=f"record the metric '{name}', so epoch 1 would have two values"):
+        train(trainer, epochs=2, eval_dataset={"a": make_data(), "b": make_data()})
+
+
+def test_a_history_may_be_added_to_after_a_run_or_where_the_run_records_none():
+    trainer = make_trainer([listener(on_train_epoch_end=update("eval_loss_epoch"))])
+    train(trainer, epochs=2)
+    trainer.run_history.update_metric("train_loss_epoch", 0.5)
+    trainer.run_history.delete_metric("train_loss_epoch")
+    trainer.run_history.update_metric("train_loss_epoch", 0.5)
+    assert trainer.run_history.to_dict() == {"eval_loss_epoch": [1.0, 1.0], "train_loss_epoch": [0.5]}

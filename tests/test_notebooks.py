@@ -25,6 +25,24 @@ data = TensorDataset(x, x.sum(1, keepdim=True))
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
+LAUNCH = "pytorch_accel_lite.notebook_launcher(job, num_processes=2)"
+LAUNCHED = [  # before there is a trainer in the kernel
+    f"""import pytorch_accel_lite
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def job():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = pytorch_accel_lite.Trainer(model, nn.MSELoss(), optimizer)
+    trainer.train(TensorDataset(torch.randn(40, 4), torch.randn(40, 1)), 3)
+
+{LAUNCH}
+""",
+    f"{SETUP}trainer = Trainer(model, nn.MSELoss(), optimizer)\n"
+    f"try:\n    {LAUNCH}\nexcept ValueError as error:\n    print(error)",
+]
 TABLES = [
     f"""{SETUP}
 class Fails(TrainerCallback):
@@ -46,9 +64,9 @@ CURVES = [f"{SETUP}Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback(
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The cells of each notebook after it ran, and the folder of theirs."""
-    notebooks = {path.stem: nbformat.read(path, as_version=4).cells for path in NOTEBOOKS}
-    own = {"tables": TABLES, "curves": CURVES}
-    notebooks |= {name: [nbformat.v4.new_code_cell(source) for source in sources] for name, sources in own.items()}
+    own = {"launched": LAUNCHED, "tables": TABLES, "curves": CURVES}
+    notebooks = {name: [nbformat.v4.new_code_cell(source) for source in sources] for name, sources in own.items()}
+    notebooks |= {path.stem: nbformat.read(path, as_version=4).cells for path in NOTEBOOKS}
     folder = tmp_path_factory.mktemp("notebooks")
     execute_together(notebooks, folder)
     return notebooks, folder
@@ -92,3 +110,12 @@ def test_curves_are_drawn_in_one_place_of_a_notebook(ran):
     (shown,) = [output for output in cell.outputs if "image/png" in output.get("data", {})]
     picture = base64.b64decode(shown["data"]["image/png"])
     assert picture == (ran[1] / "curves" / "metrics.png").read_bytes()  # the last
+
+
+def test_processes_that_a_notebook_launches_show_their_progress(ran):
+    launched, again = ran[0]["launched"]
+    printed = "".join(output.text for output in launched.outputs if output.output_type == "stream")
+    assert printed.count("Starting epoch 3/3") == 1
+    assert "Trained 3 epochs" in printed
+    (told,) = again.outputs
+    assert "an earlier cell has created a Trainer or an Accelerator" in told.text

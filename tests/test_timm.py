@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite import TrainerPlaceholderValues, TrainerWithTimmScheduler
-from tests.tasks import make_data, make_model, make_trainer, train
+from tests.tasks import listener, make_data, make_model, make_trainer, train
 
 scheduler = pytest.importorskip("timm.scheduler")
 
@@ -198,3 +198,19 @@ def test_the_state_of_a_timm_scheduler_is_saved_and_loaded(tmp_path):
     assert other.scheduler.state_dict() == trainer.scheduler.state_dict()
     assert rates_of(other.optimizer) == rates_of(trainer.optimizer)
     assert all(math.isfinite(rate) for rate in rates_of(other.optimizer))
+
+
+def test_a_method_of_a_subclass_does_not_take_the_place_of_the_schedule():
+    class Empty(TrainerWithTimmScheduler):
+        def training_run_epoch_end(self):
+            pass
+
+        def eval_epoch_end(self):
+            pass
+
+    create = partial(scheduler.StepLRScheduler, decay_t=1, decay_rate=0.5)
+    rates: list[list[float]] = []
+    note = listener(on_train_epoch_start=lambda trainer: rates.append(rates_of(trainer.optimizer)))
+    train(make_trainer([note], trainer_class=Empty), epochs=3, eval_dataset=True, create_scheduler_fn=create)
+    first = rates[0][0]
+    assert [each[0] for each in rates] == [first, first / 2, first / 4]

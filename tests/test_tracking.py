@@ -587,3 +587,19 @@ def test_a_history_of_evaluations_alone_has_curves_and_rows():
     found = trainer.evaluate(TensorDataset(x, x))
     assert trainer.run_history.curves() == {"evaluation_loss": ([1], [found["evaluation_loss"]])}
     assert trainer.run_history.rows() == [{"epoch": 1, **found}]
+
+
+def test_a_subclass_may_reset_what_its_constructor_creates():
+    class Own(InMemoryRunHistory):
+        def __init__(self):
+            super().__init__()
+            self.notes = ["new"]
+
+        def reset(self):
+            self.notes.clear()
+            super().reset()
+
+    history = Own()
+    train(make_trainer(run_history=history))
+    assert history.notes == []
+    assert len(history["train_loss_epoch"]) == 1

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ModelEmaCallback,
@@ -334,3 +334,26 @@ def test_a_method_that_a_custom_step_may_call_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("compute_loss", "train_step")})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    {
+        "on_train_epoch_end": "Override train_epoch_end, or define on_train_epoch_end in a TrainerCallback",
+        "on_train_step_end": "Define on_train_step_end in a TrainerCallback",
+        "before_train": "Override training_run_start or train_epoch_start, or define on_training_run_start or on_",
+        "after_train_iter": "Define on_train_step_end in a TrainerCallback",
+        "run_step": "Override calculate_train_batch_loss or train_step instead",
+    }.items(),
+)
+def test_a_hook_that_a_trainer_defines_is_warned_of(name, advice):
+    with pytest.warns(UserWarning, match=rf"Theirs\.{name} is never called.*{advice}") as caught:
+        type("Theirs", (Trainer,), {name: lambda self, *args: None})
+    assert len(caught) == 1
+
+
+def test_a_trainer_that_is_a_callback_too_has_events():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        type("Both", (Trainer, TrainerCallback), {"on_train_epoch_end": lambda self, trainer, **kwargs: None})
+        type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("on_train_epoch_end", "train_epoch_end")})

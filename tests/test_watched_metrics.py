@@ -526,3 +526,24 @@ def test_a_failing_evaluation_after_a_run_is_not_reported_as_saved(here, capsys)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trainer.evaluate([(torch.zeros(3), torch.zeros(1))])
     assert capsys.readouterr().out == ""
+
+
+def test_the_epoch_of_the_best_model_is_counted_as_the_lines_count_it(here, capsys):
+    scores = iter([3.0, 2.0, 5.0, 1.0, 4.0, 6.0])
+    record = listener(on_eval_epoch_end=lambda t, **kwargs: t.run_history.update_metric("score", next(scores)))
+    best = SaveBestModelCallback("best.pt", "score", greater_is_better=False, reset_on_train=False)
+    trainer = make_trainer([record, best, PrintProgressCallback])
+    for _ in range(3):
+        train(trainer, epochs=2, eval_dataset=True, reset_run_history=False)
+    said = [line for line in capsys.readouterr().out.splitlines() if "poch" in line]
+    assert [line.split(",")[0] for line in said] == [
+        "Starting epoch 1/2",
+        "Starting epoch 2/2",
+        "Loading the best model: epoch 2",
+        "Starting epoch 1/2",
+        "Starting epoch 2/2",
+        "Loading the best model: epoch 2",
+        "Starting epoch 1/2",
+        "Starting epoch 2/2",
+        "Loading the best model: epoch 4 of an earlier run",
+    ]

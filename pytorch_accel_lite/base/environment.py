@@ -33,9 +33,14 @@ def cores_per_process(processes: int) -> int:
 
 
 def in_notebook() -> bool:
-    """Whether this program runs in an IPython kernel, rather than merely importing IPython."""
+    """Whether this program runs in an IPython kernel that shows what it displays, rather than merely importing IPython.
+
+    Of a process forked by a kernel, as by Accelerate's ``notebook_launcher``, Jupyter shows only the text.
+    """
     ipython = sys.modules.get("IPython")
-    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+    kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
+    session = getattr(kernel, "session", None)
+    return kernel is not None and getattr(session, "pid", os.getpid()) == os.getpid()
 
 
 def is_terminal(stream: Any) -> bool:

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
-from pytorch_accel_lite.base.unknown_names import suggest
+from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
@@ -281,25 +281,25 @@ Listener = Callable[..., object]
 _AFTER_BACKWARD = ("on_backward_end", "on_train_step_end")
 
 
-def _refusing_other_losses(listener: Listener, event: str) -> Listener:
-    """Return a listener that raises an error if it changes the loss, as nothing would learn from that."""
-    owner = getattr(listener, "__self__", listener)
+class _AfterBackward:
+    """A listener to an event after the backward pass, which must not change the loss: nothing would learn from that."""
 
-    @wraps(listener)
-    def call(*args: Any, **kwargs: Any) -> None:
+    def __init__(self, listener: Listener, event: str) -> None:
+        self.__wrapped__ = listener  # as inspect.signature() and the handler look for them
+        self.__self__ = getattr(listener, "__self__", listener)
+        self._event = event
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         output = kwargs.get("batch_output") or {}
         loss = output.get("loss")
         version = getattr(loss, "_version", 0)
-        listener(*args, **kwargs)
+        self.__wrapped__(*args, **kwargs)
         if loss is not None and _is_another_loss(loss, version, output.get("loss")):
             raise RuntimeError(
-                f"{type(owner).__name__}.{event} changes batch_output['loss'], but the gradients have been computed "
-                "already. Change it in on_backward_start, which is called with the same arguments before the backward "
-                "pass."
+                f"{type(self.__self__).__name__}.{self._event} changes batch_output['loss'], but the gradients have "
+                "been computed already. Change it in on_backward_start, which is called with the same arguments before "
+                "the backward pass."
             )
-
-    call.__self__ = owner  # type: ignore[attr-defined]
-    return call
 
 
 def _is_another_loss(loss: Any, version: int, after: Any) -> bool:
@@ -386,7 +386,9 @@ class CallbackHandler:
         """Warn of methods that are named almost like an event, or like one of other libraries."""
         for kind in dict.fromkeys(map(type, self.callbacks)):
             for name in dir(kind):
-                if name.startswith("on_") and name not in EVENTS and callable(getattr(kind, name)):
+                is_like_ours = name.startswith("on_") and name not in EVENTS
+                method = getattr(kind, name) if is_like_ours or events_meant(name) else None
+                if callable(method) and not is_ours(method):
                     hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
                     if hint:
                         warn_outside(
@@ -450,7 +452,7 @@ class CallbackHandler:
             if is_defined and (id(callback), event) not in self._muted:
                 listener = getattr(callback, event)
                 checks = event in _AFTER_BACKWARD and not is_ours(listener)
-                yield _refusing_other_losses(listener, event) if checks else listener
+                yield _AfterBackward(listener, event) if checks else listener
 
     def __iter__(self) -> Iterator[TrainerCallback]:
         return iter(self.callbacks)

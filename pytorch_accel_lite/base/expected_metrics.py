@@ -141,8 +141,8 @@ class ExpectedMetrics:
         for name, owner in self._recorded(datasets):
             if name in owners:
                 raise ValueError(
-                    f"Both {owners[name]} and {owner} record the metric {name!r}, so each epoch would have two values of it. "
-                    "Give the metric of the callback another name."
+                    f"Both {owners[name]} and {owner} record the metric {name!r}, so each epoch would have two values "
+                    "of it. Give the metric of the callback another name."
                 )
             owners[name] = owner
 

@@ -57,29 +57,71 @@ _NAMES = {
     "save_path": "filepath dirpath path filename",
     "keep": "save_top_k",
     "load_saved_checkpoint": "load_best_model_at_end restore_best_weights",
-    # events of callbacks
-    "on_training_run_start": "on_train_begin on_train_start on_fit_start",
-    "on_training_run_end": "on_train_end on_fit_end",
-    "on_train_epoch_start": "on_epoch_begin on_epoch_start",
-    "on_training_run_epoch_end": "on_epoch_end",
-    "on_train_step_start": "on_train_batch_begin on_train_batch_start on_batch_begin on_batch_start on_step_begin",
-    "on_train_step_end": "on_train_batch_end on_batch_end on_substep_end",
-    "on_update_end": "on_step_end",
-    "on_backward_start": "on_before_backward",
-    "on_backward_end": "on_after_backward",
-    "on_optimizer_step_start": "on_before_optimizer_step on_pre_optimizer_step",
-    "on_optimizer_step_end": "on_before_zero_grad on_optimizer_step",
-    "on_eval_epoch_start": "on_validation_start on_validation_epoch_start on_test_begin on_test_start",
-    "on_eval_epoch_end": "on_validation_end on_validation_epoch_end on_test_end on_evaluate",
-    "on_eval_step_start": "on_validation_batch_start on_test_batch_begin on_test_batch_start",
-    "on_eval_step_end": "on_validation_batch_end on_test_batch_end on_prediction_step",
-    "on_epoch_checkpoint": "on_save",
-    "on_predict_run_start": "on_predict_begin on_predict_start",
-    "on_predict_run_end": "on_predict_end on_predict",
-    "on_predict_step_end": "on_predict_batch_end",
-    "state_dict": "on_save_checkpoint",
-    "load_state_dict": "on_load_checkpoint",
 }
+
+#: Our events, with the names of hooks at these points in detectron2, mmengine, fastNLP, Ignite, skorch, fastai,
+#: Composer, Keras, Lightning and transformers. Some names mean different points in two of them.
+_HOOKS = {
+    "on_init_end": ("on_after_trainer_initialized",),
+    "on_training_run_start": (
+        "on_train_begin", "on_train_start", "on_fit_start", "before_train", "before_run", "before_fit", "fit_start",
+    ),
+    "on_training_run_end": (
+        "on_train_end", "on_fit_end", "after_train", "after_run", "after_fit", "fit_end",
+    ),
+    "on_train_epoch_start": (
+        "on_epoch_begin", "on_epoch_start", "on_train_epoch_begin", "before_train_epoch", "before_epoch",
+        "epoch_start", "epoch_started", "before_train",
+    ),
+    "on_train_epoch_end": ("after_train_epoch", "after_train"),
+    "on_training_run_epoch_end": ("on_epoch_end", "after_epoch", "epoch_end", "epoch_completed"),
+    "on_train_step_start": (
+        "on_train_batch_begin", "on_train_batch_start", "on_batch_begin", "on_batch_start", "on_step_begin",
+        "on_fetch_data_end", "before_step", "before_train_iter", "before_iter", "before_batch", "before_train_batch",
+        "batch_start", "iteration_started", "after_dataloader", "before_forward",
+    ),
+    "on_train_step_end": (
+        "on_train_batch_end", "on_batch_end", "on_substep_end", "after_step", "after_train_iter", "after_iter",
+        "after_batch", "after_train_batch", "batch_end", "iteration_completed",
+    ),
+    "on_update_end": ("on_step_end",),
+    "on_backward_start": (
+        "on_before_backward", "before_backward", "after_pred", "after_forward", "before_loss", "after_loss",
+    ),
+    "on_backward_end": ("on_after_backward", "on_grad_computed", "after_backward"),
+    "on_optimizer_step_start": (
+        "on_before_optimizer_step", "on_before_optimizers_step", "on_pre_optimizer_step", "before_step",
+    ),
+    "on_optimizer_step_end": (
+        "on_before_zero_grad", "on_after_optimizers_step", "on_after_zero_grad", "on_optimizer_step", "after_step",
+    ),
+    "on_eval_epoch_start": (
+        "on_validation_start", "on_validation_epoch_start", "on_test_begin", "on_test_start", "on_test_epoch_start",
+        "on_evaluate_begin", "before_val", "before_val_epoch", "before_test", "before_test_epoch", "before_validate",
+        "eval_start",
+    ),
+    "on_eval_epoch_end": (
+        "on_validation_end", "on_validation_epoch_end", "on_test_end", "on_test_epoch_end", "on_evaluate",
+        "on_evaluate_end", "after_val", "after_val_epoch", "after_test", "after_test_epoch", "after_validate",
+        "eval_end",
+    ),
+    "on_eval_step_start": (
+        "on_validation_batch_start", "on_test_batch_begin", "on_test_batch_start", "before_val_iter",
+        "before_test_iter", "eval_batch_start", "eval_before_forward",
+    ),
+    "on_eval_step_end": (
+        "on_validation_batch_end", "on_test_batch_end", "on_prediction_step", "after_val_iter", "after_test_iter",
+        "eval_batch_end", "eval_after_forward",
+    ),
+    "on_train_step_checkpoint": ("batch_checkpoint", "iteration_checkpoint"),
+    "on_epoch_checkpoint": ("on_save", "on_save_model", "epoch_checkpoint", "before_save_checkpoint"),
+    "on_exception": ("exception_raised",),
+    "on_predict_run_start": ("on_predict_begin", "on_predict_start", "on_predict_epoch_start", "predict_start"),
+    "on_predict_run_end": ("on_predict_end", "on_predict_epoch_end", "on_predict", "predict_end"),
+    "on_predict_step_end": ("on_predict_batch_end", "predict_batch_end"),
+    "state_dict": ("on_save_checkpoint",),
+    "load_state_dict": ("on_load_checkpoint", "after_load_checkpoint"),
+}  # fmt: skip
 
 #: Advice for words without a corresponding argument.
 _ADVICE = {
@@ -113,6 +155,11 @@ _ADVICE = {
 #: Methods of other libraries' trainers that are never called here, with those to override instead.
 _REPLACED = {
     "training_step": "calculate_train_batch_loss train_step",
+    "run_step": "calculate_train_batch_loss train_step",
+    "train_step_single": "calculate_train_batch_loss train_step",
+    "one_batch": "calculate_train_batch_loss train_step",
+    "get_loss": "calculate_train_batch_loss calculate_eval_batch_loss",
+    "eval_forward": "calculate_eval_batch_loss",
     "compute_loss": "calculate_train_batch_loss train_step",
     "validation_step": "calculate_eval_batch_loss",
     "test_step": "calculate_eval_batch_loss",
@@ -120,6 +167,9 @@ _REPLACED = {
     "predict_step": "calculate_predict_batch_output",
     "get_train_dataloader": "create_train_dataloader",
     "get_eval_dataloader": "create_eval_dataloader",
+    "build_train_loader": "create_train_dataloader",
+    "build_test_loader": "create_eval_dataloader",
+    "build_lr_scheduler": "create_scheduler",
     "val_dataloader": "create_eval_dataloader",
     "_clip_gradients": "clip_gradients",
     "_prepare_model_optimizer_and_dataloaders": "_create_accelerator training_run_start",
@@ -135,8 +185,10 @@ _OF_OPTIMIZERS = (
 #: Further ones, which have no counterpart to override, with what to do instead.
 _GONE = {
     "configure_optimizers": _OF_OPTIMIZERS,
+    "build_optimizer": _OF_OPTIMIZERS,
     "create_optimizer": _OF_OPTIMIZERS,
     "create_optimizer_and_scheduler": _OF_OPTIMIZERS,
+    "build_hooks": "Pass callbacks to the trainer.",
     "_check_eval_batch_size": "Remove it: nothing needs it.",
 }
 
@@ -146,12 +198,17 @@ def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
 
     :param cutoff: how similar a word must be, from 0 to 1
     """
-    ours = next((ours for ours in _our_names(word) if ours in existing), None)
-    return f" Did you mean {ours!r}?" if ours else did_you_mean(word, existing, cutoff)
+    ours = [ours for ours in _our_names(word) if ours in existing]
+    return f" Did you mean {' or '.join(map(repr, ours))}?" if ours else did_you_mean(word, existing, cutoff)
 
 
 def _our_names(word: str) -> list[str]:
-    return [ours for ours, theirs in _NAMES.items() if word in theirs.split()]
+    return [ours for ours, theirs in _NAMES.items() if word in theirs.split()] + events_meant(word)
+
+
+def events_meant(hook: str) -> list[str]:
+    """Return our events at the points where other libraries call a hook of this name."""
+    return [event for event, hooks in _HOOKS.items() if hook in hooks]
 
 
 def suggest_arguments(cls: C) -> C:
@@ -243,9 +300,24 @@ ATTRIBUTES = [
 ]
 
 
-def check_subclass(cls: type, trainer_class: type) -> None:
+def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str]) -> None:
+    """Warn of events, or hooks of other libraries, that a trainer defines, as those of callbacks are called only."""
+    for name in defined:
+        meant = [name] if name in events else [event for event in events_meant(name) if event in events]
+        methods = [event.removeprefix("on_") for event in meant if hasattr(cls, event.removeprefix("on_"))]
+        if not meant or any(method in defined for method in methods):
+            continue
+        override = f"Override {' or '.join(methods)}, or define" if methods else "Define"
+        warn_outside(
+            f"{cls.__name__}.{name} is never called by the trainer, whose events are those of callbacks. {override} "
+            f"{' or '.join(meant)} in a TrainerCallback."
+        )
+
+
+def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ()) -> None:
     """Warn of overrides that are never called when a subclass of the trainer is defined.
 
+    :param events: names of the events of callbacks
     :raises TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
     """
     classes = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
@@ -255,6 +327,8 @@ def check_subclass(cls: type, trainer_class: type) -> None:
         methods = _REPLACED[name].split()
         if not defined.keys() & set(methods):
             never_called[name] = f"Override {' or '.join(methods)} instead."
+    if not hasattr(cls, "configure_run"):  # it is not a callback, too
+        _warn_of_hooks(cls, defined, events)
     for name, advice in never_called.items():
         warn_outside(f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}")
     for name, value in defined.items() if not is_ours(cls) else ():

@@ -51,6 +51,7 @@ class SaveBestModelCallback(MetricWatcher):
     """
 
     _failed = False
+    _is_of_earlier_run = False
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class SaveBestModelCallback(MetricWatcher):
                     "with trainable_only=False."
                 )
         super().on_training_run_start(trainer)
+        self._is_of_earlier_run = self.best_metric is not None
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Look at the value for which the run may have been stopped, before the end of the epoch."""
@@ -113,6 +115,7 @@ class SaveBestModelCallback(MetricWatcher):
             self._save(trainer, self.save_path, metric, epoch)
             self.best_metric = metric
             self.best_metric_epoch = epoch
+            self._is_of_earlier_run = False
 
     def _save(self, trainer: TrainerLike, path: str | os.PathLike[str], metric: float, epoch: int) -> None:
         trainer.check_weights()
@@ -141,7 +144,7 @@ class SaveBestModelCallback(MetricWatcher):
             trainer.print(f"No best model was saved: {self.watch_metric} never had a numeric value.")
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
-        best = self._describe_best()
+        best = self._describe_best(trainer)
         if self._failed:
             trainer.print(f"The run failed, so the best model is not loaded. It is in {str(self.save_path)!r}: {best}")
         elif not all(trainer.all_gather_object(self._is_in_file())):
@@ -163,9 +166,14 @@ class SaveBestModelCallback(MetricWatcher):
         except (ValueError, KeyError, TypeError):  # the trainer writes other files
             return True
 
-    def _describe_best(self) -> str:
-        value = f"{self.watch_metric}: {self.best_metric:.6g}"
-        return f"epoch {self.best_metric_epoch}, {value} ({self._watched.direction})"
+    def _describe_best(self, trainer: TrainerLike | None = None) -> str:
+        """Describe the best value, with its epoch as the lines of the run count them; the history goes on counting."""
+        value = f"{self.watch_metric}: {self.best_metric:.6g} ({self._watched.direction})"
+        assert self.best_metric_epoch is not None
+        earlier = 0 if trainer is None else trainer.run_history.current_epoch - 1 - trainer.progress.epochs_completed
+        if self._is_of_earlier_run or self.best_metric_epoch <= earlier:
+            return f"epoch {self.best_metric_epoch} of an earlier run, {value}"
+        return f"epoch {self.best_metric_epoch - earlier}, {value}"
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = isinstance(kwargs["exception"], Exception)
@@ -183,11 +191,17 @@ class SaveBestModelCallback(MetricWatcher):
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all kept models."""
         kept_models = [[metric, label] for label, metric in self._kept.items()]
-        return {**super().state_dict(), "best_metric_epoch": self.best_metric_epoch, "kept": kept_models}
+        return {
+            **super().state_dict(),
+            "best_metric_epoch": self.best_metric_epoch,
+            "kept": kept_models,
+            "is_of_earlier_run": self._is_of_earlier_run,
+        }
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         """Load the best model's epoch and the kept models; warn if the file of the best one is missing."""
         self.best_metric_epoch = state["best_metric_epoch"]
+        self._is_of_earlier_run = state.get("is_of_earlier_run", False)
         self._kept = {  # older states have the numbers of epochs
             label if isinstance(label, str) else f"epoch{label:04d}": metric for metric, label in state["kept"]
         }

@@ -8,10 +8,14 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
+from inspect import signature
 from types import TracebackType
+from typing import Any
 
+import accelerate
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from pytorch_accel_lite.base.environment import warn_outside
@@ -45,6 +49,19 @@ def check_launch(accelerator: Accelerator) -> None:
             f"{accelerator.num_processes} {accelerator.device.type} process(es) and would ignore it. Start several "
             "processes with accelerate launch on a machine with GPUs, or leave the plugin out."
         )
+
+
+@wraps(accelerate.notebook_launcher)
+def notebook_launcher(*args: Any, **kwargs: Any) -> None:
+    """Call Accelerate's ``notebook_launcher``, unless a trainer exists already, which its error does not mention."""
+    processes = signature(accelerate.notebook_launcher).bind_partial(*args, **kwargs).arguments.get("num_processes")
+    if (processes or 1) > 1 and AcceleratorState._shared_state:  # noqa: SLF001 (as Accelerate asks itself)
+        raise ValueError(
+            f"notebook_launcher(num_processes={processes}): an earlier cell has created a Trainer or an Accelerator, "
+            "after which a notebook cannot start processes. Restart the kernel, and create the model and the trainer "
+            "only in the function that is launched."
+        )
+    accelerate.notebook_launcher(*args, **kwargs)
 
 
 def respect_launcher() -> None:

@@ -386,7 +386,7 @@ class Run:
     def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
         """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
         means = self.loss_trackers.means(ranks, name)
-        history._record_means(means, name)  # noqa: SLF001
+        history._record_means(means, name)
         self.recorded_losses = means
 
     def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
@@ -397,7 +397,7 @@ class Run:
             return
         if any(weight for _, weight in losses.summed(ranks).values()):
             name = "train_{}_epoch"
-            history._record_means(losses.means(ranks, name), name)  # noqa: SLF001
+            history._record_means(losses.means(ranks, name), name)
 
 
 T = TypeVar("T")

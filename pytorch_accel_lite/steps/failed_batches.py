@@ -81,9 +81,7 @@ class GuardedStep(PlainStep):
                 traceback.clear_frames(error.__traceback__)  # the frames hold tensors of the attempt
             self._split_further(trainer, largest)
 
-    def _attempt(
-        self, trainer: TrainerLike, run: Run, batch: Batch, returned: list[BatchOutput]
-    ) -> list[BatchOutput]:
+    def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch, returned: list[BatchOutput]) -> list[BatchOutput]:
         """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next.
 
         :param returned: gets what is recorded of each part
