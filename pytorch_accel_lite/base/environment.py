@@ -16,6 +16,7 @@ from typing import Any
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
 LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
+HANG_VARIABLE = "PT_ACC_HANG_SECONDS"
 
 
 def available_cores() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import sys
 import threading
 import time
@@ -22,9 +21,9 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.distributed.positions import innermost_function, stack_of, waits_for_others
 from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect
+from pytorch_accel_lite.distributed.watch import EXIT_CODE as EXIT_CODE
+from pytorch_accel_lite.distributed.watch import end as end_process
 
-#: Exit code of a program ended by the watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
-EXIT_CODE = 75
 _LONGEST_INTERVAL = 5.0
 _stores: Any = dist  # whose stub does not declare the stores
 
@@ -167,7 +166,7 @@ class _Watch(threading.Thread):
             if self.may_end:
                 with suppress(RuntimeError):  # the process that reports may serve the store, and have ended
                     self._store.wait([f"{reports}/printed"], timedelta(seconds=4 * _LONGEST_INTERVAL))
-                _end()
+                end_process()
         elif waited >= self._callback.seconds and not self._is_reported:
             self._is_reported = True
             if self._store.add(f"{reports + 1}/opened", 1) == 1:  # no other process was first
@@ -210,7 +209,7 @@ class _Watch(threading.Thread):
             _print(f"The job ends with exit code {EXIT_CODE}.")
             self._store.set(f"{self._reports}/printed", "")
             time.sleep(1)  # if this process serves the store: until the others have read that
-            _end()
+            end_process()
 
 
 _SILENCE = "does not answer: its process has ended, or native code keeps Python from running"
@@ -247,10 +246,3 @@ def _dump_stacks_unless_called_again(seconds: float, end: bool) -> None:
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):  # it is no file
             faulthandler.dump_traceback_later(seconds + _LONGEST_INTERVAL, exit=end, file=sys.__stderr__)
-
-
-def _end() -> None:
-    """End this process at once: its other threads hang."""
-    with suppress(Exception):
-        sys.stdout.flush()
-    os._exit(EXIT_CODE)

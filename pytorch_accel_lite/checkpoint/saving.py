@@ -41,12 +41,13 @@ from pytorch_accel_lite.checkpoint.weights import (
     read_pretrained,
     verify_weights,
 )
+from pytorch_accel_lite.distributed.watch import naming
 from pytorch_accel_lite.optimizers import attributes
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
     """Warn on the first process if the weights that are being saved are not finite. Call it on every process."""
-    with trainer.ranks.naming(f"{method}()"):
+    with naming(trainer.ranks, f"{method}()"):
         are_finite = attributes.weights_are_finite(trainer)
     if not are_finite and trainer.accelerator.is_main_process:
         warn_outside(
@@ -134,7 +135,7 @@ def load_checkpoint(
     :return: the full content of the file
     :raises ValueError: if it does not fit the model; lists missing and unexpected keys
     """
-    with self.ranks.naming("load_checkpoint()"):
+    with naming(self.ranks, "load_checkpoint()"):
         self.ranks.barrier()
     model = self.get_model(keep_torch_compile=False)
     location = parse_location(checkpoint_path, "checkpoint_path")

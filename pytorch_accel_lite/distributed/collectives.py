@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.batches import Batch
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.distributed.watch import naming
 
 T = TypeVar("T")
 
@@ -104,13 +105,13 @@ def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
 
 def barrier(self: TrainerLike) -> None:
     """Wait until every process has reached this point."""
-    with self.ranks.naming("barrier()"):
+    with naming(self.ranks, "barrier()"):
         self.ranks.barrier()
 
 
 def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
     """Copy the buffers of a module from the first process to all others. Call it on every process."""
-    with self.ranks.naming("sync_buffers()"):
+    with naming(self.ranks, "sync_buffers()"):
         self.ranks.copy_from_first(module.buffers())
 
 
@@ -120,7 +121,7 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
     :param source: rank of that process in the job
     :param group: only among the processes of this group, which all call it; ``None`` for all of the job
     """
-    with self.ranks.naming("broadcast_object()"):
+    with naming(self.ranks, "broadcast_object()"):
         if group is not None:
             objects = [obj]
             dist.broadcast_object_list(objects, source, group)
@@ -139,7 +140,7 @@ def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None
 
     :param group: only among the processes of this group, which all call it; ``None`` for all of the job
     """
-    with self.ranks.naming("all_gather_object()"):
+    with naming(self.ranks, "all_gather_object()"):
         if group is None:
             gathered: list[T] = self.ranks.all_gather_object(obj)
             return gathered
@@ -192,7 +193,7 @@ def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool)
     leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
     rows = ", ".join(f"{leaf.dtype} of shape {tuple(leaf.shape[1:])}" for leaf in leaves)
     layout = f"{' '.join(str(structure).split())} with rows of {rows}"
-    with ranks.naming("gather()"):
+    with naming(ranks, "gather()"):
         gathered = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, layout))
     lengths, counting, layouts = zip(*gathered, strict=True)
     for rank, other in enumerate(layouts):

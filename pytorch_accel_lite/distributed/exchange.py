@@ -25,6 +25,10 @@ class OtherCallError(RuntimeError):
     """The processes are in different calls, each of which waits for the others. Never skipped as a failed batch."""
 
 
+class ProcessLostError(RuntimeError):
+    """Another process has left the job. Says which, and why as far as it is known."""
+
+
 class ControlGroup:
     """A gloo group whose exchanges begin with a number for their purpose.
 

@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.distributed.watch import is_about_lost_process
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -79,7 +80,7 @@ def _report_uncaught_errors() -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
-        if "by peer" in str(error):  # the connection was closed or reset: its rank has failed, or was killed
+        if is_about_lost_process(error):
             time.sleep(_HEAD_START)
         try:
             raise error

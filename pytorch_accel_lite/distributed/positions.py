@@ -17,6 +17,7 @@ _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 MACHINERY = tuple(_HERE + name for name in ("exchange.py", "ranks.py", "layout.py"))
 _EXCHANGE = MACHINERY[0]
 _AT_THE_END = _HERE + "shutdown.py"
+_WRAPPERS = os.path.join(_PACKAGE, "base", "unknown_names.py")  # around methods whose arguments it checks
 
 Stack = Sequence[traceback.FrameSummary]
 
@@ -51,7 +52,7 @@ def describe_call(stack: Stack) -> str:
     users = [index for index, frame in enumerate(stack) if not is_library(frame)]
     if not users or users[-1] == len(stack) - 1:
         return innermost_function(stack)
-    caller, called, *inner = stack[users[-1] :]
+    caller, called, *inner = (frame for frame in stack[users[-1] :] if frame.filename != _WRAPPERS)
     inner = [frame for frame in inner if frame.filename not in MACHINERY]
     ours = [frame for frame in inner if frame.filename.startswith(_PACKAGE)]
     place = f" ({'in the backward pass, ' * _is_in_backward(stack)}{named((ours or inner)[-1])})" if inner else ""
@@ -61,6 +62,20 @@ def describe_call(stack: Stack) -> str:
 def waits_for_others(stack: Stack) -> bool:
     """Whether the stack of a thread shows that it waits for other processes."""
     return any(_is_waiting(frame.name, frame.filename) for frame in stack)
+
+
+def is_own_collective(stack: Stack) -> bool:
+    """Whether a thread that waits for other processes does so because the user's code asked for just that."""
+    users = [index for index, frame in enumerate(stack) if not is_library(frame)]
+    following = [frame.filename for frame in stack[users[-1] + 1 :]] if users else []
+    return _HERE + "collectives.py" in following or not any(name.startswith(_PACKAGE) for name in following)
+
+
+def kind_of_wait(stack: Stack) -> str:
+    """Return the kind of collective in which a thread waits: two of unlike kinds are never the same."""
+    if is_in_exchange(stack):
+        return "exchange"
+    return "backward" if _is_in_backward(stack) else stack[-1].name
 
 
 def is_in_exchange(stack: Stack) -> bool:

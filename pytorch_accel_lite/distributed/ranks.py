@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from pytorch_accel_lite.base.inspection import distinct_elements
-from pytorch_accel_lite.distributed.exchange import CAPACITY, ControlGroup, OtherCallError, find_purpose
+from pytorch_accel_lite.distributed.exchange import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.messages import decode, encode
 
 T = TypeVar("T")
@@ -232,21 +231,6 @@ class Ranks:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
         return self.run_together(make, only_first=True)[0]
 
-    @contextmanager
-    def naming(self, call: str) -> Iterator[None]:
-        """Name a call of the user in the error of a collective in a block, for calls that not all ranks make."""
-        try:
-            yield
-        except OtherCallError:
-            raise
-        except RuntimeError as error:  # the time limit of the process group, or the end of another rank
-            if self.world_size == 1:
-                raise
-            raise RuntimeError(
-                f"{call} on rank {self.members[self.rank]} waits for the other ranks, but one of them has not called "
-                f"it, or has failed. Call it on every process, even if only one uses the results. ({error})"
-            ) from error
-
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has reached this point.
 
@@ -292,6 +276,8 @@ def connect(name: str) -> Any:
     store = _c10d._get_default_store()
     while isinstance(store, _stores.PrefixStore):
         store = store.underlying_store
+    if isinstance(store, _stores.FileStore):  # which has no connection
+        return _stores.PrefixStore(name, store)
     if not isinstance(store, _stores.TCPStore):
         return None
     connection = _stores.TCPStore(store.host, store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)

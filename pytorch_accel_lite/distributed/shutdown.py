@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.distributed import watch
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _open: weakref.WeakSet[TrainerLike] = weakref.WeakSet()
@@ -23,6 +24,7 @@ _EXIT_TIMEOUT = timedelta(seconds=30)
 
 def register(trainer: TrainerLike) -> None:
     """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
+    watch.begin(trainer.ranks)
     _open.add(trainer)
     _job[:] = [(trainer.accelerator, trainer.ranks)]
 
@@ -60,11 +62,13 @@ def _leave_job() -> None:
     accelerator, ranks = _job.pop()
     failed = _last_run_failed or hasattr(sys, "last_type")  # set once the interpreter has printed an uncaught error
     if dist.is_available() and dist.is_initialized():
+        reason = "" if failed else "has reached the end of its program."
         if not failed:
             try:
                 ranks.barrier(_EXIT_TIMEOUT)
             except RuntimeError:  # another rank has failed, or is still busy
                 failed = True
+        watch.stop(reason)
         if failed and dist.get_backend() != "gloo":  # destroying a group of NCCL waits for ranks that wait for this one
             for tracker in accelerator.trackers:
                 tracker.finish()

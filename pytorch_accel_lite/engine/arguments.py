@@ -28,6 +28,7 @@ from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.process_zero import current_process
+from pytorch_accel_lite.distributed.watch import naming
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
@@ -355,7 +356,7 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data:
     settings = {"call": call, "callbacks": trainer.callback_handler.callback_list, "seed": trainer.seed}
     for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
         settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
-    with ranks.naming(call):
+    with naming(ranks, call):
         check_same_on_all_ranks(settings, ranks)
 
 

@@ -24,7 +24,7 @@ from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.distributed import shutdown
+from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.engine.arguments import (
     check_optimizers,
@@ -301,15 +301,8 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        is_alone = trainer.ranks.world_size == 1
-        with (
-            ExitStack() as run.locks,
-            computing(trainer),
-            nullcontext() if is_alone else gathering_uneven_batches(trainer),
-        ):
-            if not is_alone:
-                check_same_call(trainer, call, run.data.train_dataset, run.data.eval_dataset)
-            if run.outer is None and (not is_alone or is_overridden(trainer, "parallelize_model")):
+        with ExitStack() as run.locks, computing(trainer), _with_the_others(trainer, run, call):
+            if run.outer is None and (trainer.ranks.world_size > 1 or is_overridden(trainer, "parallelize_model")):
                 begin_sharded(trainer, run)
             yield
         shutdown.record_end(failed=False)
@@ -335,6 +328,18 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 
 
 @contextmanager
+def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
+    """Check that all processes begin the run, and watch it in a block."""
+    if trainer.ranks.world_size == 1:
+        yield
+        return
+    with gathering_uneven_batches(trainer):
+        check_same_call(trainer, call, run.data.train_dataset, run.data.eval_dataset)
+        with watch.watching(trainer):
+            yield
+
+
+@contextmanager
 def computing(trainer: TrainerLike) -> Iterator[None]:
     """Let the settings of torch that a trainer has asked for hold in a block."""
     with (
@@ -355,7 +360,8 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
     ended = kind == "evaluation"  # errors do not fire its ending events
     try:
         try:
-            yield
+            with watch.naming(trainer.ranks):
+                yield
         except StopTrainingError as stop:
             stopped = stop
             if run.outer is None:

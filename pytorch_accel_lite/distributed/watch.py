@@ -1,0 +1,409 @@
+"""A thread in each process of a job that says where all are if one waits for the others, and ends what cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from pytorch_accel_lite.base.environment import HANG_VARIABLE
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.distributed import positions
+from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
+from pytorch_accel_lite.distributed.ranks import Ranks, connect
+
+#: Exit code of a program ended by a watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
+EXIT_CODE = 75
+_SECONDS = 40.0  # of waiting until the first report
+_LONGEST_INTERVAL = 4.0
+_MOST_BYTES = 1 << 20  # that a process which only waits reads and writes between two looks
+_MOST_CPU = 0.2  # the share of the time in which its thread computes
+_PATIENCE = 3.0  # seconds in which a process that has lost another may learn why
+_LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process exited|ncclRemoteError", re.DOTALL)
+_stores: Any = dist  # whose stub does not declare the stores
+
+
+class _Place(NamedTuple):
+    """Where a process is.
+
+    :param call: the call in which it is, and the line
+    :param waited: for how many seconds it has waited for others without doing anything else
+    :param kind: the kind of collective in which it waits, if any
+    :param is_own: whether the user's code asked for that collective itself
+    :param runs: the numbers of the runs in which it is
+    :param begun: the number of the latest run that it has begun
+    """
+
+    call: str
+    waited: float
+    kind: str
+    is_own: bool
+    runs: list[int]
+    begun: int
+
+
+class Watch(threading.Thread):
+    """Looks regularly whether this process waits for others, and where it is if another asks.
+
+    Uses no collectives, and nothing of a step. A process that has waited long enough asks the others for their places
+    through the store of the job, and prints a report.
+
+    :param processes: the host, the namespace of process ids and the process id of each rank
+    :param store: texts by key that all processes share, if any
+    :param seconds: how long to wait before the first report; the following ones come after twice the time each
+    """
+
+    def __init__(self, rank: int, processes: list[tuple[str, str, int]], store: Any, seconds: float) -> None:
+        super().__init__(name="pytorch_accel_lite.watch", daemon=True)
+        self.begun = 0
+        self._rank = rank
+        self._processes = processes
+        self._store = store
+        self._seconds = seconds
+        self._interval = min(seconds / 10, _LONGEST_INTERVAL)
+        self._is_over = threading.Event()
+        self._runs: list[tuple[int, weakref.ref[TrainerLike]]] = []
+        self._verdict = ""
+        self._answered = 0
+        self._next_report = seconds
+        self._has_left = False
+        self._was_reported = False
+        self._last: tuple[Any, ...] = ()
+        self._since = time.monotonic()
+        self.watch_this_thread()
+
+    def watch_this_thread(self) -> None:
+        """Watch the thread that calls this."""
+        self._watched = threading.get_ident()
+        self._watched_native = threading.get_native_id()
+
+    def enter(self, number: int, trainer: TrainerLike) -> None:
+        """Note that a run begins, whose number is the same on all processes."""
+        self.begun = number
+        self._has_left = False
+        self._runs.append((number, weakref.ref(trainer)))
+        self.watch_this_thread()
+
+    def leave(self, number: int, failed: bool = False, reason: str = "") -> None:
+        """Note that a run has ended in this process; with a reason for the others if it failed here first."""
+        self._runs = [run for run in self._runs if run[0] != number]
+        if not self._runs:
+            self._has_left = failed
+        if reason:
+            self.note(reason)
+
+    def note(self, reason: str) -> None:
+        """Leave a note for processes that lose the connection to this one."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the process that serves the store has ended
+                self._store.set(f"left/{self._rank}", reason)
+
+    def run(self) -> None:
+        """Look until the watch is stopped."""
+        while not self._is_over.wait(self._interval):
+            with suppress(Exception):  # such as of a store whose process has ended, or of a thread that has
+                self._look()
+
+    def stop(self) -> None:
+        """End the thread before the interpreter does: it must not be in C++ code then."""
+        self._is_over.set()
+        self.join(4 * _LONGEST_INTERVAL)
+
+    def _look(self) -> None:
+        waited = self._find_waited()
+        if not waited and self._was_reported:
+            self._was_reported = False
+            _print(f"Rank {self._rank} no longer waits for the other processes.")
+        if not waited:
+            self._next_report = self._seconds
+        is_due = waited >= self._next_report
+        if is_due:
+            self._next_report = 2 * waited
+            self._was_reported = True
+        if self._store is None:
+            if is_due:
+                self._report(waited, {self._rank: self._place(waited)})
+            return
+        if self._has_left and not waited:  # the process that serves the store may have ended, too
+            return
+        self._obey()
+        asked = self._store.add("asked", 0)
+        if asked > self._answered:
+            self._answer(asked, waited)
+        elif is_due and self._store.add(f"{asked + 1}/opened", 1) == 1:  # no other process was first
+            self._answer(self._store.add("asked", 1), waited)
+            self._report(waited, self._ask(self._answered))
+
+    def _find_waited(self) -> float:
+        """Return for how long the watched thread has been waiting at the same place, without computing or copying."""
+        places, waits = positions.signature(sys._current_frames().get(self._watched))
+        now = time.monotonic()
+        if not waits:
+            self._last = ()
+            return 0.0
+        cpu, transferred = _cpu_seconds(self._watched_native), _bytes_transferred()
+        before, self._last = self._last, (places, now, cpu, transferred)
+        computes = before and cpu - before[2] > _MOST_CPU * (now - before[1])
+        if not before or before[0] != places or computes or transferred - before[3] > _MOST_BYTES:
+            self._since = now
+        return now - self._since
+
+    def _place(self, waited: float) -> _Place:
+        stack = positions.stack_of(self._watched)
+        waits = positions.waits_for_others(stack)
+        call = positions.describe_call(stack)
+        trainer = self._runs[-1][1]() if self._runs else None
+        if trainer is not None and trainer.progress.epoch:
+            call = f"epoch {trainer.progress.epoch}, step {trainer.progress.step}: {call}"
+        kind, is_own = (positions.kind_of_wait(stack), positions.is_own_collective(stack)) if waits else ("", False)
+        return _Place(call, waited if waits else 0.0, kind, is_own, [number for number, _ in self._runs], self.begun)
+
+    def _answer(self, wave: int, waited: float) -> None:
+        self._answered = wave
+        self._store.set(f"{wave}/{self._rank}", json.dumps(self._place(waited)))
+
+    def _ask(self, wave: int) -> dict[int, _Place]:
+        """Return the places of all processes that answer in time."""
+        keys = {rank: f"{wave}/{rank}" for rank in range(len(self._processes))}
+        deadline = time.monotonic() + 2 * self._interval + 2
+        while time.monotonic() < deadline and not self._store.check([*keys.values()]):
+            time.sleep(0.05)
+        return {r: _Place(*json.loads(self._store.get(key))) for r, key in keys.items() if self._store.check([key])}
+
+    def _report(self, waited: float, places: dict[int, _Place]) -> None:
+        lines = [f"Rank {self._rank} has waited for the other processes for {waited:.0f} seconds:"]
+        for rank in range(len(self._processes)):
+            place = places.get(rank)
+            waits = place is not None and place.waited
+            lines.append(f"  rank {rank}{' waits' if waits else ''}, {place.call if place else self._silence(rank)}")
+        verdict = self._find_verdict(places)
+        if not verdict:
+            _print("\n".join(lines))
+            return
+        if waited < 2 * self._seconds:
+            _print("\n".join([*lines, f"{verdict} Unless that changes, the job ends in {self._seconds:.0f} seconds."]))
+            return
+        _print("\n".join([*lines, f"{verdict} The job ends with exit code {EXIT_CODE}."]))
+        waiting = {rank: place.kind for rank, place in places.items() if place.waited}
+        # One that waits in an exchange gets an error once the connection to another process is closed.
+        ending = [rank for rank, kind in waiting.items() if kind != "exchange"] or [*waiting]
+        self._store.set(f"{self._answered}/end", json.dumps([ending, " ".join([verdict, *lines[1:]])]))
+        self._is_over.wait(self._interval + 1)  # until the others have read that
+        self._obey()
+
+    def _silence(self, rank: int) -> str:
+        if self._store is None:
+            return "which cannot be asked"
+        if self._has_ended(rank):
+            return "whose process has ended"
+        if self._store.check([f"left/{rank}"]):
+            return f"which {self._store.get(f'left/{rank}').decode()}"
+        return "which does not answer: native code keeps Python from running, or its process or machine is lost"
+
+    def _find_verdict(self, places: dict[int, _Place]) -> str:
+        """Return why the processes certainly cannot go on, or an empty text if they may."""
+        waiting = {rank: place for rank, place in places.items() if place.waited >= self._seconds / 2}
+        for rank, place in waiting.items():
+            if not place.runs or place.is_own:
+                continue
+            run = place.runs[-1]
+            for other, its in places.items():
+                if its.begun >= run and run not in its.runs:
+                    return f"Rank {other} has left the run in which rank {rank} waits for it."
+        if len(waiting) == len(self._processes) and len({place.kind for place in waiting.values()}) > 1:
+            return "All processes wait, but in different calls, so none can go on."
+        return ""
+
+    def _obey(self) -> None:
+        """End this process if a report has said so."""
+        key = f"{self._answered}/end"
+        if self._answered and self._store.check([key]):
+            ending, self._verdict = json.loads(self._store.get(key))
+            if self._rank in ending:
+                end()
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank has certainly ended."""
+        host, namespace, pid = self._processes[rank]
+        if (host, namespace) != self._processes[self._rank][:2]:
+            return False
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return Path("/proc/self").exists()
+        except (OSError, IndexError):
+            return False
+        return state in "ZX"
+
+    def find_loss(self) -> str:
+        """Return which other processes are lost, and why, as far as that can be found out."""
+        others = [rank for rank in range(len(self._processes)) if rank != self._rank]
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            if self._verdict:
+                return self._verdict
+            with suppress(RuntimeError):  # the process that serves the store has ended
+                if self._store is not None and self._answered:
+                    self._obey()
+                if self._store is not None and (left := [r for r in others if self._store.check([f"left/{r}"])]):
+                    return " ".join(f"Rank {rank} {self._store.get(f'left/{rank}').decode()}" for rank in left)
+            ended = [rank for rank in others if self._has_ended(rank)]
+            if ended or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if ended:
+            return (
+                f"The process of rank {_listed(ended)} has ended without a word: it was killed, or called os._exit()."
+            )
+        return f"See the output of the other processes: rank {_listed(others)}."
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it
+        print(text, file=sys.stderr, flush=True)
+
+
+def end() -> None:
+    """End this process at once: its other threads hang."""
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(EXIT_CODE)
+
+
+def _cpu_seconds(thread: int) -> float:
+    """Return the time that a thread has computed, where the system tells."""
+    try:
+        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _bytes_transferred() -> int:
+    """Return how much this process has read and written, where the system tells."""
+    try:
+        return sum(map(int, re.findall(r"char: (\d+)", Path("/proc/self/io").read_text())))
+    except OSError:
+        return 0
+
+
+# ------------------------------------------------------------------------------------------- of this job
+
+_watch: Watch | None = None
+_job: Any = None
+
+
+def begin(ranks: Ranks) -> None:
+    """Start the watch of a job of several processes, unless there is one. Call it on every process."""
+    global _watch, _job
+    if ranks.world_size == 1 or _job is dist.group.WORLD:
+        return
+    stop()
+    seconds = _chosen_seconds()
+    namespace = os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else ""
+    gathered = ranks.all_gather_object((uuid.uuid4().hex, (socket.gethostname(), namespace, os.getpid())))
+    _job = dist.group.WORLD
+    store = connect(f"watch/{gathered[0][0]}")
+    _watch = Watch(ranks.rank, [process for _, process in gathered], store, seconds or _SECONDS)
+    if seconds:
+        _watch.start()
+
+
+def _chosen_seconds() -> float:
+    chosen = os.environ.get(HANG_VARIABLE)
+    try:
+        seconds = _SECONDS if chosen is None else float(chosen)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < threading.TIMEOUT_MAX:
+        raise ValueError(f"{HANG_VARIABLE}={chosen!r} must be a number of seconds, or 0 for no reports.")
+    return seconds
+
+
+def stop(reason: str = "") -> None:
+    """Stop the watch of this process; with a reason for processes that still wait for it."""
+    global _watch, _job
+    if _watch is not None:
+        if reason:
+            _watch.note(reason)
+        if _watch.is_alive():
+            _watch.stop()
+    _watch = _job = None
+
+
+@contextmanager
+def watching(trainer: TrainerLike) -> Iterator[None]:
+    """Watch a run in a block; call it on every process. An error about the loss of another process says which."""
+    watch = _watch if trainer.ranks.world_size > 1 else None
+    if watch is None:
+        yield
+        return
+    number = int(trainer.ranks.max([watch.begun])[0]) + 1
+    watch.enter(number, trainer)
+    try:
+        with naming(trainer.ranks):
+            yield
+    except ProcessLostError:
+        watch.leave(number, failed=True)
+        raise
+    except BaseException as error:
+        watch.leave(number, failed=True, reason=f"has left the run: {_describe(error)}.")
+        raise
+    else:
+        watch.leave(number)
+
+
+@contextmanager
+def naming(ranks: Ranks, call: str = "") -> Iterator[None]:
+    """Replace an error about the connection to another process, in a block, by one that says which it is, and why.
+
+    :param call: a call of the user, to be named if the others do not take part in it until the time limit of the group
+    """
+    try:
+        yield
+    except (OtherCallError, ProcessLostError):
+        raise
+    except RuntimeError as error:
+        if ranks.world_size == 1:
+            raise
+        rank = ranks.everyone.rank
+        if is_about_lost_process(error):
+            why = f" {_watch.find_loss()}" if _watch is not None else ""
+            raise ProcessLostError(
+                f"Rank {rank} cannot go on, because another process has left the job.{why}"
+            ) from error
+        if not call:
+            raise
+        raise RuntimeError(
+            f"{call} on rank {rank} waits for the other ranks, but one of them has not called it, or has failed. Call "
+            f"it on every process, even if only one uses the results. ({error})"
+        ) from error
+
+
+def is_about_lost_process(error: BaseException) -> bool:
+    """Whether an error of torch's is about the connection to another process: it has failed, or was killed."""
+    return isinstance(error, ProcessLostError) or bool(_LOST.search(str(error)))
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).partition("\n")[0].rstrip(".")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not positions.is_library(frame)]
+    place = f", in {positions.named(own[-1])}" if own else ""
+    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
