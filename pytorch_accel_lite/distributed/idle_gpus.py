@@ -40,7 +40,7 @@ def use_idle_gpus(count: int = 1, max_used_mib: float = 500) -> list[str]:
             "use_idle_gpus() was called in one of several processes, which would all choose the same GPUs. Set "
             f"{_VISIBLE} before the launch."
         )
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("use_idle_gpus() was called after a GPU was used. Call it first, right after the imports.")
     gpus = sorted(_visible_gpus(), key=lambda gpu: (gpu.used_mib, gpu.busy_percent))
     idle = [gpu.uuid for gpu in gpus if gpu.used_mib <= max_used_mib][:count]
