@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("processes")  # each job is started once
 ALONE = ["plain", "fsdp2", "tensor_parallel", "evaluation_of_a_sharded_model"]
 TOGETHER = ["ddp", "uneven_evaluation", "logical_processes", "sharded_states"]
 NEAR = 1e-4  # the order of sums
-LIMIT = sized(100, 400)  # seconds of a job
+LIMIT = sized(100, 800)  # seconds of a job
 NOT_POSSIBLE = ("Gloo", "gloo", "No backend type", "not implemented", "NotImplementedError", "unsupported")
 
 
