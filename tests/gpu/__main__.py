@@ -113,6 +113,9 @@ def environment(rehearses: bool, folder: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),  # all parts share what one has compiled
         "TORCHINDUCTOR_COMPILE_THREADS": "4",  # in each of several processes
         "HF_HUB_OFFLINE": "1",
+        "RES_OPTIONS": "timeout:1",  # there may be nobody to ask for names
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1" if rehearses else "2",
         "TMPDIR": str(folder),
     }
