@@ -263,12 +263,12 @@ def test_computing_like_a_gpu():
 
 
 def test_a_state_that_an_optimizer_has_from_the_start_is_counted():
-    trainer = trainer_of_blocks()
-    trainer.optimizer = partial(torch.optim.Adagrad, lr=1e-3)
-    found = trainer.estimate_memory(rows(), BATCH, **quick)
-    assert found.parts["optimizer"] == pytest.approx(NUM_BYTES, rel=0.01)
-    created = quiet_trainer(small_model(), optimizer=torch.optim.Adagrad(small_model().parameters()))
-    assert created.estimate_memory(regression_data(), 4, **quick).peak > 0
+    model = Blocks()
+    for optimizer in (torch.optim.Adagrad(model.parameters()), torch.optim.Adagrad):
+        trainer = Trainer(model, squared, optimizer, callbacks=[])
+        found = trainer.estimate_memory(rows(), BATCH, **quick)
+        assert found.parts["optimizer"] == pytest.approx(NUM_BYTES, rel=0.01)
+        assert found.parts["parameters"] == NUM_BYTES
 
 
 def test_nothing_is_changed():

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
+from benchmarks.gpu import on_side_stream
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import AdviceCallback
+from pytorch_accel_lite.data import OwnShard
 from tests.gpu.parts import (
     DEVICE,
+    ON_GPU,
     SCALE,
     Task,
     adamw,
@@ -19,6 +22,7 @@ from tests.gpu.parts import (
     deterministic,
     fit,
     in_precision,
+    on_device,
     plain_loop,
     same_weights,
     sgd,
@@ -74,6 +78,23 @@ def test_fused_and_default_optimizers_are_those_of_the_plain_loop(kind):
     trainer = trainer_of(task, model=model, optimizer=fused(model), deterministic=True, mixed_precision="bf16")
     fit(trainer, task, STEPS)
     assert same_weights(model, loop_by_hand(task, "bf16", fused))
+
+
+def test_batches_that_are_copied_on_a_side_stream_are_those_that_are_computed():
+    """A loader that copies each batch during the step before; what reads too early would see other numbers."""
+    task = Task("resnet")
+    batches = [tuple(map(pinned, batch)) for batch in task.batches(STEPS)]
+    model = task.model()
+    trainer = trainer_of(task, model=model, deterministic=True)
+    copied = on_side_stream(batches, DEVICE) if ON_GPU else map(on_device, batches)
+    trainer.create_train_dataloader = lambda *_: OwnShard(copied)
+    trainer.train([0] * task.batch_size, 1, per_device_batch_size=task.batch_size)
+    assert trainer.progress.update == STEPS
+    assert same_weights(model, loop_by_hand(task, "no"))
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory() if ON_GPU else tensor
 
 
 class Overflows(Trainer):

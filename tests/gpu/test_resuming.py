@@ -26,7 +26,7 @@ def start(kind: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str], expected: int) -> None:
     try:
-        printed, _ = process.communicate(timeout=sized(100, 400))
+        printed, _ = process.communicate(timeout=sized(100, 800))
     finally:
         process.kill()
     assert process.returncode == expected, printed[-3000:]
