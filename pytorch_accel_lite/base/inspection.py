@@ -71,18 +71,21 @@ def nested_in(root: Any, is_kind: Callable[[Any], bool]) -> list[Any]:
     return nested
 
 
-def reachable_from(roots: Iterable[Any]) -> list[Any]:
+def reachable_from(roots: Iterable[Any], in_loaders: bool = False) -> list[Any]:
     """Return objects and what they hold at any depth: attributes, parts of short lists and dicts, what functions use.
 
     Functions hold what they enclose, are bound to, or have as defaults; those of the user also what they use by a
     global name, and methods count with their object. Lists that begin with data, and long lists and dicts, are not
-    searched: these are samples. Nor are loaders, and what belongs to this package other than datasets.
+    searched: these are samples. Nor is what belongs to this package other than datasets.
+
+    :param in_loaders: whether to search what a ``DataLoader`` holds
     """
+    excluded = (*_DATA, ModuleType, type) if in_loaders else (*_DATA, ModuleType, type, DataLoader)
     reached: dict[int, Any] = {}
     left = [*roots]
     while left and len(reached) < _MOST_REACHED:
         item = left.pop()
-        if id(item) in reached or is_a(item, *_DATA, ModuleType, type, DataLoader):
+        if id(item) in reached or is_a(item, *excluded):
             continue
         reached[id(item)] = item
         left += parts_held(item)
@@ -107,6 +110,8 @@ def parts_held(item: Any) -> list[Any]:
         return [item.__self__, item.__func__]
     if not is_a(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
         return []
+    if type(item).__module__.startswith("datasets."):  # whose order follows from its seed and set_epoch
+        return [value for value in attributes_of(item).values() if not is_a(value, *GENERATORS)]
     called = [item.func, item.args, item.keywords] if is_a(item, partial) else []
     return [*called, *attributes_of(item).values(), *_of_its_class(item)]
 
@@ -114,7 +119,8 @@ def parts_held(item: Any) -> list[Any]:
 def attributes_of(item: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, also those that its class declares as slots."""
     slots = [name for kind in type(item).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    return {**{name: getattr(item, name) for name in slots if hasattr(item, name)}, **getattr(item, "__dict__", {})}
+    found = {**{name: getattr(item, name) for name in slots if hasattr(item, name)}, **getattr(item, "__dict__", {})}
+    return {name: value for name, value in found.items() if name != "_iterator"}  # of a DataLoader, with its workers
 
 
 def _names(slots: Any) -> list[str]:

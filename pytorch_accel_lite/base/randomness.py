@@ -67,14 +67,14 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
         random.seed(seed)
 
 
-def find_generators(roots: Iterable[Any]) -> list[Any]:
+def find_generators(roots: Iterable[Any], in_loaders: bool = False) -> list[Any]:
     """Return the random generators that objects hold, see :func:`reachable_from`; not the global ones.
 
     As those of transforms of albumentations and MONAI, and of functions that enclose one or use it by a global name.
     """
     usual: list[Any] = [random.random, np.random.random_sample]  # methods of the global ones
     excluded = {id(torch.default_generator), *(id(method.__self__) for method in usual)}
-    return [item for item in reachable_from(roots) if is_a(item, *GENERATORS) and id(item) not in excluded]
+    return [item for item in reachable_from(roots, in_loaders) if is_a(item, *GENERATORS) and id(item) not in excluded]
 
 
 def seed_found(generators: Iterable[Any], seed: int) -> None:

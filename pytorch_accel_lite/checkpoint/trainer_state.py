@@ -115,12 +115,18 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
 
 
 def _position(trainer: TrainerLike, is_local: bool) -> dict[str, Any]:
-    """Return what the loader needs to resume in the middle of an epoch; its position may differ between processes."""
+    """Return what the loader needs to resume, also in the middle of an epoch; it may differ between processes."""
     loader = trainer.current_run.data.train_loader
-    if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_local:
+    if getattr(loader, "has_own_position", None) != is_local:
         return {}
+    if not trainer.progress.is_mid_epoch:
+        return {"epoch_read": loader.epoch_read()}
     size = getattr(loader, "batch_size", None)
-    return {"position": loader.position(), "source_batch_size": size if isinstance(size, int) else None}
+    return {
+        "epoch_read": loader.epoch_read(),
+        "position": loader.position(),
+        "source_batch_size": size if isinstance(size, int) else None,
+    }
 
 
 def _updated_objects(trainer: TrainerLike) -> dict[str, Any]:
@@ -297,8 +303,10 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
     loader = trainer.current_run.data.train_loader
     has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
+    saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
+    if hasattr(loader, "has_own_position"):
+        loader.recall(saved.get("epoch_read"))
     if has_epoch_left and hasattr(loader, "has_own_position"):
-        saved = state.local or {} if loader.has_own_position else state.shared
         loader.batch_size_before = saved.get("source_batch_size")
         if message := loader.move_to(saved.get("position")):
             trainer.print(message)

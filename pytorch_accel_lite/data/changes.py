@@ -76,13 +76,19 @@ def _marks_of_table(table: Any) -> Iterator[Any]:
 
 
 def _mark_of_tensor(tensor: torch.Tensor) -> Any:
-    is_new_in_workers = tensor.is_shared() if tensor.device.type == "cpu" and tensor.layout is torch.strided else False
-    version = 0 if is_new_in_workers else _version_of(tensor)
     shape = () if tensor.is_nested else tuple(tensor.shape)
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested or is_new_in_workers:
-        return tensor.dtype, shape, version
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.dtype, shape, _version_of(tensor)
+    if tensor.is_shared():  # type: ignore[no-untyped-call]
+        return tensor.dtype, shape, tensor.data_ptr()  # workers see what is changed in place
     few = tensor.detach().reshape(-1)[:: max(tensor.numel() // _PIECES, 1)]  # changed by its array, perhaps
-    return tensor.dtype, shape, version, tensor.data_ptr(), crc32(few.contiguous().view(torch.uint8).numpy().tobytes())
+    return (
+        tensor.dtype,
+        shape,
+        _version_of(tensor),
+        tensor.data_ptr(),
+        crc32(few.contiguous().view(torch.uint8).numpy().tobytes()),
+    )
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -7,10 +7,12 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.batches import tensors_in
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of, is_table
 from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
@@ -30,19 +32,30 @@ class OtherOrderError(WrongLengthError):
 def check_same_data(dataset: Any, ranks: Ranks) -> None:
     """Check that a map dataset has the same samples on all processes, as far as possible without reading them.
 
-    Compares lengths, the indices of subsets, and a few rows of Hugging Face's tables, including those of datasets that
-    are attributes of others. Call it on every process.
+    Compares lengths, the indices of subsets, and a few rows of tensors and Hugging Face's tables, including those of
+    datasets that are attributes of others. If what other datasets hold differs, there is a warning, as it need not be
+    samples. Call it on every process.
 
     :raises ValueError: on all processes, for example after a ``random_split`` that was not seeded
     """
-    parts = nested_in(dataset, lambda value: isinstance(value, Dataset) or _is_table(value))
-    gathered = ranks.all_gather_object((find_length(dataset), [_described(part) for part in parts]))
-    if any(other != gathered[0] for other in gathered):
+    parts = nested_in(dataset, lambda value: isinstance(value, Dataset) or is_table(value))
+    local = find_length(dataset), [_described(part) for part in parts], fingerprint_of(dataset)
+    gathered = ranks.all_gather_object(local)
+    if any(other[:2] != gathered[0][:2] for other in gathered):
         raise ValueError(
-            f"The processes have datasets with different rows, of lengths {[length for length, _ in gathered]}. Each "
+            f"The processes have datasets with different rows, of lengths {[length for length, *_ in gathered]}. Each "
             "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
-            "every process: call torch.manual_seed before random_split, and do not split by rank, as "
-            f"split_dataset_by_node and shard() do: the trainer shards the data. {PASS_OWN_SHARD}"
+            "every process: call torch.manual_seed before random_split and before random data are created, and do not "
+            "split by rank, as split_dataset_by_node and shard() do: the trainer shards the data. "
+            f"{PASS_OWN_SHARD}"
+        )
+    differences = (difference(gathered[0][2], other[2]) for other in gathered)
+    if ranks.rank == 0 and (differs := next(filter(None, differences), "")):
+        warn_outside(
+            f"The datasets ({type(dataset).__name__}) of the processes differ: one has {differs}. Each process reads "
+            "only a share of its own dataset, so samples that the others lack may never be seen. Create the same data "
+            "on every process: call torch.manual_seed, np.random.seed and random.seed before random data are created. "
+            f"{PASS_OWN_SHARD}"
         )
 
 
@@ -71,7 +84,7 @@ def check_order(
     :param drawn: the ``"length"`` of the order, if it consists of indices; for a user's sampler, the ``"checksum"`` of
         the order and the ``"batch_size"`` of the sampler, if any, are added
     :param resumed: the same from the training state, if the epoch is resumed in its middle
-    :raises OtherOrderError: if the sampler gives another order than on other processes or in the state
+    :raises OtherOrderError: if the sampler gives another order than on other processes
     :raises WrongLengthError: if the data have another length than in the state
     """
     if order is not None:
@@ -84,13 +97,6 @@ def check_order(
     remedy += "saved with, or resume a state that was saved at the end of an epoch."
     if None not in (before, now) and before != now:
         raise WrongLengthError(f"An epoch now has {now} samples, but had {before} when {remedy}")
-    if "checksum" not in drawn or "checksum" not in resumed or drawn["batch_size"] != resumed["batch_size"]:
-        return  # with drop_last, the order of other batches differs at its end
-    if drawn["checksum"] != resumed["checksum"]:
-        raise OtherOrderError(
-            f"The sampler {type(sampler).__name__} now gives another order for this epoch than when {remedy} "
-            f"{_DRAW_FROM}"
-        )
 
 
 def checksum(indices: Any) -> int:
@@ -129,23 +135,20 @@ def _bytes_of(index: Any) -> bytes:
     return (type(index).__qualname__ if shows_address else repr(index)).encode()
 
 
-def _is_table(value: Any) -> bool:
-    """Whether an object is a ``Dataset`` of Hugging Face."""
-    return all(hasattr(type(value), name) for name in ("with_format", "num_rows"))
-
-
 def is_prepared(loader: Any) -> bool:
     """Whether Accelerate has prepared a loader, which then gives each process a part of the data."""
     return any(base.__module__.startswith("accelerate.") for base in type(loader).__mro__)
 
 
-def _described(dataset: Any) -> tuple[str, int]:
-    """Return the type of a dataset, and a checksum if it is a subset or a table."""
-    compared = 0
+def _described(dataset: Any) -> tuple[str, Any]:
+    """Return the type of a dataset, and checksums if it is a subset or a table, or consists of tensors or arrays."""
+    compared: Any = 0
     if isinstance(dataset, Subset):
         compared = checksum(dataset.indices)
-    elif _is_table(dataset):  # compared as stored, before any transform
+    elif is_table(dataset):  # compared as stored, before any transform
         stored = dataset.with_format("arrow")
         positions = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
         compared = crc32(repr([stored[index].to_pydict() for index in positions]).encode())
+    elif isinstance(dataset, (TensorDataset, torch.Tensor, np.ndarray)):
+        compared = fingerprint_of(dataset)["rows"]
     return type(dataset).__qualname__, compared

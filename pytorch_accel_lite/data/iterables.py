@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
 from operator import attrgetter
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,9 +15,19 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.batches import Batch, find_batch_size, tensors_in
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
+from pytorch_accel_lite.base.randomness import (
+    drawn_with,
+    find_generators,
+    mix,
+    preserving_generators,
+    seed_all,
+    seed_found,
+    seed_generators,
+    state_of,
+)
+from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import checksum_of_batches
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
 from pytorch_accel_lite.data.position import cannot_split, last_samples, skip_batches, track_position
 from pytorch_accel_lite.data.shares import skip_samples, with_last
@@ -52,6 +63,8 @@ class ReadInTurn(ShardedLoader):
     Otherwise it reads the source from the beginning and discards what has already been seen.
     """
 
+    _compares_generators: ClassVar[bool] = True
+
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._may_resume = options.fill and options.seed is not None
@@ -59,6 +72,9 @@ class ReadInTurn(ShardedLoader):
         self._first_batch: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
         self._resumed_first_batch: list[int] | None = None  # the same in the state that the next epoch resumes
         self._batches_per_step = 1  # number of batches that this process reads
+        self._marks: Marks | None = None  # of the data that workers have which are kept
+        # Of processes that hold others, each draws numbers of its own.
+        self._draws_own = self._may_resume and self._compares_generators and _generators_differ(source, ranks)
         self._reader = ranks.rank  # the random numbers in a stream differ between readers
 
     def position(self) -> Any:
@@ -78,6 +94,8 @@ class ReadInTurn(ShardedLoader):
         return f"The samples of this epoch that the run had already seen are read again from {tracker.name}: {reason}."
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        if start:
+            self._recalled = None
         self._set_epoch(epoch)
         steps = self._steps_alone(start) if self._reads_alone else self._steps_together(start)
         return self._seed_steps(steps) if self._is_seeded else steps
@@ -118,7 +136,8 @@ class ReadInTurn(ShardedLoader):
             return tracker.follow(self._skip_to(start))
         with preserving_generators():
             first = self._steps_done * self._batches_per_step
-            return tracker.follow(tracker.reopen(position, lambda: self._open(first)))
+            self._seed_held()  # a state may hold those of its generators
+            return tracker.follow(tracker.reopen(position, lambda: self._start_seeded(first)))
 
     def _read_identically(self, start: int) -> Iterator[Any]:
         """Read the source like :meth:`_read_from`, with the same batches on processes that share them."""
@@ -133,6 +152,7 @@ class ReadInTurn(ShardedLoader):
         it therefore discards the number of batches seen.
         """
         if not start:
+            self._check_finished_epoch()
             return self._check_first_batch(self._open(0))
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
@@ -154,20 +174,92 @@ class ReadInTurn(ShardedLoader):
         self._first_batch = [rows, checksum_of_batches(first)]
         has_no_batch_size = not isinstance(self.source, DataLoader)  # not the user's batch_size
         if before not in (None, self._first_batch) and (has_no_batch_size or before[0] == rows):
-            warn_outside(_describe_other_batches(self.source))
+            when = "in the middle of this epoch, so some samples will be seen twice in it and others not at all"
+            warn_outside(_describe_other_batches(self.source, when))
         return chain(first, batches)
+
+    def _check_finished_epoch(self) -> None:
+        """Warn if an epoch that the interrupted run has finished would now begin with another batch.
+
+        Such a source depends on more than the epoch, as one that shuffles a list in place: the next epoch differs, too.
+        """
+        read, self._recalled = self._recalled, None
+        is_comparable = self._may_resume and self._is_seeded and self._tracker is None and not self.obstacle
+        if not is_comparable or not isinstance(read, dict) or not read.get(_FIRST_BATCH):
+            return
+        epoch = self._epoch
+        with preserving_generators():
+            self._epoch = read["epoch"]
+            self._set_epoch(self._epoch)
+            first = list(islice(self._open(0), 1))
+            self._epoch = epoch
+            self._set_epoch(epoch)
+        rows = next(map(len, tensors_in(first)), 0)
+        has_no_batch_size = not isinstance(self.source, DataLoader)
+        now, before = [rows, checksum_of_batches(first)], [*read[_FIRST_BATCH]]
+        if now != before and (has_no_batch_size or before[0] == rows):
+            warn_outside(_describe_other_batches(self.source, f"for epoch {read['epoch']}, which it had finished"))
+
+    def epoch_read(self) -> Any:
+        """Return the number of the epoch, and what identifies its first batch."""
+        return self._recalled or {"epoch": self._epoch, _FIRST_BATCH: self._first_batch}
+
+    @property
+    def obstacle(self) -> str:
+        """Why a resumed run would not read the same data, as far as this is known before they are read."""
+        if self._tracker is not None:
+            return self._tracker.obstacle
+        for part in (self.source, getattr(self.source, "dataset", None)):
+            if hasattr(part, "__next__"):
+                return f"{type(part).__name__} is an iterator, which gives each batch once and cannot begin again"
+        return ""
 
     def _open(self, first: int) -> Iterator[Any]:
         """Start reading the source, whose next batch is number ``first`` of the epoch."""
+        self._seed_held()
+        return self._start_seeded(first)
+
+    @property
+    def _seed_of_epoch(self) -> int:
+        return mix(self.options.seed or 0, self._epoch, self._reader)
+
+    def _seed_held(self) -> None:
+        """Seed the generators that the source holds itself when an epoch begins.
+
+        Those that were alike on all processes stay alike: a source may divide an order that they have in common.
+        """
+        if self._is_seeded:
+            held = find_generators([self.source], in_loaders=True)
+            readers = (self._reader,) if self._draws_own else ()
+            seed_found(held, mix(self.options.seed or 0, self._epoch, *readers))
+
+    def _start_seeded(self, first: int) -> Iterator[Any]:
         if not self._is_seeded:
+            self._renew_workers()
             return self._start_reading(self.source)
-        seed = mix(self.options.seed or 0, self._epoch, self._reader)
-        if isinstance(self.source, DataLoader) and self.source.generator is not None:
-            self.source.generator.manual_seed(seed >> 1)
+        seed = self._seed_of_epoch
+        source = self.source
+        if isinstance(source, DataLoader):
+            if source.generator is not None:
+                source.generator.manual_seed(seed >> 1)
+            if source.num_workers and source.persistent_workers and not hasattr(source, "state_dict"):
+                # Kept ones would not be seeded, nor know the epoch.
+                source = copy_loader(source, persistent_workers=False)
         with preserving_generators():
             seed_all(seed)  # from which the seeds of workers follow
-            reading = self._start_reading(self.source)
+            reading = self._start_reading(source)
         return drawn_with((mix(number, after=seed) for number in count(first)), reading)
+
+    def _renew_workers(self) -> None:
+        """Stop workers that were kept if the data have changed since they started: they have copies of them."""
+        source = self.source
+        if not isinstance(source, DataLoader) or not source.persistent_workers:
+            return
+        marks, before = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]), self._marks
+        self._marks = marks
+        if before not in (None, marks):
+            self.stop_workers()
+            vars(source)["_iterator"] = None
 
     @property
     def _is_seeded(self) -> bool:
@@ -256,17 +348,28 @@ def _refuse_to_split(batch: Batch, count: int) -> Batch:
     raise cannot_split("the batches of several processes")
 
 
-def _describe_other_batches(source: Any) -> str:
-    """Return the warning for a source that does not repeat the batches of the interrupted run."""
+def _generators_differ(source: Any, ranks: Ranks) -> bool:
+    """Whether the generators that a source holds are not the same on all processes. Call it on every process."""
+    if ranks.world_size == 1 or type(source) in (list, tuple):
+        return False
+    local = [crc32(repr(state_of(held)).encode()) for held in find_generators([source], in_loaders=True)]
+    return any(other != local for other in ranks.all_gather_object(local))
+
+
+def _describe_other_batches(source: Any, when: str) -> str:
+    """Return the warning for a source that does not repeat the batches of the interrupted run.
+
+    :param when: the epoch, as part of a sentence
+    """
     dataset = getattr(source, "dataset", source)
     needs_arguments = callable(getattr(dataset, "state_dict", None))
     advice = (
         " Or pass the loader of its library, such as StreamingDataLoader, which has these." if needs_arguments else ""
     )
     return (
-        f"The training data, a {type(dataset).__name__}, give other batches than when the training state was saved in "
-        "the middle of this epoch, so some samples will be seen twice in it and others not at all. An iterable must "
-        "restart with each iteration and draw its order from torch's, NumPy's or Python's global generators, which are "
+        f"The training data, a {type(dataset).__name__}, give other batches than when the training state was saved "
+        f"{when}. An iterable must restart with each iteration and draw its order from torch's, NumPy's or Python's "
+        "generators, also those that it holds itself, which are "
         "seeded for it, or from the epoch that set_epoch(epoch) is given; or else have the methods state_dict() and "
         f"load_state_dict(state).{advice}"
     )

@@ -87,6 +87,7 @@ class ShardedLoader(ABC):
         self._device = device
         self._epoch = 0
         self._left: int | None = None
+        self._recalled: Any = None  # what has been read last in the run that is resumed
         self._steps_done = 0
         self._min_share = 1
         self._is_placed = device.type == "cpu"  # whether batches are on the device when they are read
@@ -130,6 +131,19 @@ class ShardedLoader(ABC):
 
         :return: what the user should know about it
         """
+
+    def epoch_read(self) -> Any:
+        """Return what a training state must keep of the epoch that was read last, to continue with it or the next."""
+        return None
+
+    def recall(self, read: Any) -> None:
+        """Make the next epoch that is read continue after what :meth:`epoch_read` has returned in the resumed run."""
+        self._recalled = read
+
+    @property
+    def obstacle(self) -> str:
+        """Why a resumed run would not read the same data; empty if nothing is known to keep it from that."""
+        return ""
 
     def steps(self, epoch: int, start: int = 0, steps_done: int = 0, min_share: int = 1) -> Iterator[Batch]:
         """Return the steps of an epoch, starting after ``start`` samples of all processes.

@@ -18,8 +18,17 @@ from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, s
 from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.order import ComputedOrder, draw_order, in_turn, indices_at, length_error, of_all_processes
+from pytorch_accel_lite.data.order import (
+    ComputedOrder,
+    draw_order,
+    in_turn,
+    indices_at,
+    length_error,
+    of_all_processes,
+    order_of_sampler,
+)
 from pytorch_accel_lite.data.reading import InMemory, as_rows, read_rows, reader_of, tensors_in_memory
+from pytorch_accel_lite.data.sampler_states import EpochRead, bring_to, state_of_sampler, warn_of_other_order
 from pytorch_accel_lite.data.seeded_reading import SeededReader, as_collated
 from pytorch_accel_lite.data.shares import (
     Shares,
@@ -38,6 +47,10 @@ from pytorch_accel_lite.distributed import Ranks
 _Planned = deque[tuple[int | None, int, int, bool, Any, Share | None]]
 
 
+#: Samplers whose orders depend on the seed and the epoch alone.
+_OF_TORCH = (RandomSampler, SequentialSampler)
+
+
 class _EpochShares:
     """This process's share of an epoch, batch by batch: the batch sampler of a :class:`MapLoader`.
 
@@ -51,7 +64,7 @@ class _EpochShares:
         self._division = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
         self.is_batched = source.batch_size is None  # the user's batch sampler
         self.sampler: Any = source.batch_sampler if self.is_batched else source.sampler
-        if type(self.sampler) not in (RandomSampler, SequentialSampler):
+        if type(self.sampler) not in _OF_TORCH:
             self.sampler = of_all_processes(self.sampler, self._division.total)
         self.per_step = (source.batch_size or 1) * self._division.total  # samples, or the user's batches
         self.drop_last = source.drop_last
@@ -60,6 +73,8 @@ class _EpochShares:
         self.rows = rows
         self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
+        self.read: EpochRead = {}  # what identifies the epoch that was begun last
+        self.recalled: EpochRead | None = None  # the same of the state that is resumed
         self.planned = _Planned()
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
@@ -126,6 +141,8 @@ class _EpochShares:
 
     def _draw_order(self, epoch: int) -> Any:
         seed = self._options.seed
+        before = self._bring_sampler_to(epoch)
+        state = None if seed is None else state_of_sampler(self.sampler)
         order = draw_order(self.sampler, self._ranks, seed, epoch, self._options.reported_epoch(epoch))
         self.drawn = {"length": None if self.is_batched else find_length(self.sampler)}
         # Without a seed, all processes have the order of the first one.
@@ -133,7 +150,29 @@ class _EpochShares:
         if drawn_by_user is not None or self.resumed is not None:
             check_order(self.sampler, drawn_by_user, self._ranks, self.drawn, self.resumed)
             self.resumed = None
+        if before is not None and before["epoch"] == epoch and before["checksum"] != self.drawn.get("checksum"):
+            warn_of_other_order(self.sampler, epoch, is_left=True)
+        self.read = {"epoch": epoch, **self.drawn, "sampler": state}
         return order
+
+    def _bring_sampler_to(self, epoch: int) -> EpochRead | None:
+        """In a resumed run, bring a user's sampler to where it was in the interrupted one.
+
+        :return: what that had read last, if it had a sampler with an order like this one
+        """
+        read, self.recalled = self.recalled, None
+        if read is None and self.resumed is not None:  # a state of an earlier version
+            read = {"epoch": epoch, **self.resumed}
+        seed, reported = self._options.seed, self._options.reported_epoch
+        if read is None or seed is None or "checksum" not in read or hasattr(self.sampler, "order_of_epoch"):
+            return None
+        now = find_length(self.sampler), getattr(self.sampler, "batch_size", None)
+        length = now[0] if read["length"] is None else read["length"]
+        if now[0] is None or now != (length, read["batch_size"]) or type(self.sampler) in _OF_TORCH:
+            return None  # with drop_last, the order of other batches differs at its end
+        ends = read["epoch"] < epoch
+        bring_to(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
+        return read
 
 
 class _Idle(NamedTuple):
@@ -277,7 +316,7 @@ class MapLoader(ShardedLoader):
     def _read_memory(self, memory: InMemory) -> Iterator[Any]:
         pin = self.source.pin_memory and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing that happens in an epoch affects the orders of torch's samplers, so that they may be drawn ahead.
-        has_fixed_order = type(self._shares.sampler) in (RandomSampler, SequentialSampler)
+        has_fixed_order = type(self._shares.sampler) in _OF_TORCH
         return read_rows(memory, self._shares, len(self.source.dataset), has_fixed_order, pin)
 
     def stop_workers(self) -> None:
@@ -292,6 +331,12 @@ class MapLoader(ShardedLoader):
 
     def position(self) -> Any:
         return {"order": self._shares.resumed or self._shares.drawn}
+
+    def epoch_read(self) -> Any:
+        return self._shares.recalled or self._shares.read
+
+    def recall(self, read: Any) -> None:
+        self._shares.recalled = read or None
 
     def move_to(self, position: Any) -> str:
         self._shares.resumed = position.get("order") if isinstance(position, dict) else None

@@ -17,9 +17,11 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import (
     capture_generators,
     draw_seed,
+    find_generators,
     mix,
     preserving_generators,
     restore_generators,
+    seed_found,
     seed_generators,
 )
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, check_same_order
@@ -70,27 +72,46 @@ def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
 
 def _draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Any]:
     """Return the order of an epoch from any other sampler; drawn in pieces if it has no length."""
-    inner = getattr(sampler, "sampler", sampler)  # of a batch sampler
-    set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(reported)
     if seed is None:
+        tell_epoch(sampler, reported)
         if ranks.world_size == 1:
             return sampler  # type: ignore[no-any-return]
         if find_length(sampler) is None:
             return _share_pieces(sampler, ranks)
         return ranks.broadcast_object(lambda: list(sampler))
     if hasattr(sampler, "order_of_epoch"):  # of a mixture, which continues from epoch to epoch
+        tell_epoch(sampler, reported)
         return sampler.order_of_epoch(seed, epoch)  # type: ignore[no-any-return]
-    seed = mix(seed, epoch)
-    generator = getattr(inner, "generator", None)
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed >> 1)
     if find_length(sampler) is None:
-        return _draw_pieces(sampler, seed, ranks)
+        return _draw_pieces(sampler, _prepare(sampler, seed, epoch, reported), ranks)
+    return order_of_sampler(sampler, seed, epoch, reported)
+
+
+def order_of_sampler(sampler: Any, seed: int, epoch: int, reported: int) -> list[Any]:
+    """Return the order of an epoch that a user's sampler draws with a seed."""
+    seed = _prepare(sampler, seed, epoch, reported)
     with preserving_generators():
         seed_generators(seed)
         return list(sampler)
+
+
+def tell_epoch(sampler: Any, reported: int) -> None:
+    """Call ``set_epoch`` of a sampler, or of the one inside a batch sampler."""
+    inner = getattr(sampler, "sampler", sampler)
+    set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(reported)
+
+
+def _prepare(sampler: Any, seed: int, epoch: int, reported: int) -> int:
+    """Tell a sampler the epoch, seed the generators that it holds itself, and return the seed for the global ones."""
+    tell_epoch(sampler, reported)
+    seed = mix(seed, epoch)
+    seed_found(find_generators([sampler]), seed)
+    generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    return seed
 
 
 def length_error(sampler: object, size: int, count: int) -> WrongLengthError:

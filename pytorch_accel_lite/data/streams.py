@@ -100,6 +100,7 @@ class StreamLoader(ReadInTurn):
                     "state was saved, but cannot be divided into as many now. Create them as they were."
                 )
             part = _Part(copy_loader(self.source, dataset=dataset), self._ranks, self.device, self.options)
+            part._draws_own = self._draws_own  # noqa: SLF001
             notes.append(part.move_to_part(number, part_position))
             self._parts.append(part)
         return " ".join(filter(None, dict.fromkeys(notes)))
@@ -120,6 +121,8 @@ def _is_divided(position: Any) -> bool:
 
 class _Part(StreamLoader):
     """A part of a stream, of which a process of the interrupted run has read the beginning."""
+
+    _compares_generators = False
 
     def move_to_part(self, number: int, position: dict[str, Any]) -> str:
         """Make the epoch continue at a position in this part; see :meth:`move_to`.
@@ -204,6 +207,15 @@ class DividedLoader(PreShardedLoader):
             return self._undivided.position()
         local = {"samples": self._samples, "batches": self._batches, "position": super().position()}
         return {_PARTS: self._ranks.all_gather_object(local)}
+
+    def epoch_read(self) -> Any:
+        """Return what identifies the epoch in all parts. Call it on every process."""
+        return {_PARTS: self._ranks.all_gather_object(super().epoch_read())}
+
+    def recall(self, read: Any) -> None:
+        """Remember what this part has read last, if there are as many as in the resumed run."""
+        is_alike = _is_divided(read) and len(read[_PARTS]) == self._ranks.world_size
+        super().recall(read[_PARTS][self._ranks.rank] if is_alike else None)
 
     def move_to(self, position: Any) -> str:
         """Make the next, resumed epoch begin at the position of this part, or complete an epoch of other parts."""

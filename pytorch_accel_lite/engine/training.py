@@ -255,10 +255,18 @@ def _act_after_update(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 
 
 def _describe_states(trainer: TrainerLike, run: Run) -> None:
-    """Print which attributes training states include, if any are saved; the starting events may have added some."""
+    """Print which attributes training states include, if any are saved; the starting events may have added some.
+
+    Also prints if it is known that a resumed run will not read the same data.
+    """
     saves = run.request.saves_training_states or run.resumed is not None
     if saves and (described := describe_attributes(trainer)):
         trainer.print(described)
+    if saves and (obstacle := getattr(run.data.train_loader, "obstacle", "")):
+        trainer.print(
+            "If this run is interrupted, the resumed one will not see the same training data as it would have without "
+            f"the interruption: {obstacle}."
+        )
 
 
 def _finish_resuming(trainer: TrainerLike, run: Run) -> None:

@@ -1,0 +1,89 @@
+"""Samplers whose order also depends on the epochs before: what they need to continue in a resumed run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.data.consistency import checksum
+
+#: What identifies the epoch that a run has read last: its number, what ``check_order`` keeps of its order, and the
+#: state of the sampler, if it has any, before that was drawn.
+EpochRead = dict[str, Any]
+
+
+def state_of_sampler(sampler: Any) -> Any:
+    """Return a copy of what a sampler reports as its state; ``None`` if it reports none."""
+    has_state = all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
+    return copy.deepcopy(sampler.state_dict()) if has_state else None
+
+
+def bring_to(sampler: Any, read: EpochRead, ends: bool, draw: Callable[[Any, int], list[Any]]) -> None:
+    """Bring a user's sampler to where it was when an epoch began or, with ``ends``, when its order had been drawn.
+
+    Most samplers give an order that depends on the epoch alone: a copy of it shows whether this one does, by drawing
+    that of the last epoch twice. Otherwise it gets the state that it has reported or, if that does not lead to the same
+    order, draws the orders of all epochs before once more. With ``ends``, warns if nothing leads to that order.
+
+    :param draw: draws the order of an epoch from a sampler
+    """
+    last, state = read["epoch"], read.get("sampler")
+    copied = _copied(sampler)
+    if _draws_the_same(copied, read, draw) and _draws_the_same(copied, read, draw):
+        return
+    if state is not None:
+        copied = _copied(sampler)
+        if copied is not None and _loaded(copied, state) and _draws_the_same(copied, read, draw):
+            sampler.load_state_dict(copy.deepcopy(state))
+            if ends:
+                draw(sampler, last)
+            return
+    for epoch in range(1, last):
+        draw(sampler, epoch)
+    if ends and checksum(draw(sampler, last)) != read["checksum"]:
+        warn_of_other_order(sampler, last, is_left=False)
+
+
+def warn_of_other_order(sampler: Any, epoch: int, is_left: bool) -> None:
+    """Warn that a sampler gives another order for an epoch than in the run that is resumed.
+
+    :param is_left: whether a part of that epoch is left
+    """
+    effect = "some samples are seen twice in it and others not at all" if is_left else "so may be those of later epochs"
+    warn_outside(
+        f"The sampler {type(sampler).__name__} now gives another order for epoch {epoch} than when the training state "
+        f"was saved, also after those of all epochs before: {effect}, and the weights will not be those of a run that "
+        "was not interrupted. Give the sampler state_dict() and load_state_dict(state), or let it draw from torch's, "
+        "NumPy's or Python's generators, which are seeded for each epoch, or from the epoch that set_epoch(epoch) is "
+        "given."
+    )
+
+
+def _copied(sampler: Any) -> Any:
+    """Return a copy of a sampler that shares its data; ``None`` if there can be none."""
+    with suppress(Exception):
+        data = [value for value in nested_in(sampler, lambda value: isinstance(value, Dataset)) if value is not sampler]
+        data.append(getattr(sampler, "data_source", None))
+        return copy.deepcopy(sampler, {id(value): value for value in data})
+    return None
+
+
+def _loaded(sampler: Any, state: Any) -> bool:
+    with suppress(Exception):
+        sampler.load_state_dict(copy.deepcopy(state))
+        return True
+    return False
+
+
+def _draws_the_same(sampler: Any, read: EpochRead, draw: Callable[[Any, int], list[Any]]) -> bool:
+    if sampler is None:
+        return False
+    with suppress(Exception):
+        return bool(checksum(draw(sampler, read["epoch"])) == read["checksum"])
+    return False
