@@ -67,7 +67,8 @@ def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
         if not run.is_in_loop:
             run.end.has_begun = True
             with suppress(StopTrainingError):
-                _complete_epoch(trainer, run)
+                if run.end.reason is None:  # a run that was stopped ends within its epoch
+                    _complete_epoch(trainer, run)
 
     def note_stop(trainer: Any, **kwargs: Any) -> None:
         stop = sys.exc_info()[1]  # the event is fired where it is handled

@@ -136,7 +136,8 @@ class Trainer:
     :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
     :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
-    :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
+    :ivar run_config: the settings of that run, or after :meth:`evaluate` those of the training before it
+        (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar eval_dataset_name: name of the dataset that is being evaluated, if there are several

@@ -75,8 +75,8 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
     Call it in an overridden ``optimizer_step``, on every process, or pass it to an optimizer as its closure:
     ``self.optimizer.step(self.recompute_gradients)``. Repeats the forward and backward passes of the accumulation
     window, with the same random numbers, and replaces the gradients, which are weighted, averaged over the processes
-    and clipped as before. Losses, logged values and buffers (running statistics of batch norm) are left as they were
-    after the first pass.
+    and clipped as before. The events of the backward pass fire again. Losses, logged values and buffers (running
+    statistics of batch norm) are left as they were after the first pass.
 
     :return: the mean loss of the window over all processes, a scalar without gradients
     :raises RuntimeError: outside ``optimizer_step``, or in a run where it does not work: with fp16 (bf16 works),
