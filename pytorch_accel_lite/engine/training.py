@@ -25,6 +25,7 @@ from pytorch_accel_lite.engine.evaluation import evaluate_all, evaluate_if_due, 
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
+from pytorch_accel_lite.engine.replicas import note_missing_gradients
 from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, Run
 from pytorch_accel_lite.engine.scheduling import step_after_epoch
 from pytorch_accel_lite.engine.step import warm_up_ddp
@@ -166,6 +167,8 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     output = forward_backward(trainer, run, batch)
     updates = window.is_ending and window.sizes is not None  # None: all its batches were skipped
     if updates:
+        if run.step.must_compare_replicas:
+            note_missing_gradients(trainer, run)
         run.step.update(trainer, run)
     run.progress.step += 1
     window.is_in_step = False
