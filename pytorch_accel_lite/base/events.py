@@ -76,6 +76,13 @@ def _remember_arguments(cls: type) -> None:
     cls.__init__ = remember  # type: ignore[misc]
 
 
+def arguments_of(callback: TrainerCallback) -> dict[str, Any]:
+    """Return the arguments with which a callback was created, by name."""
+    args, kwargs = vars(callback).get(_ARGUMENTS, ((), {}))
+    bound = inspect.signature(type(callback).__init__).bind_partial(callback, *args, **kwargs).arguments
+    return dict(list(bound.items())[1:])
+
+
 class TrainerCallback:
     """Base class of all callbacks. Override the events you need; the others do nothing.
 

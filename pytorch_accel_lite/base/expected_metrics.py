@@ -41,6 +41,7 @@ class ExpectedMetrics:
     :ivar directions: whether greater values are better, for each metric that the run is known to record
     :ivar evaluated: the same for the metrics recorded in evaluations
     :ivar watched: the metrics that callbacks watch, in the order of the callbacks
+    :ivar differing: the metrics that were found to differ between the processes
     :ivar within_epochs: whether a callback evaluates within epochs
     """
 
@@ -48,6 +49,7 @@ class ExpectedMetrics:
     evaluated: Directions = field(default_factory=dict)
     watched: list[Watched] = field(default_factory=list)
     within_epochs: bool = False
+    differing: set[str] = field(default_factory=set)
     _in_epochs: Directions = field(default_factory=dict)
     _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # prefix and name
     _recorders: dict[tuple[bool, str], object] = field(default_factory=dict)

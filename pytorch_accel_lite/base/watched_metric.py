@@ -94,7 +94,7 @@ class WatchedMetric:
             raise _missing(self, self.name, trainer)
         self.seen = count
         self._has_value = True
-        return _as_number(self, values[index])
+        return _agreed(self, self.name, _as_number(self, values[index]), trainer)
 
     def _is_pending(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
         is_intermediate = "intermediate_" in self.name
@@ -155,7 +155,28 @@ def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
     index = _latest_of_run(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
     if index is None:
         raise _missing(where, name, trainer)
-    return _as_number(where, values[index])
+    return _agreed(where, name, _as_number(where, values[index]), trainer)
+
+
+def _agreed(where: object, name: str, value: float, trainer: TrainerLike) -> float:
+    """Return the value of rank 0, so that all processes decide alike, with a warning if the others have another one."""
+    if trainer.ranks.world_size == 1:
+        return value
+    largest, negated = trainer.ranks.max([value, -value])
+    if largest == -negated:
+        return value
+    by_rank: list[float] = trainer.ranks.everyone.all_gather_object(value)
+    if len({*map(repr, by_rank)}) == 1:  # NaN everywhere
+        return value
+    differing = trainer.current_run.request.metrics.differing
+    if name not in differing and trainer.ranks.rank == 0:
+        values = ", ".join(f"{other:.6g} on rank {rank}" for rank, other in enumerate(by_rank))
+        warn_outside(
+            f"{where}: its values differ between the processes ({values}), so all decide by that of rank 0. Record the "
+            "same value on each: for a mean, trainer.tensor_to_numeric(value, reduce='mean')."
+        )
+    differing.add(name)
+    return by_rank[0]
 
 
 def _as_number(where: object, value: Any) -> float:

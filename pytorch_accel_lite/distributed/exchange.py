@@ -17,6 +17,8 @@ from pytorch_accel_lite.distributed.positions import MACHINERY, describe_call
 
 #: The most numbers of a process in an exchange. Each has room for as many: gloo ends processes whose sizes differ.
 CAPACITY = 14
+#: What to add to the description of where this process is, such as that it has left a run.
+circumstances = ""
 _EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -74,7 +76,7 @@ class ControlGroup:
             while not self._all_explain():
                 pass
             self._explained = self._begun
-            calls = self._gather(describe_call(_own_stack()))
+            calls = self._gather(describe_call(_own_stack()) + circumstances)
             self._failure = "".join(f"\n  rank {rank}: {call}" for rank, call in zip(self.members, calls, strict=True))
         raise OtherCallError(
             f"The processes are in different calls, each of which waits for the other processes:{self._failure}\n"

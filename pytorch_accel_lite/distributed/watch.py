@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pytorch_accel_lite.base.environment import HANG_VARIABLE
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.distributed import positions
+from pytorch_accel_lite.distributed import exchange, positions
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.ranks import Ranks, connect
 
@@ -32,6 +32,10 @@ _LONGEST_INTERVAL = 4.0
 _MOST_BYTES = 1 << 20  # that a process which only waits reads and writes between two looks
 _MOST_CPU = 0.2  # the share of the time in which its thread computes
 _PATIENCE = 3.0  # seconds in which a process that has lost another may learn why
+_HINT = (
+    " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
+    "its backward pass, or of parameters that its loss does not depend on."
+)
 _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process exited|ncclRemoteError", re.DOTALL)
 _stores: Any = dist  # whose stub does not declare the stores
 
@@ -80,6 +84,7 @@ class Watch(threading.Thread):
         self._answered = 0
         self._next_report = seconds
         self._has_left = False
+        self._is_served_by_first = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._was_reported = False
         self._last: tuple[Any, ...] = ()
         self._since = time.monotonic()
@@ -99,17 +104,26 @@ class Watch(threading.Thread):
 
     def leave(self, number: int, failed: bool = False, reason: str = "") -> None:
         """Note that a run has ended in this process; with a reason for the others if it failed here first."""
+        exchange.circumstances = f", after it {reason}" if reason else ""
         self._runs = [run for run in self._runs if run[0] != number]
         if not self._runs:
             self._has_left = failed
         if reason:
-            self.note(reason)
+            self.note(reason, number)
 
-    def note(self, reason: str) -> None:
-        """Leave a note for processes that lose the connection to this one."""
+    def note(self, reason: str, run: int) -> None:
+        """Leave a note for processes that lose the connection to this one, or wait for it."""
         if self._store is not None:
             with suppress(RuntimeError):  # the process that serves the store has ended
-                self._store.set(f"left/{self._rank}", reason)
+                self._store.set(f"left/{self._rank}", json.dumps([run, reason]))
+
+    def _note_of(self, rank: int) -> tuple[int, str] | None:
+        """Return the latest run that another process has left, and why, if it has left a note."""
+        key = f"left/{rank}"
+        if not self._can_ask() or not self._store.check([key]):
+            return None
+        run, reason = json.loads(self._store.get(key))
+        return run, reason
 
     def run(self) -> None:
         """Look until the watch is stopped."""
@@ -137,7 +151,7 @@ class Watch(threading.Thread):
             if is_due:
                 self._report(waited, {self._rank: self._place(waited)})
             return
-        if self._has_left and not waited:  # the process that serves the store may have ended, too
+        if (self._has_left and not waited) or not self._can_ask():  # where a store has ended, torch complains
             return
         self._obey()
         asked = self._store.add("asked", 0)
@@ -146,6 +160,10 @@ class Watch(threading.Thread):
         elif is_due and self._store.add(f"{asked + 1}/opened", 1) == 1:  # no other process was first
             self._answer(self._store.add("asked", 1), waited)
             self._report(waited, self._ask(self._answered))
+
+    def _can_ask(self) -> bool:
+        """Whether there is a store, and the process that serves it has not ended."""
+        return self._store is not None and not (self._rank and self._is_served_by_first and self._has_ended(0))
 
     def _find_waited(self) -> float:
         """Return for how long the watched thread has been waiting at the same place, without computing or copying."""
@@ -173,6 +191,8 @@ class Watch(threading.Thread):
 
     def _answer(self, wave: int, waited: float) -> None:
         self._answered = wave
+        if waited:  # one report is enough
+            self._next_report = max(self._next_report, 2 * waited)
         self._store.set(f"{wave}/{self._rank}", json.dumps(self._place(waited)))
 
     def _ask(self, wave: int) -> dict[int, _Place]:
@@ -200,17 +220,20 @@ class Watch(threading.Thread):
         waiting = {rank: place.kind for rank, place in places.items() if place.waited}
         # One that waits in an exchange gets an error once the connection to another process is closed.
         ending = [rank for rank, kind in waiting.items() if kind != "exchange"] or [*waiting]
-        self._store.set(f"{self._answered}/end", json.dumps([ending, " ".join([verdict, *lines[1:]])]))
-        self._is_over.wait(self._interval + 1)  # until the others have read that
-        self._obey()
+        self._verdict = "\n".join([verdict, *lines[1:]])
+        self._store.set(f"{self._answered}/end", json.dumps([ending, self._verdict]))
+        if self._rank in ending:
+            self._is_over.wait(self._interval + 1)  # until the others have read that
+            end()
 
     def _silence(self, rank: int) -> str:
         if self._store is None:
             return "which cannot be asked"
         if self._has_ended(rank):
             return "whose process has ended"
-        if self._store.check([f"left/{rank}"]):
-            return f"which {self._store.get(f'left/{rank}').decode()}"
+        note = self._note_of(rank)
+        if note is not None:
+            return f"which {note[1]}"
         return "which does not answer: native code keeps Python from running, or its process or machine is lost"
 
     def _find_verdict(self, places: dict[int, _Place]) -> str:
@@ -219,13 +242,19 @@ class Watch(threading.Thread):
         for rank, place in waiting.items():
             if not place.runs or place.is_own:
                 continue
-            run = place.runs[-1]
-            for other, its in places.items():
-                if its.begun >= run and run not in its.runs:
+            for other in range(len(self._processes)):
+                if self._has_left_run(other, places.get(other), place.runs[-1]):
                     return f"Rank {other} has left the run in which rank {rank} waits for it."
-        if len(waiting) == len(self._processes) and len({place.kind for place in waiting.values()}) > 1:
-            return "All processes wait, but in different calls, so none can go on."
-        return ""
+        kinds = {place.kind for place in waiting.values()}
+        if len(waiting) < len(self._processes) or len(kinds) == 1:
+            return ""
+        return "All processes wait, but in different calls, so none can go on." + _HINT * ("backward" in kinds)
+
+    def _has_left_run(self, rank: int, place: _Place | None, run: int) -> bool:
+        if place is not None:
+            return place.begun >= run and run not in place.runs
+        note = self._note_of(rank)
+        return note is not None and note[0] >= run
 
     def _obey(self) -> None:
         """End this process if a report has said so."""
@@ -253,17 +282,18 @@ class Watch(threading.Thread):
         others = [rank for rank in range(len(self._processes)) if rank != self._rank]
         deadline = time.monotonic() + _PATIENCE
         while True:
+            time.sleep(0.05)
             if self._verdict:
                 return self._verdict
             with suppress(RuntimeError):  # the process that serves the store has ended
-                if self._store is not None and self._answered:
+                if self._can_ask():
                     self._obey()
-                if self._store is not None and (left := [r for r in others if self._store.check([f"left/{r}"])]):
-                    return " ".join(f"Rank {rank} {self._store.get(f'left/{rank}').decode()}" for rank in left)
+                notes = {rank: note for rank in others if (note := self._note_of(rank)) is not None}
+                if notes:
+                    return " ".join(f"Rank {rank} {reason}" for rank, (_, reason) in notes.items())
             ended = [rank for rank in others if self._has_ended(rank)]
             if ended or time.monotonic() > deadline:
                 break
-            time.sleep(0.05)
         if ended:
             return (
                 f"The process of rank {_listed(ended)} has ended without a word: it was killed, or called os._exit()."
@@ -342,7 +372,7 @@ def stop(reason: str = "") -> None:
     global _watch, _job
     if _watch is not None:
         if reason:
-            _watch.note(reason)
+            _watch.note(reason, _watch.begun)
         if _watch.is_alive():
             _watch.stop()
     _watch = _job = None

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.events import TrainerCallback, arguments_of
+from pytorch_accel_lite.base.inspection import find_length, is_ours, is_overridden
 from pytorch_accel_lite.base.intervals import parse_interval
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
@@ -354,6 +357,7 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data:
     """
     ranks = trainer.ranks
     settings = {"call": call, "callbacks": trainer.callback_handler.callback_list, "seed": trainer.seed}
+    settings |= _arguments_of_callbacks(trainer.callback_handler.callbacks)
     for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
         settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
     with naming(ranks, call):
@@ -365,11 +369,43 @@ def check_same_on_all_ranks(settings: dict[str, Any], ranks: Ranks) -> None:
     by_rank = ranks.all_gather_object({name: value for name, value in settings.items() if name not in _OF_ONE_RANK})
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
-        if not isinstance(other, dict) or other.keys() != by_rank[ranks.rank].keys():
-            raise RuntimeError(f"Rank {rank} communicates about something else.")
-        for name, value in first.items():
-            if other[name] != value:
+        for name in [*first, *(other.keys() - first.keys())]:
+            mine, theirs = (repr(values[name]) if name in values else "nothing" for values in (first, other))
+            if mine != theirs and (name not in first or name not in other or first[name] != other[name]):
                 raise ValueError(
-                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Make the same calls on "
-                    "every process, with the same arguments and callbacks: each derives its share of the run from them."
+                    f"{name}={theirs} on rank {rank}, but {name}={mine} on rank 0. Make the same calls on every "
+                    "process, with the same arguments and callbacks: each derives its share of the run from them."
                 )
+
+
+#: Callbacks that only show something, on one process, and arguments that only name where it is written.
+_SHOW = ("bars", "plot_metrics", "printing", "progress_bar", "table")
+_PLACES = re.compile(r"path|dir|folder|file|name|url|project")
+
+
+def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, Any]:
+    """Return the arguments of this package's callbacks by which processes decide when to communicate."""
+    found: dict[str, Any] = {}
+    for number, callback in enumerate(callbacks):
+        if is_ours(type(callback)) and not type(callback).__module__.endswith(_SHOW):
+            for name, value in arguments_of(callback).items():
+                if _is_plain(value) and not _PLACES.search(name):
+                    found[f"callbacks[{number}].{name}"] = value
+    return found
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """Return the settings of an optimizer by group, for a comparison between processes."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for name, value in group.items():
+            value = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if _is_plain(value):
+                found[f"optimizer.param_groups[{number}][{name!r}]"] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

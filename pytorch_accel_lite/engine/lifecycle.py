@@ -31,6 +31,7 @@ from pytorch_accel_lite.engine.arguments import (
     check_same_call,
     check_same_on_all_ranks,
     check_training,
+    settings_of,
 )
 from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
@@ -180,7 +181,8 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     run.config = create_config(trainer, run, batch_size)
     run.training = Training(run.config, run.end, run.data.eval_dataset)
     if trainer.ranks.world_size > 1:
-        check_same_on_all_ranks(run.config.to_dict(), trainer.ranks)
+        options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
+        check_same_on_all_ranks(run.config.to_dict() | options, trainer.ranks)
     run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
     steps, batch_size = run.accumulation.after(0), run.config.train_per_device_batch_size
     run.window = GradientWindow(run.data.ranks, trainer.device, steps, batch_size)

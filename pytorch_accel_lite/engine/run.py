@@ -54,6 +54,7 @@ class Step:
     :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
     :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
     :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
+    :ivar without_gradient: the parameters that had no gradient on this process in that update
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -71,6 +72,7 @@ class Step:
         self.must_examine_batch = False
         self.must_warm_up_ddp = False
         self.must_compare_replicas = False
+        self.without_gradient: list[Any] = []
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Accumulate the gradients of a batch and track its losses.

@@ -32,6 +32,7 @@ from pytorch_accel_lite.engine.modes import (
     leaving_as_found,
     warn_of_other_mode,
 )
+from pytorch_accel_lite.engine.replicas import note_missing_gradients
 from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, GlobalModes, Run
 from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes
@@ -223,6 +224,8 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     output = forward_backward(trainer, run, batch)
     updates = window.is_ending and window.sizes is not None  # None: all its batches were skipped
     if updates:
+        if run.step.must_compare_replicas:
+            note_missing_gradients(trainer, run)
         run.step.update(trainer, run)
     run.progress.step += 1
     window.is_in_step = False
