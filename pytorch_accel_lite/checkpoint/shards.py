@@ -8,14 +8,13 @@ well. Nothing is gathered, and nothing but safetensors is read.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import KeyEntry, MappingKey, tree_map_with_path
 
 from pytorch_accel_lite.checkpoint.files import map_nested, open_tensors, write_tensors
 
@@ -88,18 +87,17 @@ def restore_tensors(
         sharded
     """
 
-    def restore(path: tuple[KeyEntry, ...], value: Any) -> Any:
-        return stored[value[_MARK]].read(find_like(_keys(path))) if _is_mark(value) else value
+    def restore(value: Any, path: tuple[Any, ...]) -> Any:
+        if type(value) is dict and _MARK in value:
+            return stored[value[_MARK]].read(find_like(path))
+        if isinstance(value, dict):
+            items = {key: restore(item, (*path, key)) for key, item in value.items()}
+            return type(value)(items) if isinstance(value, (OrderedDict, Counter)) else items
+        if type(value) in (list, tuple):
+            return type(value)([restore(item, (*path, index)) for index, item in enumerate(value)])
+        return value
 
-    return tree_map_with_path(restore, state, is_leaf=_is_mark)
-
-
-def _is_mark(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {_MARK}
-
-
-def _keys(path: tuple[KeyEntry, ...]) -> tuple[Any, ...]:
-    return tuple(entry.key if isinstance(entry, MappingKey) else entry.idx for entry in path)  # type: ignore[attr-defined]
+    return restore(state, ())
 
 
 def local_parts(tensors: Mapping[str, Any]) -> Parts:

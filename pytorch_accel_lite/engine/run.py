@@ -22,6 +22,7 @@ from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.checkpoint.user_attributes import CreatedAttributes
 from pytorch_accel_lite.checkpoint.weights import LoadedWeights
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.mixtures import NamedDatasets
@@ -199,6 +200,8 @@ class Run:
     :ivar evaluations: how often the run evaluates
     :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
     :ivar resumed: the training state that is still being restored
+    :ivar created: what the program had created when the run began
+    :ivar holders: modules outside of the model that hold trained parameters, by the ids of these
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
     :ivar batch: the batch being processed; ``None`` outside a step
@@ -227,6 +230,8 @@ class Run:
     evaluations: Interval | None = None
     acts_after_updates: bool = False
     resumed: TrainingState | None = None
+    created: CreatedAttributes = field(default_factory=CreatedAttributes)
+    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)
     trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
     epoch_phase: int = 0

@@ -19,6 +19,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.checkpoint.user_attributes import describe_left_out, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.evaluation import evaluate_all, evaluate_if_due, start_evaluations
@@ -199,9 +200,11 @@ def _act_after_update(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 
 def _describe_states(trainer: TrainerLike, run: Run) -> None:
     """Print which attributes training states include, if any are saved; the starting events may have added some."""
-    saves = run.request.saves_training_states or run.resumed is not None
-    if saves and (described := describe_attributes(trainer)):
-        trainer.print(described)
+    if run.request.saves_training_states or run.resumed is not None:
+        note_started(trainer)
+        for described in (describe_attributes(trainer), describe_left_out(trainer)):
+            if described:
+                trainer.print(described)
 
 
 def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
