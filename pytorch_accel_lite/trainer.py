@@ -102,6 +102,11 @@ __all__ = [
 ]
 
 
+#: Arguments of a trainer that are its attributes, which a subclass may have set before.
+_GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed", "compile_model", "channels_last"}
+_GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
+
+
 @suggest_arguments
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
@@ -200,9 +205,12 @@ class Trainer:
         logical_processes: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
+        before = vars(self).keys() - _GIVEN
         launch.respect_launcher()
-        arguments.check_types(model=model, run_history=run_history, accelerator=accelerator)
         arguments.check_types(
+            model=model,
+            run_history=run_history,
+            accelerator=accelerator,
             compile_model=compile_model,
             compile_step=compile_step,
             channels_last=channels_last,
@@ -217,8 +225,8 @@ class Trainer:
         if metrics is not None:
             self.callback_handler.add_callback(MetricsCallback(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
-        self.accelerator = self._find_accelerator(accelerator, mixed_precision)
-        self._accelerator = self.accelerator  # the name in pytorch-accelerated
+        # The second is the name in pytorch-accelerated.
+        self.accelerator = self._accelerator = self._find_accelerator(accelerator, mixed_precision)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
@@ -236,6 +244,7 @@ class Trainer:
         self._latest_eval_dataset: Any = None
         self.compiled_forward = CompiledForward.create(self, compile_step, self.__adapter)
         shutdown.register(self)
+        self._library_attributes = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
 
     # ------------------------------------------------------------------- training, evaluation, prediction

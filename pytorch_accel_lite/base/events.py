@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -58,6 +59,8 @@ class CallbackMethodNotImplementedError(Exception):
 
 #: The attribute that holds the arguments with which a callback was created.
 _ARGUMENTS = "_constructor_arguments"
+#: The attribute of a user's callback that holds the names of those which our constructors have set.
+LIBRARY_ATTRIBUTES = "_library_attributes"
 
 
 def _remember_arguments(cls: type) -> None:
@@ -70,7 +73,10 @@ def _remember_arguments(cls: type) -> None:
     def remember(self: Any, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         vars(self).setdefault(_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
+        before = set(vars(self))
         constructor(self, *args, **kwargs)
+        if is_ours(cls) and not is_ours(type(self)):
+            vars(self).setdefault(LIBRARY_ATTRIBUTES, set()).update(vars(self).keys() - before)
 
     remember.remembers_arguments = True  # type: ignore[attr-defined]
     cls.__init__ = remember  # type: ignore[misc]
@@ -327,6 +333,18 @@ class _Listeners(dict[str, tuple[Listener, ...]]):
     def __missing__(self, event: str) -> tuple[Listener, ...]:
         result = self[event] = tuple(self._find(event))
         return result
+
+
+def named_callbacks(callbacks: Iterable[Any], method: str | None = None) -> dict[str, Any]:
+    """Return the callbacks, or those that have a method, under unique names: ``Class``, ``Class#2`` ..."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        seen[kind] += 1
+        if method is None or hasattr(callback, method):
+            named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
+    return named
 
 
 class CallbackHandler:

@@ -41,6 +41,7 @@ class TrainerLike(Protocol):
     prepared_model: Any
     open_runs: list[Any]
     _latest_eval_dataset: Any
+    _library_attributes: set[str]
 
     # The current or last run.
     current_run: Any

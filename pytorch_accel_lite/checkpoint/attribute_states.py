@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
+from pytorch_accel_lite.checkpoint.trainability import lacks_groups
+from pytorch_accel_lite.checkpoint.weights import (
+    fit_model_state,
+    full_state_dict,
+    load_optimizer_state,
+    model_state,
+    sharded_like,
+)
 from pytorch_accel_lite.optimizers import attributes
 
 
@@ -30,7 +38,8 @@ def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
 
     Each as its module and name, because a forward pass may assign another tensor.
     """
-    modules = [owner for owner in attributes.trained(trainer).values() if isinstance(owner, nn.Module)]
+    owners = [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     loss_buffers = attributes.buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
     learned = set(map(id, _learned_by_loss(trainer).values()))
     loss_buffers = [(part, name) for part, name in loss_buffers if id(getattr(part, name)) in learned]
@@ -62,9 +71,15 @@ def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrP
     """Restore the result of :func:`loss_state`; for a different loss function, restore what fits and warn."""
     loss_func = trainer.loss_func
     current = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
-    fitting = {name: value for name, value in state.items() if name in current and current[name].shape == value.shape}
+    fitting = {
+        name: value
+        for name, value in state.items()
+        if name in current and (is_lazy(current[name]) or current[name].shape == value.shape)
+    }
     if fitting:
-        loss_func.load_state_dict(fitting, strict=False)
+        # All of it, as hooks of its parts, such as those of gpytorch, take for granted that each has some.
+        whole = {name: value for name, value in current.items() if not is_lazy(value)} | fitting
+        loss_func.load_state_dict(whole, strict=False)
     others = sorted(state.keys() - fitting.keys())
     if others and loss_func is not None:
         warn_outside(
@@ -73,28 +88,45 @@ def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrP
         )
 
 
+def names_beside_model(trainer: TrainerLike) -> list[str]:
+    """Return what is trained besides the model: the loss function and attributes by name, others by their place."""
+    parts = [name for name, owner in attributes.trained(trainer).items() if isinstance(owner, nn.Module)]
+    learned = ["the loss function"] if loss_state(trainer) else []
+    return [*learned, *parts, *attributes.hidden(trainer)]
+
+
 def _included(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> dict[str, Any]:
     """Return the attributes that are saved with a trainer, by name, with or without optimizers and schedulers."""
     return {
         name: owner
-        for name, owner in attributes.trained(trainer).items()
-        if isinstance(owner, nn.Module) or (optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers)
+        for name, owner in (attributes.trained(trainer) | attributes.hidden(trainer)).items()
+        if isinstance(owner, (nn.Module, torch.Tensor))
+        or (optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers)
     }
 
 
 def attribute_states(
-    trainer: TrainerLike, keep: bool, optimizers: bool = True, schedulers: bool = True
+    trainer: TrainerLike,
+    keep: bool,
+    optimizers: bool = True,
+    schedulers: bool = True,
+    others: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Any]:
     """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
 
     :param keep: ``False`` on processes that will not write them
     :param optimizers: whether to include optimizers
     :param schedulers: whether to include schedulers
+    :param others: further modules to include, by attribute
     """
-    return {
-        name: model_state(owner, keep) if isinstance(owner, nn.Module) else full_state_dict(owner.state_dict(), keep)
-        for name, owner in _included(trainer, optimizers, schedulers).items()
-    }
+    included = _included(trainer, optimizers, schedulers) | dict(others or {})
+    return {name: _state_of(owner, keep) for name, owner in included.items()}
+
+
+def _state_of(owner: Any, keep: bool) -> Any:
+    if isinstance(owner, nn.Module):
+        return model_state(owner, keep)
+    return full_state_dict(owner.detach() if isinstance(owner, torch.Tensor) else owner.state_dict(), keep)
 
 
 def load_attribute_states(
@@ -114,7 +146,13 @@ def load_attribute_states(
     """
     if trainer.saves_attributes:
         load = partial(load_state, source=source, strict=strict)
-        load_each("attribute", _included(trainer, optimizers, schedulers), states, load, is_final)
+        included = _included(trainer, optimizers, schedulers)
+        included |= {name: module for name, module in attributes.modules(trainer).items() if name in states}
+        if not is_final:  # optimizers get their groups from the starting events, or at the end
+            included = {
+                name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
+            }
+        load_each("attribute", included, states, load, is_final)
 
 
 def load_state(name: str, owner: Any, state: Any, source: StrPath, strict: bool = True) -> None:
@@ -125,6 +163,8 @@ def load_state(name: str, owner: Any, state: Any, source: StrPath, strict: bool 
     try:
         if isinstance(owner, nn.Module):
             owner.load_state_dict(fit_model_state(owner, state, source, strict), strict)
+        elif isinstance(owner, torch.Tensor):
+            _load_tensor(owner, state)
         elif name == "optimizer" or isinstance(owner, torch.optim.Optimizer):
             load_optimizer_state(owner, state)
         else:
@@ -134,6 +174,15 @@ def load_state(name: str, owner: Any, state: Any, source: StrPath, strict: bool 
             f"The {name} in {os.fspath(source)!r} does not fit the trainer's {type(owner).__name__}: {error}. Create "
             "it as it was when it was saved; saves_attributes = False in the trainer's class leaves out attributes."
         ) from error
+
+
+def _load_tensor(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    if isinstance(tensor, UninitializedParameter):
+        tensor.materialize(saved.shape)
+    if tensor.shape != saved.shape:
+        raise ValueError(f"it has the shape {tuple(saved.shape)} there, and {tuple(tensor.shape)} here")
+    with torch.no_grad():
+        tensor.copy_(sharded_like(tensor, saved))
 
 
 def load_each(
@@ -154,15 +203,16 @@ def load_each(
 
 
 def describe_attributes(trainer: TrainerLike) -> str:
-    """Return a description of the attributes that training states hold; empty if there are none."""
-    if not trainer.saves_attributes:
-        return ""
-    included = ", ".join(attributes.trained(trainer))
-    excluded = ", ".join(attributes.untrained_modules(trainer))
-    parts = [f"Training states include these attributes of the trainer: {included}."] if included else []
-    if excluded:
+    """Return a description of what training states hold besides the model; empty if there is nothing of that."""
+    named, hidden = ", ".join(attributes.trained(trainer)), attributes.hidden(trainer)
+    parts = [f"Training states include these attributes of the trainer: {named}."] if named else []
+    if hidden:
         parts.append(
-            f"{'They' if included else 'Training states'} do not include what no optimizer trains: {excluded}. If that "
-            "changes during the run, include it with register_for_checkpointing()."
+            f"{'They also' if named else 'Training states'} include what the optimizer trains outside of the model: "
+            f"{', '.join(f'{name} ({_shown(owner)})' for name, owner in hidden.items())}."
         )
     return " ".join(parts)
+
+
+def _shown(owner: nn.Module | torch.Tensor) -> str:
+    return type(owner).__name__ if isinstance(owner, nn.Module) else f"shape {tuple(owner.shape)}"

@@ -15,11 +15,13 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError
 from pytorch_accel_lite.base.paths import StrPath, file_path, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
     load_attribute_states,
     load_loss_state,
     loss_state,
+    names_beside_model,
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
@@ -28,6 +30,7 @@ from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_learned
+from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,
     LoadedWeights,
@@ -105,7 +108,7 @@ def save_checkpoint(
             checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
         if learned := loss_state(self):
             checkpoint["loss_func_state_dict"] = learned
-        if states := attribute_states(self, writes, save_optimizer, save_scheduler):
+        if states := attribute_states(self, writes, save_optimizer, save_scheduler, changed_modules(self)):
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs or {})
         self.ranks.barrier()  # others may still be reading the file that is replaced
@@ -200,6 +203,7 @@ def save_weights(
     with _timed(trainer), attributes.evaluating_optimizers(trainer):
         _warn_of_weights(trainer, "save_model")
         weights = model_state(model, keep=trainer.accelerator.is_main_process)
+        _say_what_is_left_out(trainer, path)
 
         def write() -> None:
             if describe is not None and isinstance(location, Path) and location.is_file():
@@ -217,6 +221,14 @@ def save_weights(
                     describe(directory)
 
         trainer.ranks.run_together(write, only_first=True)
+
+
+def _say_what_is_left_out(trainer: TrainerLike, path: StrPath) -> None:
+    if left_out := [*names_beside_model(trainer), *changed_modules(trainer)]:
+        trainer.print(
+            f"{os.fspath(path)!r} holds the model alone, without what was trained besides it: "
+            f"{listed(left_out, 10)}. save_checkpoint() includes that."
+        )
 
 
 def check_weights(self: TrainerLike) -> None:

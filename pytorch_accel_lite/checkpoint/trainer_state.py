@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.events import named_callbacks
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
@@ -29,7 +29,14 @@ from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.remote import read_state
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
+from pytorch_accel_lite.checkpoint.trainability import (
+    add_missing_groups,
+    capture_trainability,
+    lacks_groups,
+    restore_trainability,
+)
 from pytorch_accel_lite.checkpoint.training_state import SHARD_OF_MODEL, CapturedState, TrainingState, pack_numbers
+from pytorch_accel_lite.checkpoint.user_attributes import capture_attributes, restore_attributes
 from pytorch_accel_lite.checkpoint.weights import (
     describe_other_weights,
     fit_model_state,
@@ -74,11 +81,13 @@ def capture(
     if trainer.logical is not None:
         shared["logical"] = trainer.logical.capture(trainer)
     large: dict[str, torch.Tensor] = {}
+    shared["user_attributes"], own = capture_attributes(trainer)
     shared = extract_tensors(storable(shared, "state"), shards, large)
     history: Any = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
     local = {"losses": losses, "generators": capture_generators(), **_position(trainer, is_local=True)}
+    local |= {"user_attributes": own}
     local = storable(local, "state")
     parts = local_parts(shards) if sharded else None
     if not is_first:
@@ -93,7 +102,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         return state if sharded else full_state_dict(state, is_first)
 
     run = trainer.current_run
-    callbacks = _named(trainer.callback_handler, "state_dict")
+    callbacks = named_callbacks(trainer.callback_handler, "state_dict")
     return {
         **{
             name: None if owner is None else gather(owner.state_dict())
@@ -104,6 +113,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         "attributes": attribute_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
+        "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
         **run.step.state_dict(),
         "schedule_shift": run.schedule.shift,
@@ -152,18 +162,6 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                     f"{f'that of group {group!r}' if group else 'it'} was {before[0]} and is {now[0]} now. Create it "
                     "as it was when the state was saved, or start a new run from the weights of the state."
                 )
-
-
-def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
-    """Return the callbacks that have a method, under unique names: ``Class``, ``Class#2`` ..."""
-    seen: Counter[str] = Counter()
-    named = {}
-    for callback in callbacks:
-        kind = type(callback).__name__
-        seen[kind] += 1
-        if hasattr(callback, method):
-            named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
-    return named
 
 
 def check_history(history: object) -> None:
@@ -255,10 +253,14 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
         )
     for name, owner in _updated_objects(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
+            if name == "optimizer" and lacks_groups(owner, shared[name]):
+                state.postponed.add(name)  # the starting events may add them
+                continue
             load_state(name, owner, shared[name], state.directory)
     model.load_state_dict(weights, strict=not left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory)
+    _restore_user_attributes(trainer, state, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
     run = trainer.current_run
     run.epoch_phase = state.metadata.get("epoch_phase", 0)
@@ -267,6 +269,12 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     run.step.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
+
+
+def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:
+    own = None if state.local is None else state.local.get("user_attributes", {})
+    saved = state.shared.get("user_attributes", {})
+    restore_attributes(trainer, saved, own, os.fspath(state.directory), is_final)
 
 
 def _restore_history(trainer: TrainerLike, shared: Mapping[str, Any]) -> None:
@@ -288,9 +296,14 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     losses of all ranks. Logical processes continue exactly, on any number of processes.
     """
     _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
+    add_missing_groups(trainer, state.shared.get("trainability", {}))
+    for name in state.postponed:
+        load_state(name, trainer.optimizer, state.shared[name], state.directory)
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     load_each("registered object", attributes.registered(trainer), state.shared["objects"])
-    load_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
+    load_each("callback", named_callbacks(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
+    _restore_user_attributes(trainer, state, is_final=True)
+    restore_trainability(trainer, state.shared.get("trainability", {}))
     if state.local is not None and trainer.logical is None:
         losses = send_to_device(state.local["losses"], trainer.device)
         restore_generators(state.local["generators"])

@@ -64,6 +64,7 @@ class TrainingState:
         by a different number of processes
     :param weights: the weights, if they have been read already, as the local copy of a remote state is removed
     :param tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
+    :param postponed: names of optimizers that are restored once they have all their groups
     """
 
     directory: Path | str
@@ -72,6 +73,7 @@ class TrainingState:
     local: dict[str, Any] | None = None
     weights: dict[str, torch.Tensor] | None = None
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    postponed: set[str] = field(default_factory=set)
 
     def read_weights(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state of the model, by name.

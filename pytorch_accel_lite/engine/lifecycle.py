@@ -22,6 +22,7 @@ from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
+from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.distributed import shutdown, watch
@@ -65,6 +66,8 @@ def find_data(
     _check_metrics(trainer, run)
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
+    if request.saves_training_states or resume_from is not None or request.paths:
+        run.created = note_created(trainer)
     state = None
     if resume_from is not None:
         run.resumed = state = find_state(trainer, request.state_sources, resume_from)

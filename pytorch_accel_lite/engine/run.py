@@ -23,6 +23,7 @@ from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.checkpoint.user_attributes import CreatedAttributes
 from pytorch_accel_lite.checkpoint.weights import LoadedWeights
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.mixtures import NamedDatasets
@@ -226,6 +227,8 @@ class Run:
     :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
     :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
     :ivar resumed: the training state that is still being restored
+    :ivar created: what the program had created when the run began
+    :ivar holders: modules outside of the model that hold trained parameters, by the ids of these
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
     :ivar batch: the batch being processed; ``None`` outside a step
@@ -259,6 +262,8 @@ class Run:
     has_reached_limit: bool = False
     completes_evaluation: bool = False
     resumed: TrainingState | None = None
+    created: CreatedAttributes = field(default_factory=CreatedAttributes)
+    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)
     trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
     epoch_phase: int = 0

@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.checkpoint.user_attributes import describe_left_out, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.evaluation import evaluate_all, evaluate_if_due, start_evaluations
@@ -262,10 +263,13 @@ def _describe_states(trainer: TrainerLike, run: Run) -> None:
 
     Also prints if it is known that a resumed run will not read the same data.
     """
-    saves = run.request.saves_training_states or run.resumed is not None
-    if saves and (described := describe_attributes(trainer)):
-        trainer.print(described)
-    if saves and (obstacle := getattr(run.data.train_loader, "obstacle", "")):
+    if not (run.request.saves_training_states or run.resumed is not None):
+        return
+    note_started(trainer)
+    for described in (describe_attributes(trainer), describe_left_out(trainer)):
+        if described:
+            trainer.print(described)
+    if obstacle := getattr(run.data.train_loader, "obstacle", ""):
         trainer.print(
             "If this run is interrupted, the resumed one will not see the same training data as it would have without "
             f"the interruption: {obstacle}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -105,14 +106,81 @@ def trained(trainer: TrainerLike) -> dict[str, Any]:
     return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
-def untrained_modules(trainer: TrainerLike) -> list[str]:
-    """Return the names of modules that have parameters but none that is trained: teachers, averaged weights."""
-    optimized = set(map(id, all_optimized_parameters(trainer)))
-    saved = set(map(id, [*registered(trainer).values(), trainer.loss_func]))
-    in_model = set(map(id, trainer.model.parameters()))
-    others = {name: module for name, module in modules(trainer).items() if id(module) not in saved}
-    parameters_by_name = {name: set(map(id, _parameters(module))) - in_model for name, module in others.items()}
-    return [name for name, parameters in parameters_by_name.items() if parameters and not parameters & optimized]
+def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
+    """Return what the optimizers train that is neither in the model nor in another module that is saved.
+
+    Parameters that are attributes of the trainer have their names there; others, in closures for example, are named by
+    their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds them stands for them, as it may
+    have buffers, too.
+    """
+    places = {} if not trainer.saves_attributes else _places(trainer)
+    if not places:
+        return {}
+    found: dict[str, nn.Module | torch.Tensor] = {}
+    own = {id(value): name for name, value in _find(trainer, lambda value: isinstance(value, torch.Tensor)).items()}
+    holders = _holders(trainer, frozenset({id(p) for p in places.values()} - own.keys()))
+    covered: set[int] = set()
+    for place, parameter in places.items():
+        if id(parameter) not in covered:
+            owner = parameter if id(parameter) in own else holders.get(id(parameter), parameter)
+            found[own.get(id(parameter), place)] = owner
+            covered |= _ids(owner) | {id(parameter)}
+    return found
+
+
+def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
+    """Return the optimized parameters that belong to nothing that is saved under a name, by place."""
+    groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
+    groups |= optimizers(trainer)
+    saved = [trainer.model, trainer.loss_func, *trained(trainer).values(), *registered(trainer).values()]
+    named = {id(parameter) for owner in saved for parameter in _parameters(owner)}
+    return {
+        f"{name}[{number}][{index}]": parameter
+        for name, optimizer in groups.items()
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in named
+    }
+
+
+def _holders(trainer: TrainerLike, parameters: frozenset[int]) -> dict[int, nn.Module]:
+    """Return, for parameters given by id, the largest modules whose trainable parameters are all among these.
+
+    The modules may be anywhere in the program, in a closure or a global, so the garbage collector is asked for them,
+    once in a run.
+    """
+    known: dict[frozenset[int], dict[int, nn.Module]] = trainer.current_run.holders
+    if parameters not in known:
+        known[parameters] = _find_holders(parameters, _ids(trainer.model)) if parameters else {}
+    return known[parameters]
+
+
+def _find_holders(parameters: frozenset[int], in_model: set[int]) -> dict[int, nn.Module]:
+    holders: dict[int, nn.Module] = {}
+    sizes: dict[int, int] = {}
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
+            continue
+        held = _ids(module)
+        trainable = {id(parameter) for parameter in _parameters(module) if parameter.requires_grad}
+        if held & parameters and trainable <= parameters and not held & in_model:
+            for parameter in held & parameters:
+                size = sizes.get(parameter, -1)
+                if len(held) > size or (len(held) == size and _is_around(module, holders[parameter])):
+                    holders[parameter], sizes[parameter] = module, len(held)
+    return holders
+
+
+def _is_around(module: nn.Module, other: nn.Module) -> bool:
+    """Whether a module contains another with the same parameters, such as one of ``DistributedDataParallel``."""
+    if any(part is other for part in module.modules()):
+        return True
+    contained = any(part is module for part in other.modules())
+    return not contained and type(module).__qualname__ < type(other).__qualname__
+
+
+def _ids(owner: Any) -> set[int]:
+    return set(map(id, _parameters(owner)))
 
 
 def set_optimizer_modes(trainer: TrainerLike, training: bool) -> None:

@@ -112,9 +112,7 @@ class ModelFreezer:
                 parameter.grad = None  # otherwise an optimizer would keep using it
             for module in group.module.modules() if set_modules_as_eval else ():
                 if not self._is_exempt(module):
-                    module.training = False
-                    if not stays_in_eval(module):
-                        module.register_forward_pre_hook(_stay_in_eval)
+                    keep_in_eval(module)
 
     def unfreeze(
         self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
@@ -132,9 +130,7 @@ class ModelFreezer:
             if frozen:
                 unfrozen[index] = {"params": frozen}
             for module in group.module.modules():
-                hooks = module._forward_pre_hooks  # a copied model has the hook, but no handle to remove it
-                for key in [key for key, hook in hooks.items() if hook is _stay_in_eval]:
-                    del hooks[key]
+                release_from_eval(module)
             if set_modules_as_training:
                 group.module.train()
         return unfrozen
@@ -175,6 +171,20 @@ def _is_frozen(parameters: list[nn.Parameter]) -> bool:
 def _stay_in_eval(module: nn.Module, inputs: Any) -> None:
     """Undo the effect of ``model.train()`` before each forward pass. A module-level function, so that models pickle."""
     module.training = False
+
+
+def keep_in_eval(module: nn.Module) -> None:
+    """Keep a module, without its parts, in evaluation mode, in spite of ``model.train()``."""
+    module.training = False
+    if not stays_in_eval(module):
+        module.register_forward_pre_hook(_stay_in_eval)
+
+
+def release_from_eval(module: nn.Module) -> None:
+    """Let a module follow ``model.train()`` again."""
+    hooks = module._forward_pre_hooks  # a copied model has the hook, but no handle to remove it
+    for key in [key for key, hook in hooks.items() if hook is _stay_in_eval]:
+        del hooks[key]
 
 
 def stays_in_eval(module: nn.Module) -> bool:

@@ -1,0 +1,521 @@
+"""Python objects as nested plain values, which load without running code, and their restoration in place.
+
+What an object holds is followed through lists, dicts and the attributes of classes written in Python. Modules and other
+objects with ``state_dict()`` give their states. Code is not data: functions, classes and the like stay as the program
+has them, as does all that this package saves elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import hashlib
+import logging
+import random
+import re
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pytorch_accel_lite.base.inspection import sums_by_position
+from pytorch_accel_lite.checkpoint.columns import Columns, pack_columns, unpack_columns
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
+
+#: A value of one of ``_SCALARS``, or a tuple: the name of its kind and what it consists of.
+Node = Any
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, deque)}
+_DICTS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool)}
+_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+_CODE = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, functools.partial,
+    re.Pattern, logging.Logger, torch.dtype, torch.device, torch.layout, np.dtype, np.ufunc, types.GenericAlias,
+    range, slice, type(...),
+)  # fmt: skip
+#: The packages whose objects hold nothing that is to be saved, unless they have a ``state_dict()``.
+_LIBRARIES = frozenset({"pytorch_accel_lite", "accelerate", "torch"})
+_ARRAYS = "biufcSUmM"  # kinds of numpy's types that are stored
+_LONG = 64  # items of a list for which columns pay
+_SMALL = 4096  # bytes of an array that is stored as bytes: a file has room for few separate ones
+SAME = ("same",)  # stands for what the program has in this place
+
+
+class TooManyPartsError(Exception):
+    """An object has more parts than were to be looked at."""
+
+
+class NoPlaceError(Exception):
+    """A program does not have the object whose state is to be restored."""
+
+
+class Encoder:
+    """Converts one object, with all that it holds, into plain values.
+
+    :param is_saved: whether an object is saved elsewhere, and is not to be looked into
+    :param most_parts: number of parts after which to raise :class:`TooManyPartsError`
+    :ivar left_out: the paths to parts that cannot be stored, with their classes
+    """
+
+    def __init__(self, is_saved: Callable[[Any], bool] = lambda value: False, most_parts: float = float("inf")) -> None:
+        self.left_out: dict[str, str] = {}
+        self._is_saved = is_saved
+        self._parts_left = most_parts
+        self._numbers: dict[int, int] = {}
+        self._held: list[Any] = []  # so that no two have the same id
+        self._cells: list[list[Any]] = []  # that hold the tensors in nodes
+
+    def encode(self, value: Any, path: str) -> Node:
+        """Return the value as a node.
+
+        :param path: how to call it where it, or a part of it, cannot be stored
+        """
+        self._parts_left -= 1
+        if self._parts_left < 0:
+            raise TooManyPartsError
+        if type(value) in _SCALARS:
+            return value
+        if id(value) in self._numbers:
+            return "again", self._numbers[id(value)]
+        if self._is_saved(value) or isinstance(value, _CODE):
+            return SAME
+        for encode in (_encode_number, self._encode_container, self._encode_tensor, self._encode_state):
+            node = encode(value, path)
+            if node is not None:
+                return node
+        return self._encode_object(value, path)
+
+    def pack(self) -> None:
+        """Replace small tensors by bytes, as a file has room for few separate tensors. Those that share memory stay."""
+        owners = Counter(tensor.untyped_storage().data_ptr() for [tensor] in self._cells if _has_memory(tensor))
+        for cell in self._cells:
+            [tensor] = cell
+            if tensor.nbytes > _SMALL or not _has_memory(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == tensor.nbytes and owners[storage.data_ptr()] == 1:
+                content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                cell[:] = [content, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+    def _note(self, value: Any) -> int:
+        self._held.append(value)
+        return self._numbers.setdefault(id(value), len(self._numbers))
+
+    def _leave_out(self, value: Any, path: str) -> Node:
+        self.left_out[path] = type(value).__name__
+        return SAME
+
+    def _encode_container(self, value: Any, path: str) -> Node:
+        kind = type(value)
+        if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            items = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+            return ("tuple", items) if kind is tuple else ("named tuple", _name_of(kind), items)
+        if _SEQUENCES.get(kind.__name__) is kind:
+            if kind in (list, deque) and len(value) >= _LONG and (columns := pack_columns(value)) is not None:
+                return "columns", self._note(value), kind.__name__, getattr(value, "maxlen", None), columns
+            number = self._note(value)
+            values = sorted(value, key=repr) if kind in (set, frozenset) else value
+            items = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(values)]
+            return kind.__name__, number, items, getattr(value, "maxlen", None)
+        if _DICTS.get(kind.__name__) is kind:
+            number = self._note(value)
+            pairs = [
+                (self.encode(key, f"{path}.keys()"), self.encode(v, f"{path}[{key!r}]")) for key, v in value.items()
+            ]
+            factory = getattr(getattr(value, "default_factory", None), "__name__", None)
+            return kind.__name__, number, pairs, factory if factory in _FACTORIES else None
+        return None
+
+    def _encode_tensor(self, value: Any, path: str) -> Node:
+        if isinstance(value, torch.Tensor):
+            full = full_state_dict(value.detach(), keep=True)
+            flags = {"device": value.device.type, "grad": value.requires_grad, "parameter": type(value) is nn.Parameter}
+            self._cells.append([full])
+            return "tensor", self._note(value), flags, self._cells[-1]
+        if type(value) is np.ndarray and value.dtype.kind in _ARRAYS:
+            number = self._note(value)
+            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            content = flat.tobytes() if flat.nbytes <= _SMALL else _as_tensor(flat)
+            return "array", number, value.dtype.str, list(value.shape), content
+        return None
+
+    def _encode_state(self, value: Any, path: str) -> Node:
+        if (generator := _generator_state(value)) is not None:
+            kind, state = generator
+            return "generator", self._note(value), kind, self.encode(state, path)
+        if isinstance(value, nn.Module):
+            return self._encode_module(value, path)
+        if isinstance(value, torch.utils.data.DataLoader):
+            return SAME
+        if callable(getattr(type(value), "state_dict", None)) and hasattr(value, "load_state_dict"):
+            return "state", self._note(value), self.encode(value.state_dict(), f"{path}.state_dict()")
+        return None
+
+    def _encode_module(self, module: nn.Module, path: str) -> Node:
+        tensors = [*module.parameters(), *module.buffers()]
+        metrics = {name: part for name, part in module.named_modules() if _is_metric(part)}
+        if not metrics and all(map(self._is_saved, tensors)):
+            return SAME
+        number = self._note(module)
+        state = {
+            name: value if isinstance(value, torch.Tensor) else self.encode(value, f"{path}.{name}")
+            for name, value in model_state(module).items()
+        }
+        running = {
+            name: self.encode({key: getattr(metric, key) for key in _states_of(metric)}, f"{path}.{name}")
+            for name, metric in metrics.items()
+        }
+        return "module", number, state, running
+
+    def _encode_object(self, value: Any, path: str) -> Node:
+        if isinstance(value, (enum.Enum, PurePath)):
+            return ("enum", _name_of(type(value)), value.name) if isinstance(value, enum.Enum) else ("path", str(value))
+        if _package(type(value)) in _LIBRARIES or isinstance(value, torch.utils.data.Dataset):
+            return SAME
+        if not _has_only_attributes(type(value)):
+            return self._leave_out(value, path)
+        number = self._note(value)
+        held = {name: self.encode(part, f"{path}.{name}") for name, part in vars(value).items()}
+        return "object", number, _name_of(type(value)), held
+
+
+class Decoder:
+    """Restores objects from their nodes, in place where the program has one of the same kind.
+
+    :param device: where tensors are created that were not in host memory
+    :param source: where the nodes are from, for error messages
+    """
+
+    def __init__(self, device: torch.device, source: str) -> None:
+        self._device = device
+        self._source = source
+        self._objects: dict[int, Any] = {}
+        self._used: set[int] = set()
+        self._copied: dict[int, Any] = {}
+
+    def decode(self, node: Node, current: Any) -> Any:
+        """Return the object of a node: the current one, changed in place, or a new one.
+
+        :param current: what the program has in this place; :class:`NoPlaceError` if it has nothing
+        :raises NoPlaceError: if the program does not have what only it can create
+        :raises ValueError: if the state of a module does not fit
+        """
+        if not isinstance(node, tuple):
+            return node
+        kind, *parts = node
+        if kind == "same":
+            if current is NoPlaceError:
+                raise NoPlaceError
+            return current
+        if kind == "again":
+            return self._objects[parts[0]]
+        if kind in _SEQUENCES or kind in _DICTS:
+            return (self._sequence if kind in _SEQUENCES else self._dict)(kind, current, *parts)
+        return getattr(self, f"_{kind.replace(' ', '_')}")(current, *parts)
+
+    def _target(self, number: int, current: Any, fits: bool, create: Callable[[], Any]) -> Any:
+        """Return the object to restore, which holds what is restored before its own parts are."""
+        fits = fits and current is not NoPlaceError and id(current) not in self._used
+        target = self._objects[number] = current if fits else create()
+        self._used.add(id(target))
+        return target
+
+    def _must_exist(self, number: int, current: Any, fits: bool) -> Any:
+        if not fits:
+            raise NoPlaceError
+        self._objects[number] = current
+        return current
+
+    def _sequence(self, kind: str, current: Any, number: int, nodes: list[Node], maxlen: int | None) -> Any:
+        cls = _SEQUENCES[kind]
+        if kind == "frozenset":
+            result = self._objects[number] = frozenset(self.decode(node, NoPlaceError) for node in nodes)
+            return result
+        options = {"maxlen": maxlen} if cls is deque else {}
+        fits = type(current) is cls and getattr(current, "maxlen", None) == maxlen
+        target = self._target(number, current, fits, lambda: cls(**options))
+        held = [] if cls is set else [*target]
+        values = [self.decode(node, held[i] if i < len(held) else NoPlaceError) for i, node in enumerate(nodes)]
+        target.clear()
+        (target.update if cls is set else target.extend)(values)
+        return target
+
+    def _columns(self, current: Any, number: int, kind: str, maxlen: int | None, columns: Columns) -> Any:
+        options = {"maxlen": maxlen} if kind == "deque" else {}
+        cls = _SEQUENCES[kind]
+        fits = type(current) is cls and getattr(current, "maxlen", None) == maxlen
+        target = self._target(number, current, fits, lambda: cls(**options))
+        items = unpack_columns(
+            columns, lambda device: self._device if device == self._device.type else "cpu", _find_class
+        )
+        target.clear()
+        target.extend(items)
+        return target
+
+    def _dict(self, kind: str, current: Any, number: int, pairs: list[tuple[Node, Node]], factory: str | None) -> Any:
+        cls = _DICTS[kind]
+        target = self._target(number, current, type(current) is cls, cls)
+        held = {self.decode(key, NoPlaceError): node for key, node in pairs}
+        values = {key: self.decode(node, target.get(key, NoPlaceError)) for key, node in held.items()}
+        target.clear()
+        target.update(values)
+        if factory is not None:
+            target.default_factory = _FACTORIES[factory]
+        return target
+
+    def _tuple(self, current: Any, nodes: list[Node]) -> Any:
+        held = current if isinstance(current, tuple) else ()
+        return tuple(self.decode(node, held[i] if i < len(held) else NoPlaceError) for i, node in enumerate(nodes))
+
+    def _named_tuple(self, current: Any, name: str, nodes: list[Node]) -> Any:
+        values = self._tuple(current, nodes)
+        cls = type(current) if _name_of(type(current)) == name else _find_class(name)
+        if not issubclass(cls, tuple):
+            raise NoPlaceError
+        return tuple.__new__(cls, values)
+
+    def _tensor(self, current: Any, number: int, flags: Mapping[str, Any], cell: list[Any]) -> Any:
+        device = self._device if flags["device"] == self._device.type else torch.device("cpu")
+        saved = cell[0] if len(cell) == 1 else _unpack(*cell)
+
+        def create() -> torch.Tensor:
+            tensor = copy.deepcopy(saved, self._copied).to(device)  # views of one tensor stay so
+            return nn.Parameter(tensor, flags["grad"]) if flags["parameter"] else tensor
+
+        target = self._target(number, current, _can_be_filled(current, saved, flags["device"]), create)
+        if target is current:
+            with torch.no_grad():
+                target.copy_(saved)
+        if (
+            target.is_leaf
+            and target.requires_grad != flags["grad"]
+            and (target.is_floating_point() or not flags["grad"])
+        ):
+            target.requires_grad_(flags["grad"])
+        return target
+
+    def _array(self, current: Any, number: int, dtype: str, shape: list[int], content: Any) -> Any:
+        data = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content.numpy()
+        saved = data.view(np.dtype(dtype)).reshape(shape)
+        fits = type(current) is np.ndarray and (current.dtype, current.shape) == (saved.dtype, saved.shape)
+        target = self._target(number, current, fits and current.flags.writeable, saved.copy)
+        if target is current:
+            target[...] = saved
+        return target
+
+    def _generator(self, current: Any, number: int, kind: str, node: Node) -> Any:
+        state = self.decode(node, NoPlaceError)
+        fits = current is not NoPlaceError and (_generator_state(current) or ("",))[0] == kind
+        target = self._target(number, current, fits, lambda: _create_generator(kind))
+        if isinstance(target, np.random.Generator):
+            target.bit_generator.state = state
+        elif isinstance(target, random.Random):
+            target.setstate(state)
+        else:
+            target.set_state(state)
+        return target
+
+    def _state(self, current: Any, number: int, node: Node) -> Any:
+        owner = self._must_exist(number, current, hasattr(current, "load_state_dict"))
+        owner.load_state_dict(self.decode(node, NoPlaceError))
+        return owner
+
+    def _module(self, current: Any, number: int, nodes: dict[str, Any], running: dict[str, Node]) -> Any:
+        module = self._must_exist(number, current, isinstance(current, nn.Module))
+        state = {name: self.decode(node, NoPlaceError) for name, node in nodes.items()}
+        module.load_state_dict(fit_model_state(module, state, self._source))
+        metrics = dict(module.named_modules())
+        for name, node in running.items():
+            for key, value in self.decode(node, {}).items():
+                setattr(metrics[name], key, value)
+            metrics[name]._computed = None  # noqa: SLF001
+        return module
+
+    def _enum(self, current: Any, name: str, member: str) -> Any:
+        cls = type(current) if _name_of(type(current)) == name else _find_class(name)
+        members: Mapping[str, Any] = getattr(cls, "__members__", {}) if issubclass(cls, enum.Enum) else {}
+        if member not in members:
+            raise NoPlaceError
+        return members[member]
+
+    def _path(self, current: Any, text: str) -> Any:
+        return current if isinstance(current, PurePath) and str(current) == text else Path(text)
+
+    def _number(self, current: Any, dtype: str, content: bytes) -> Any:
+        return np.frombuffer(content, np.dtype(dtype))[0]
+
+    def _object(self, current: Any, number: int, name: str, held: dict[str, Node]) -> Any:
+        fits = current is not NoPlaceError and _name_of(type(current)) == name
+        target = self._target(number, current, fits, lambda: object.__new__(_find_class(name)))
+        attributes = vars(target)
+        values = {key: self.decode(node, attributes.get(key, NoPlaceError)) for key, node in held.items()}
+        attributes.clear()
+        attributes.update(values)
+        return target
+
+
+def digest(node: Node) -> str | None:
+    """Return a text that changes with any value in a node; ``None`` if it has tensors without memory of their own."""
+    text = hashlib.sha256()
+    on_devices: list[torch.Tensor] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            text.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            if value.device.type == "cpu":
+                text.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            else:
+                on_devices.append(value)
+        elif isinstance(value, (tuple, list)):
+            text.update(f"{type(value).__name__}{len(value)}".encode())
+            for item in value:
+                add(item)
+        elif isinstance(value, dict):
+            add([*value.items()])
+        else:
+            text.update(f"{type(value).__name__}{value!r};".encode())
+
+    if any(t.layout is not torch.strided or t.is_quantized or t.is_meta for t in tensors_in(node)):
+        return None
+    add(node)
+    text.update(repr(sums_by_position(on_devices)).encode())
+    return text.hexdigest()
+
+
+def tensors_in(node: Node) -> Iterable[torch.Tensor]:
+    """Yield the tensors in a node."""
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, (tuple, list, dict)):
+        for item in node.values() if isinstance(node, dict) else node:
+            yield from tensors_in(item)
+
+
+def is_setting(node: Node) -> bool:
+    """Whether a node holds only numbers, texts, and lists, tuples and dicts of them."""
+    if not isinstance(node, tuple):
+        return True
+    kind, *parts = node
+    if kind == "tuple":
+        return all(map(is_setting, parts[0]))
+    if kind == "list":
+        return all(map(is_setting, parts[1]))
+    return kind == "dict" and all(is_setting(part) for pair in parts[1] for part in pair)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    return (
+        is_plain
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and not tensor.is_neg()
+    )
+
+
+def _unpack(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())  # if it is not imported, there is none
+    return isinstance(module, metric)
+
+
+def _states_of(metric: Any) -> list[str]:
+    """Return the names of what a metric has added up, which is not in its ``state_dict()``."""
+    return [*metric.metric_state, "_update_count"]
+
+
+def _encode_number(value: Any, path: str) -> Node:
+    return ("number", value.dtype.str, value.tobytes()) if isinstance(value, np.generic) else None
+
+
+def _as_tensor(flat: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+
+
+def _can_be_filled(current: Any, saved: torch.Tensor, device: str) -> bool:
+    """Whether a tensor of the program can take the values of one that was saved."""
+    return (
+        isinstance(current, torch.Tensor)
+        and not current.is_inference()
+        and current.layout is saved.layout
+        and (current.shape, current.dtype, current.device.type) == (saved.shape, saved.dtype, device)
+        and 0 not in (stride for size, stride in zip(current.shape, _strides(current), strict=True) if size > 1)
+    )
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else (1,) * tensor.ndim
+
+
+def _generator_state(value: Any) -> tuple[str, Any] | None:
+    """Return the kind and the state of a random generator; ``None`` for anything else."""
+    if isinstance(value, torch.Generator):
+        return f"torch {value.device.type}", value.get_state()
+    if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in _BIT_GENERATORS:
+        return f"numpy {type(value.bit_generator).__name__}", value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return "numpy", value.get_state()
+    return ("python", value.getstate()) if type(value) is random.Random else None
+
+
+def _create_generator(kind: str) -> Any:
+    library, _, name = kind.partition(" ")
+    if library == "torch":
+        return torch.Generator(name)
+    if library == "numpy":
+        is_new = name in _BIT_GENERATORS
+        return np.random.Generator(getattr(np.random, name)()) if is_new else np.random.RandomState()
+    return random.Random()
+
+
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
+def _has_only_attributes(kind: Any) -> bool:
+    """Whether the instances of a class hold nothing but attributes: it is written in Python, and not Python's own."""
+    bases = [vars(base) for base in kind.__mro__ if base is not object]
+    special = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+    return (
+        all(getattr(kind, name, None) is getattr(object, name, None) for name in special)
+        and not any(base.get("__slots__") or "__del__" in base for base in bases)
+        and (_package(kind) not in sys.stdlib_module_names or kind.__module__ == "__main__" or _is_namespace(kind))
+        and kind.__dictoffset__ != 0
+    )
+
+
+def _is_namespace(kind: type) -> bool:
+    return (kind.__module__, kind.__qualname__) == ("argparse", "Namespace")
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _find_class(name: str) -> type:
+    """Return a class that the program has imported, and of which an instance can be made without running its code.
+
+    :raises NoPlaceError: if there is none
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    is_plain = isinstance(found, type) and _name_of(found) == name
+    if not is_plain or not (_has_only_attributes(found) or issubclass(found, (enum.Enum, tuple))):
+        raise NoPlaceError
+    result: type = found
+    return result

@@ -1,0 +1,123 @@
+"""Which parameters are trained: frozen ones, modules kept in evaluation mode, and groups that an optimizer was given.
+
+A run may change this, by unfreezing for example. What it has changed is restored; the rest is as the program has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.checkpoint.weights import without_compile
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.optimizers.freezing import keep_in_eval, release_from_eval, stays_in_eval
+from pytorch_accel_lite.optimizers.operations import is_created, parts_of
+
+
+def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
+    """Return whether each parameter is trained, and whether each module is kept in evaluation mode, by name."""
+    return {
+        "trained": {name: parameter.requires_grad for name, parameter in _parameters(trainer)},
+        "stays_in_eval": {name: stays_in_eval(module) for name, module in _modules(trainer)},
+    }
+
+
+def capture_trainability(trainer: TrainerLike) -> dict[str, Any]:
+    """Return what the run has changed of :func:`trainability`, what it was, and the parameters of each group."""
+    now, before = trainability(trainer), trainer.current_run.created.trainability
+    changed = {
+        kind: {name: value for name, value in values.items() if value != before.get(kind, {}).get(name, value)}
+        for kind, values in now.items()
+    }
+    frozen = sorted(name for name, is_trained in now["trained"].items() if not is_trained)
+    return {"changed": changed, "frozen": frozen, "groups": _groups(trainer)}
+
+
+def _groups(trainer: TrainerLike) -> dict[str, dict[str, list[list[str | None]]]]:
+    """Return the names of the parameters in each group of each part of each optimizer."""
+    names = {id(parameter): name for name, parameter in _parameters(trainer)}
+    return {
+        name: {
+            part: [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+            for part, optimizer in _parts(owner).items()
+        }
+        for name, owner in _optimizers(trainer).items()
+    }
+
+
+def lacks_groups(optimizer: Any, state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has fewer groups of parameters than its state."""
+    return is_created(optimizer) and len(optimizer.param_groups) < len(state.get("param_groups", ()))
+
+
+def add_missing_groups(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
+    """Give the optimizers the groups that the run had added to them, if their parameters are known by name."""
+    parameters = dict(_parameters(trainer))
+    for name, owner in _optimizers(trainer).items():
+        for part, groups in saved.get("groups", {}).get(name, {}).items():
+            optimizer = _parts(owner).get(part)
+            if optimizer is None:
+                continue
+            for group in groups[len(optimizer.param_groups) :]:
+                if all(name in parameters for name in group):
+                    optimizer.add_param_group({"params": [parameters[name] for name in group if name is not None]})
+
+
+def restore_trainability(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
+    """Restore which parameters are trained, as far as the run had changed it. Call it on every process."""
+    if "changed" not in saved:  # by an earlier version
+        return
+    before, started, changed = trainability(trainer), trainer.current_run.created.trainability, saved["changed"]
+    # What the run had not changed is as after the starting events, though those of the epoch may have changed it.
+    target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}
+    for name, parameter in _parameters(trainer):
+        if parameter.requires_grad != target["trained"][name]:
+            parameter.requires_grad_(target["trained"][name])
+            parameter.grad = None
+    for name, module in _modules(trainer):
+        is_kept = target["stays_in_eval"].get(name, False)
+        if is_kept != stays_in_eval(module):
+            (keep_in_eval if is_kept else release_from_eval)(module)
+    now = trainability(trainer)["trained"]
+    if now != before["trained"] and trainer.can_rewrap_model:
+        trainer.rewrap_model()
+    _say_what_differs(trainer, saved, now)
+
+
+def _say_what_differs(trainer: TrainerLike, saved: Mapping[str, Any], now: Mapping[str, bool]) -> None:
+    frozen = {*saved["frozen"]} & now.keys()
+    thawed = listed(sorted(name for name in frozen if now[name]), 10)
+    others = listed(sorted(name for name, is_trained in now.items() if not is_trained and name not in frozen), 10)
+    parts = [f"it trains {thawed}"] if thawed else []
+    parts += [f"it freezes {others}"] if others else []
+    if parts:
+        trainer.print(f"The program is unlike the run that saved the state: {', and '.join(parts)}. That holds.")
+
+
+def _parameters(trainer: TrainerLike) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in _roots(trainer).items():
+        yield from without_compile(dict(module.named_parameters(prefix))).items()
+
+
+def _modules(trainer: TrainerLike) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in _roots(trainer).items():
+        yield from without_compile(dict(module.named_modules(prefix=prefix))).items()
+
+
+def _roots(trainer: TrainerLike) -> dict[str, nn.Module]:
+    """Return the modules that may be trained, by a prefix for the names of their parts: ``""`` for the model."""
+    others = {f"trainer.{name}": module for name, module in attributes.modules(trainer).items()}
+    return {"": trainer.get_model(keep_torch_compile=False), **others}
+
+
+def _optimizers(trainer: TrainerLike) -> dict[str, Any]:
+    own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
+    return own | attributes.optimizers(trainer)
+
+
+def _parts(optimizer: Any) -> dict[str, Any]:
+    return parts_of(optimizer) or {"": optimizer}

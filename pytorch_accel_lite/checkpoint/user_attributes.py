@@ -1,0 +1,357 @@
+"""The attributes of users: those that their trainers and callbacks hold besides what this package gives them.
+
+A training state keeps those that have changed since the program created them, and all tensors of moderate size. Of the
+others it has a digest, which tells whether the program that resumes has created the same ones. What differs between the
+processes is kept for each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.events import LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
+from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.checkpoint.plain_objects import (
+    SAME,
+    Decoder,
+    Encoder,
+    Node,
+    NoPlaceError,
+    TooManyPartsError,
+    digest,
+    is_setting,
+    tensors_in,
+)
+from pytorch_accel_lite.checkpoint.trainability import trainability
+from pytorch_accel_lite.optimizers import attributes
+
+#: The name of the owner of an attribute, ``""`` for the trainer, and that of the attribute.
+Key = tuple[str, str]
+
+_MOST_PARTS = 100_000  # of an attribute that is looked at before a run
+_MOST_BYTES = 1 << 28
+_KEPT_ANYWAY = 1 << 20  # bytes of an attribute with tensors, though it has not changed
+_LARGE = 1 << 30  # bytes that are worth a message
+_RECENT = 30 * 24 * 3600  # seconds
+
+
+@dataclass(eq=False, repr=False)
+class CreatedAttributes:
+    """What a program had created when a run began.
+
+    :ivar digests: of each attribute of moderate size
+    :ivar settings: of each attribute that holds only numbers and texts, its node
+    :ivar changed: attributes that are known to have changed
+    :ivar told: what has been said not to be kept
+    :ivar trainability: which parameters are trained after the starting events
+    """
+
+    digests: dict[Key, str] = field(default_factory=dict)
+    settings: dict[Key, Node] = field(default_factory=dict)
+    names: dict[str, set[str]] = field(default_factory=dict)
+    changed: set[Key] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    trainability: dict[str, dict[str, bool]] = field(default_factory=dict)
+
+
+def note_created(trainer: TrainerLike) -> CreatedAttributes:
+    """Return what the program has created, before a run changes it."""
+    created = CreatedAttributes()
+    is_saved = _saved_elsewhere(trainer)
+    for key, value in _attributes(trainer):
+        created.names.setdefault(key[0], set()).add(key[1])
+        try:
+            node = Encoder(is_saved, _MOST_PARTS).encode(value, key[1])
+        except TooManyPartsError:
+            continue
+        is_large = sum(tensor.nbytes for tensor in tensors_in(node)) > _MOST_BYTES and not isinstance(value, nn.Module)
+        found = None if is_large else digest(node)
+        if found is not None:
+            created.digests[key] = found
+        if is_setting(node):
+            created.settings[key] = node
+    return created
+
+
+def note_started(trainer: TrainerLike) -> None:
+    """Note which parameters are trained once the starting events, which a resumed run repeats, are over."""
+    trainer.current_run.created.trainability = trainability(trainer)
+
+
+def capture_attributes(trainer: TrainerLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states of the users' attributes: what all processes share, and what is this one's. A collective."""
+    created: CreatedAttributes = trainer.current_run.created
+    nodes: dict[Key, Node] = {}
+    digests: dict[Key, str | None] = {}
+    kept: set[Key] = set()
+    is_alone, is_saved = trainer.ranks.world_size == 1, _saved_elsewhere(trainer)
+    for key, value in _attributes(trainer):
+        encoder = Encoder(is_saved)
+        node = encoder.encode(value, _path(key))
+        _tell(trainer, created, encoder.left_out)
+        if node == SAME:
+            continue
+        nodes[key] = node
+        before = created.digests.get(key)
+        must_compare = not is_alone or (before is not None and key not in created.changed)
+        digests[key] = digest(node) if must_compare else None
+        if before is None or digests[key] != before:
+            created.changed.add(key)
+        if key in created.changed or _is_kept_anyway(node):
+            kept.add(key)
+        encoder.pack()
+    kept, own = (kept, set()) if is_alone else _compare(trainer, kept, digests)
+    of_all: dict[str, Any] = {
+        "kept": _by_owner({key: nodes[key] for key in nodes if key in kept - own}),
+        "unchanged": _by_owner({key: digests[key] for key in nodes if key not in created.changed}),
+        "settings": _by_owner({k: n for k, n in created.settings.items() if k in nodes and k not in created.changed}),
+        "removed": {owner: sorted(names - _names(nodes, owner)) for owner, names in created.names.items()},
+        "own": _by_owner(dict.fromkeys(sorted(own))),
+    }
+    _tell_size(trainer, created, of_all["kept"])
+    return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
+
+
+def _compare(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:
+    """Return what is kept on any process, and what of that differs between them."""
+    by_rank = trainer.all_gather_object((kept, digests))
+    kept = set().union(*(of_rank for of_rank, _ in by_rank))
+    first = by_rank[0][1]
+    return kept, {key for key in kept if first.get(key) is None or any(of.get(key) != first[key] for _, of in by_rank)}
+
+
+def restore_attributes(
+    trainer: TrainerLike, saved: Mapping[str, Any], own: Mapping[str, Any] | None, source: str, is_final: bool
+) -> None:
+    """Restore the users' attributes, in place where the program has created them.
+
+    :param own: the states of this process; ``None`` if they were saved by another number of processes
+    :param is_final: whether nothing more will be created or restored; says what cannot be
+    """
+    owners = _owners(trainer)
+    lost = []
+    for owner, states in _merged(saved.get("kept", {}), own or {}).items():
+        if owner not in owners:
+            continue  # the callback is gone, as the message about callbacks without a state says of others
+        held = vars(owners[owner])
+        for name, node in states.items() if is_final else copy.deepcopy(states).items():
+            try:
+                held[name] = Decoder(trainer.device, source).decode(node, held.get(name, NoPlaceError))
+            except NoPlaceError:
+                lost.append(_path((owner, name)))
+    for owner, names in saved.get("removed", {}).items() if is_final else ():
+        for name in names if owner in owners else ():
+            vars(owners[owner]).pop(name, None)
+    if is_final:
+        _restore_settings(trainer, saved, owners)
+        _say_what_is_lost(saved, own, lost, source)
+        _say_what_differs(trainer, saved)
+
+
+def _restore_settings(trainer: TrainerLike, saved: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
+    """Set what the run that saved the state had not changed to what the program created: events may have changed it."""
+    settings = trainer.current_run.created.settings
+    for owner, digests in saved.get("unchanged", {}).items():
+        for name in digests:
+            if owner in owners and (owner, name) in settings:
+                held = vars(owners[owner])
+                decoder = Decoder(trainer.device, "")
+                held[name] = decoder.decode(settings[owner, name], held.get(name, NoPlaceError))
+
+
+def _say_what_is_lost(saved: Mapping[str, Any], own: Any, lost: list[str], source: str) -> None:
+    if lost:
+        warn_outside(
+            f"{source!r} holds what only the program can create, and it has not: {', '.join(lost)}. Create it in the "
+            "constructor or at the start of the run, as in the run that saved the state."
+        )
+    by_rank = [_path((owner, name)) for owner, names in saved.get("own", {}).items() for name in names]
+    if by_rank and own is None:
+        warn_outside(
+            f"These attributes differed between the processes, whose number has changed: {listed(by_rank, 10)}. They "
+            "are as the program creates them. register_for_checkpointing() takes an object whose state_dict() gathers "
+            "the parts of all."
+        )
+
+
+def _say_what_differs(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
+    """Say which attributes the program creates unlike the run that saved the state, which had not changed them."""
+    created: CreatedAttributes = trainer.current_run.created
+    kept = {(owner, name) for owner, states in saved.get("kept", {}).items() for name in states}
+    others = [
+        (owner, name)
+        for owner, digests in saved.get("unchanged", {}).items()
+        for name, before in digests.items()
+        if created.digests.get((owner, name), before) != before
+    ]
+    if settings := [key for key in others if key not in kept and key in created.settings]:
+        shown = (f"{_path(key)} is {_shown(created.settings[key])}, {_was(saved, key)}" for key in settings)
+        trainer.print(f"Unlike in the run that saved the state: {'; '.join(shown)}. The new values hold.")
+    if restored := [_path(key) for key in others if key in kept]:
+        trainer.print(
+            f"The program has {listed(restored, 10)} unlike the run that saved the state, whose values are restored."
+        )
+    if large := [_path(key) for key in others if key not in kept and key not in created.settings]:
+        warn_outside(
+            f"The program creates {listed(large, 10)} unlike the run that saved the state, which does not hold them, "
+            "as the run had not changed them. Create them from the same data and seed for the same results."
+        )
+
+
+def _was(saved: Mapping[str, Any], key: Key) -> str:
+    before = saved.get("settings", {}).get(key[0], {}).get(key[1], NoPlaceError)
+    return "which was something else" if before is NoPlaceError else f"and was {_shown(before)}"
+
+
+def _shown(node: Node) -> str:
+    value = Decoder(torch.device("cpu"), "").decode(node, NoPlaceError)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def describe_left_out(trainer: TrainerLike) -> str:
+    """Return a description of what the users' attributes hold that states cannot; empty if there is nothing."""
+    created: CreatedAttributes = trainer.current_run.created
+    left_out: dict[str, str] = {}
+    is_saved = _saved_elsewhere(trainer)
+    for key, value in _attributes(trainer):
+        encoder = Encoder(is_saved, _MOST_PARTS)
+        try:
+            encoder.encode(value, _path(key))
+        except TooManyPartsError:
+            continue
+        left_out |= encoder.left_out
+    return _description(created, left_out)
+
+
+def _description(created: CreatedAttributes, left_out: Mapping[str, str]) -> str:
+    new = {path: kind for path, kind in left_out.items() if path not in created.told}
+    created.told |= new.keys()
+    if not new:
+        return ""
+    return (
+        f"Training states cannot hold {listed([f'{path} ({kind})' for path, kind in new.items()], 10)}: a resumed run "
+        "has what the program creates. If that matters, give the object state_dict() and load_state_dict(state)."
+    )
+
+
+def _tell(trainer: TrainerLike, created: CreatedAttributes, left_out: Mapping[str, str]) -> None:
+    if left_out and (described := _description(created, left_out)):
+        trainer.print(described)
+
+
+def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[str, Mapping[str, Node]]) -> None:
+    """Say once which attributes make states large."""
+    for owner, states in kept.items():
+        for name, node in states.items():
+            size = sum(tensor.nbytes for tensor in tensors_in(node))
+            path = _path((owner, name))
+            if size >= _LARGE and f"{path}: size" not in created.told:
+                created.told.add(f"{path}: size")
+                trainer.print(f"Each training state holds {path}, {size / 1e9:.1f} GB.")
+
+
+def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
+    """Return the modules that are attributes of the trainer and that nothing trains, but the run has changed."""
+    created: CreatedAttributes = trainer.current_run.created
+    changed = {}
+    for key, value in _attributes(trainer):
+        before = created.digests.get(key)
+        if key[0] or not isinstance(value, nn.Module) or before is None:
+            continue
+        if key in created.changed or digest(Encoder().encode(value, key[1])) != before:
+            changed[key[1]] = value
+    return changed
+
+
+def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, Any]]:
+    """Yield the attributes of users, except those that are saved with the trainer and instants of the clock."""
+    now = time.time()
+    trained = attributes.trained(trainer)
+    for owner_name, owner in _owners(trainer).items():
+        library = _library_names(owner)
+        for name, value in [*vars(owner).items()]:
+            is_instant = type(value) is float and now - _RECENT < value <= now
+            if name not in library and not is_instant and (owner_name or name not in trained):
+                yield (owner_name, name), value
+
+
+def _owners(trainer: TrainerLike) -> dict[str, Any]:
+    """Return whose attributes are kept, by name: the trainer's, and those of callbacks without a state of their own."""
+    if not trainer.saves_attributes:
+        return {}
+    callbacks = {
+        name: callback
+        for name, callback in named_callbacks(trainer.callback_handler).items()
+        if not is_ours(type(callback)) and not _has_own_state(callback)
+    }
+    return {"": trainer, **callbacks}
+
+
+def _has_own_state(callback: Any) -> bool:
+    method = getattr(type(callback), "state_dict", None) or getattr(callback, "state_dict", None)
+    return method is not None and not is_ours(method)
+
+
+def _library_names(owner: Any) -> set[str]:
+    """Return the attributes that are the package's: those that our classes have, or their constructors set."""
+    ours = [kind for kind in type(owner).__mro__ if is_ours(kind)]
+    if isinstance(owner, TrainerCallback):
+        ours_has = set(chain.from_iterable(map(vars, ours)))
+        return ours_has | {LIBRARY_ATTRIBUTES, "_constructor_arguments", *vars(owner).get(LIBRARY_ATTRIBUTES, ())}
+    return {*owner._library_attributes, LIBRARY_ATTRIBUTES}  # noqa: SLF001
+
+
+def _saved_elsewhere(trainer: TrainerLike) -> Callable[[Any], bool]:
+    """Return whether an object is saved elsewhere in a training state, or is a part of the run."""
+    optimizer = trainer.optimizer
+    roots = [trainer.model, trainer.get_model(), trainer.loss_func]
+    roots += [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
+    roots += attributes.registered(trainer).values()
+    modules = [root for root in roots if isinstance(root, nn.Module)]
+    objects = [
+        trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,
+        getattr(optimizer, "optimizer", None), trainer.scheduler, trainer.train_dataset, trainer.eval_dataset,
+        *trainer.callback_handler, *roots,
+    ]  # fmt: skip
+    for module in modules:
+        objects += [*module.modules(), *module.parameters(), *module.buffers()]
+    ids = {id(thing): thing for thing in objects if thing is not None}
+    return lambda value: id(value) in ids
+
+
+def _is_kept_anyway(node: Node) -> bool:
+    """Whether a node has tensors, which the program may have drawn at random, and is small enough to be stored."""
+    sizes = [tensor.nbytes for tensor in tensors_in(node)]
+    return not is_setting(node) and sum(sizes) <= _KEPT_ANYWAY
+
+
+def _by_owner(values: Mapping[Key, Any]) -> dict[str, dict[str, Any]]:
+    result: dict[str, dict[str, Any]] = {}
+    for (owner, name), value in values.items():
+        result.setdefault(owner, {})[name] = value
+    return result
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {owner: {**first.get(owner, {}), **second.get(owner, {})} for owner in dict.fromkeys([*first, *second])}
+
+
+def _names(nodes: Mapping[Key, Any], owner: str) -> set[str]:
+    return {name for of, name in nodes if of == owner}
+
+
+def _path(key: Key) -> str:
+    owner, name = key
+    return f"{owner}.{name}" if owner else name
