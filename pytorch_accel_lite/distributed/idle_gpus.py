@@ -15,7 +15,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "-
 
 
 class _Gpu(NamedTuple):
-    index: str
+    number: str
     uuid: str
     used_mib: float
     busy_percent: float
@@ -45,7 +45,7 @@ def use_idle_gpus(count: int = 1, max_used_mib: float = 500) -> list[str]:
     gpus = sorted(_visible_gpus(), key=lambda gpu: (gpu.used_mib, gpu.busy_percent))
     idle = [gpu.uuid for gpu in gpus if gpu.used_mib <= max_used_mib][:count]
     if len(idle) < count:
-        used = "; ".join(f"GPU {gpu.index}: {gpu.used_mib:.0f} MiB, {gpu.busy_percent:.0f} % busy" for gpu in gpus)
+        used = "; ".join(f"GPU {gpu.number}: {gpu.used_mib:.0f} MiB, {gpu.busy_percent:.0f} % busy" for gpu in gpus)
         raise RuntimeError(
             f"count={count}, but {len(idle)} of {len(gpus)} GPUs have at most max_used_mib={max_used_mib} MiB in use "
             f"({used or 'there is none'})."
@@ -65,10 +65,10 @@ def _visible_gpus() -> list[_Gpu]:
     if allowed is None:
         return gpus
     names = [name.strip() for name in allowed.split(",") if name.strip()]
-    return [gpu for gpu in gpus if any(name == gpu.index or gpu.uuid.startswith(name) for name in names)]
+    return [gpu for gpu in gpus if any(name == gpu.number or gpu.uuid.startswith(name) for name in names)]
 
 
 def _parse(line: str) -> _Gpu:
-    index, uuid, *numbers = (part.strip() for part in line.split(","))
-    used, busy = (float(number) if number.replace(".", "").isdigit() else 0.0 for number in numbers)  # or "[N/A]"
-    return _Gpu(index, uuid, used, busy)
+    number, uuid, *figures = (part.strip() for part in line.split(","))
+    used, busy = (float(figure) if figure.replace(".", "").isdigit() else 0.0 for figure in figures)  # or "[N/A]"
+    return _Gpu(number, uuid, used, busy)

@@ -16,16 +16,21 @@ from pytorch_accel_lite.engine.run import GlobalModes, Run
 
 Phase = Literal["training", "evaluation", "prediction"]
 #: By phase, the events between two batches and the methods of a trainer that computes one.
-_IN_STEPS: dict[Phase, tuple[str, str]] = {
+_IN_STEPS: dict[Phase, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "training": (
-        "on_train_step_start on_backward_start on_backward_end on_optimizer_step_start on_optimizer_step_end "
-        "on_train_step_end on_train_batch_skipped on_update_end on_train_step_checkpoint",
-        "train_step calculate_train_batch_loss backward_step clip_gradients optimizer_step scheduler_step "
-        "optimizer_zero_grad",
+        (
+            "on_train_step_start", "on_backward_start", "on_backward_end", "on_optimizer_step_start",
+            "on_optimizer_step_end", "on_train_step_end", "on_train_batch_skipped", "on_update_end",
+            "on_train_step_checkpoint",
+        ),
+        (
+            "train_step", "calculate_train_batch_loss", "backward_step", "clip_gradients", "optimizer_step",
+            "scheduler_step", "optimizer_zero_grad",
+        ),
     ),
-    "evaluation": ("on_eval_step_start on_eval_step_end", "calculate_eval_batch_loss"),
-    "prediction": ("on_predict_step_end", "calculate_predict_batch_output"),
-}
+    "evaluation": (("on_eval_step_start", "on_eval_step_end"), ("calculate_eval_batch_loss",)),
+    "prediction": (("on_predict_step_end",), ("calculate_predict_batch_output",)),
+}  # fmt: skip
 
 
 def leaving_as_found(trainer: TrainerLike, run: Run, batches: Iterable[Batch], phase: Phase) -> Iterable[Batch]:
@@ -112,15 +117,15 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
     run.global_modes = GlobalModes.now(trainer.device)  # to warn once
 
 
-def _own_code(trainer: TrainerLike, phase: Phase, events: str = "") -> list[str]:
+def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
     """Return the classes of the user that have something to do at some events, or within the steps of a phase."""
     of_steps, methods = _IN_STEPS[phase]
     owners = [
         type(getattr(listener, "__self__", listener)).__name__
-        for event in (events or of_steps).split()
+        for event in events or of_steps
         for listener in trainer.callback_handler.listeners[event]
         if not is_ours(listener)
     ]
-    if not events and any(is_overridden(trainer, method) for method in methods.split()):
+    if not events and any(is_overridden(trainer, method) for method in methods):
         owners.append(type(trainer).__name__)
     return list(dict.fromkeys(owners))

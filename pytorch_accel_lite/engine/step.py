@@ -109,9 +109,9 @@ def announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> N
 
     A callback may replace the loss or change it in place, or do so with some of several losses.
     """
-    loss, losses = output["loss"], output.get("losses")
+    loss: torch.Tensor = output["loss"]
     version = loss._version
-    parts = _identities(losses)
+    parts = _identities(output.get("losses"))
     trainer.call_event("on_backward_start", batch=data, batch_output=output, step=trainer.current_run.progress.step)
     if output.get("loss") is not loss:
         check_loss(output, "on_backward_start", training=True)
