@@ -126,7 +126,7 @@ class ProgressBarCallback(TrainerCallback):
         tracker = trainer.current_run.loss_trackers["loss"]
         total = tracker.total_loss
         if not isinstance(total, torch.Tensor) or not is_asynchronous(total.device):
-            return tracker.average
+            return float(tracker.average)
         if self._copy is None:
             self._copy = AsyncCopy(total / tracker.running_count)
         if not self._copy.has_arrived:
