@@ -12,6 +12,7 @@ tensors lie in a memory of their own: each operation on them is run on a CPU ten
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -40,18 +41,22 @@ class _Clock:
     def __init__(self) -> None:
         self.now = 0
         self.pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._lock = threading.RLock()  # a thread that writes states waits for events, too
 
     def tick(self) -> None:
-        self.now += 1
-        while self.pending and self.pending[0][0] <= self.now:
-            self._arrive()
+        with self._lock:
+            self.now += 1
+            while self.pending and self.pending[0][0] <= self.now:
+                self._arrive()
 
     def put_off(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.pending.append((self.now + LATENCY, target, source.clone()))
+        with self._lock:
+            self.pending.append((self.now + LATENCY, target, source.clone()))
 
     def finish(self) -> None:
-        while self.pending:
-            self._arrive()
+        with self._lock:
+            while self.pending:
+                self._arrive()
 
     def _arrive(self) -> None:
         _, target, source = self.pending.pop(0)
@@ -78,7 +83,7 @@ class Event:
 
     def synchronize(self) -> None:
         if not self.query():
-            waits["event"] += 1
+            waits["event"] += threading.current_thread() is threading.main_thread()  # the one that trains
             _clock.finish()
 
     def elapsed_time(self, later: Event) -> float:

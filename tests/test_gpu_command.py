@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_a_part_that_hangs_is_ended_and_the_others_run(tmp_path, monkeypatch, ca
     monkeypatch.setattr(command, "PATIENCE", 0.2)
     parts = [command.Part(name, [sys.executable, "-c", code], 1.0) for name, code in commands.items()]
     monkeypatch.setattr(command, "parts", lambda *_: parts)
-    done = command.run_parts(True, tmp_path)
+    done = command.run_parts(True, tmp_path, time.monotonic() + 60)
     assert [part["outcome"] for part in done] == ["ended after its 1 seconds", "passed", "exit code 3"]
     assert [part["output"].strip() for part in done] == ["hangs", "tried", ""]
     assert "benchmark b: exit code 3" in capsys.readouterr().out

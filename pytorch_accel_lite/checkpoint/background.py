@@ -51,7 +51,8 @@ class HostMemory:
             if not isinstance(value, torch.Tensor):
                 return value
             tensor = value.detach()
-            if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+            of_parts = hasattr(type(tensor), "__tensor_flatten__")  # such as a DTensor
+            if of_parts or tensor.layout != torch.strided or tensor.is_quantized:
                 return tensor.to("cpu", copy=True)
             kind = tensor.device, tensor.dtype, tensor.shape, tensor.stride()
             unused = free.get(kind)

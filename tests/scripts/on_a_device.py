@@ -356,7 +356,7 @@ def case_saved_in_the_background() -> Any:
     """States of which the device makes copies while it trains on; what they have become, and what was waited for."""
 
     def run(folder: str, size: int, **kwargs: Any) -> Trainer:
-        saving = SaveTrainingStateCallback(folder, 2, asynchronous=True, max_checkpoints=None)
+        saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, asynchronous=True, max_checkpoints=None)
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
         for parameter in model.parameters():
             nn.init.constant_(parameter, 0.1)
