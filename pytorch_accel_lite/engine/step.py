@@ -111,19 +111,20 @@ def announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> N
     """
     loss: torch.Tensor = output["loss"]
     version = loss._version
-    parts = _identities(output.get("losses"))
+    losses = dict(output.get("losses", {}))  # keeps them, so that no other gets the id of one
+    parts = _identities(losses)
     trainer.call_event("on_backward_start", batch=data, batch_output=output, step=trainer.current_run.progress.step)
     if output.get("loss") is not loss:
         check_loss(output, "on_backward_start", training=True)
         output["loss"] = total_loss(as_scalars(output["loss"]))
-    elif loss._version == version and _identities(output.get("losses")) != parts:
+    elif loss._version == version and _identities(output.get("losses", {})) != parts:
         check_loss({"loss": output["losses"]}, "on_backward_start", training=True)
         output["loss"] = total_loss(as_scalars(output["losses"]))
 
 
-def _identities(losses: Mapping[str, torch.Tensor] | None) -> list[tuple[str, int, int]]:
+def _identities(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
     """Return what tells losses by name from others, or from the same ones after a change."""
-    return [(name, id(loss), loss._version) for name, loss in (losses or {}).items() if isinstance(loss, torch.Tensor)]
+    return [(name, id(loss), loss._version) for name, loss in losses.items() if isinstance(loss, torch.Tensor)]
 
 
 def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
