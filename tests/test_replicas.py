@@ -76,6 +76,20 @@ class WithSpare(nn.Module):
         return self.used(inputs)
 
 
+class CountsInForward(nn.Module):
+    """Changes a frozen parameter by itself on each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = small_model()
+        self.mean = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean += inputs.mean()
+        return self.used(inputs)
+
+
 def _frozen_model() -> nn.Module:
     model = small_model()
     model[0].requires_grad_(False)
@@ -121,6 +135,7 @@ def drifting() -> dict[str, Any]:
         "critic": _train(WithCritic),
         "unfrozen": _train(model=_frozen_model(), callbacks=[Unfreezing()]),
         "unused": _train(model=WithSpare()),
+        "frozen": _train(model=CountsInForward()),
         "one bit": _train(callbacks=[UpsetAt(len(DATA) // (4 * world_size()))]),
         "one bit, checked often": _train(callbacks=[UpsetAt(2), Compares()]),
         "on purpose": _train(BareModel, check_replicas=False),
@@ -151,7 +166,8 @@ def test_a_step_that_calls_the_bare_model_at_times_is_found_at_the_end_of_the_ep
 @pytest.mark.parametrize(("case", "expected_update", "expected_epoch", "words"), [
     ("critic", 1, 1, ["'critic.weight'", "self.accelerator.prepare(module)"]),
     ("unfrozen", None, 2, ["rewrap_model()"]),  # at the end of the epoch
-    ("unused", 1, 1, ["the loss does not depend on all parameters", "find_unused_parameters=True"]),
+    ("frozen", 1, 1, ["no longer have", "'mean' differs", "It is frozen", "register it as a buffer"]),
+    ("unused", 1, 1, ["did not depend on", "'spare.weight', 'spare.bias' on rank 0", "find_unused_parameters=True"]),
 ])  # fmt: skip
 def test_parameters_whose_gradients_are_not_averaged_are_found(found, case, expected_update, expected_epoch, words):
     for update, epoch, text in (result[case] for result in found):

@@ -464,7 +464,7 @@ def test_a_second_signal_ends_the_program_at_once(tmp_path):
         "from tests.scripts.resumable import run\n"
         "class Waits(TrainerCallback):\n"
         "    def on_train_step_start(self, trainer, **kwargs):\n"
-        "        print('in a step', flush=True); time.sleep(300)\n"
+        "        print('in a step', flush=True); time.sleep(3600)\n"
         "run(Path(sys.argv[1]), extra=(Waits(),))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -475,7 +475,7 @@ def test_a_second_signal_ends_the_program_at_once(tmp_path):
         time.sleep(0.5)
         assert process.poll() is None  # the first asks for an end after the update, which is far away
         process.terminate()
-        assert process.wait(60) == -signal.SIGTERM
+        assert process.wait(PATIENCE) == -signal.SIGTERM
     assert not list((tmp_path / "states").glob("update-*"))
 
 
@@ -775,7 +775,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     code = (
         "import fcntl, sys, time\n"
         "file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); file.write('4711'); file.flush()\n"
-        "print('locked', flush=True); time.sleep(60)"
+        "print('locked', flush=True); time.sleep(3600)"
     )
     (tmp_path / "states").mkdir()
     command = [sys.executable, "-c", code, str(tmp_path / "states" / ".lock")]

@@ -1,60 +1,294 @@
-"""Processes in different calls, each of which would wait for the others for ever."""
+"""Processes that wait for each other in vain say where each is, and end; no two different calls are taken for one."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    MetricsFileCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+)
 from tests.ranks import rank, shared_folder
-from tests.tasks import listener, quiet_trainer, regression_data, small_model
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.test_training_states import in_forks
 
-DATA = 12
-
-
-class OnOneRank(TrainerCallback):
-    """Calls something in an event on rank 1 alone."""
-
-    def __init__(self, event: str, action: Callable[[Any], Any]) -> None:
-        self.event, self.action = event, action
-        setattr(self, event, self._act)
-
-    def _act(self, trainer: Any, **kwargs: Any) -> None:
-        if rank() == 1:
-            self.action(trainer)
+DATA = regression_data(16)
+HOW: dict[str, Any] = {"num_epochs": 2, "per_device_batch_size": 2}
 
 
-def said_if_only_one_calls() -> dict[str, list[str]]:
-    """What is said where rank 1 makes a call at the end of an epoch, of which rank 0 knows nothing."""
+def on_rank_1(event: str, action: Callable[[Any], Any], update: int = 0) -> Any:
+    """A callback that calls something on rank 1 alone, after an update."""
+    is_due = lambda trainer: rank() == 1 and trainer.progress.update >= update  # noqa: E731
+    return listener(**{event: lambda trainer, **_: action(trainer) if is_due(trainer) else None})
+
+
+# ------------------------------------------------------------------------------------- different calls that meet
+
+CALLS: dict[str, Callable[[Any, Path], Any]] = {
+    "evaluate": lambda trainer, folder: trainer.evaluate(DATA),
+    "run_evaluation": lambda trainer, folder: trainer.run_evaluation(),
+    "predict": lambda trainer, folder: trainer.predict(DATA),
+    "save_checkpoint": lambda trainer, folder: trainer.save_checkpoint(folder / "model.pt"),
+    "save_training_state": lambda trainer, folder: trainer.save_training_state(folder / "state"),
+    "gather": lambda trainer, folder: trainer.gather(torch.ones(2)),
+    "tensor_to_numeric": lambda trainer, folder: trainer.tensor_to_numeric(torch.ones(1), "mean"),
+    "broadcast_object": lambda trainer, folder: trainer.broadcast_object(1),
+    "all_gather_object": lambda trainer, folder: trainer.all_gather_object(1),
+    "barrier": lambda trainer, folder: trainer.barrier(),
+    "compare_replicas": lambda trainer, folder: trainer.compare_replicas(),
+}
+
+
+def said_if_only_one_calls() -> dict[tuple[str, str], str]:
+    """What is said where rank 1 makes a call of which rank 0 knows nothing, at the end of an epoch or in evaluation."""
     said = {}
     with shared_folder() as folder:
-        calls: dict[str, Callable[[Any], Any]] = {
-            "evaluate": lambda trainer: trainer.evaluate(regression_data(DATA)),
-            "run_evaluation": lambda trainer: trainer.run_evaluation(),
-            "save_checkpoint": lambda trainer: trainer.save_checkpoint(folder / "model.pt"),
-            "save_training_state": lambda trainer: trainer.save_training_state(folder / "state"),
-            "gather": lambda trainer: trainer.gather(trainer.get_model()[0].weight),
-            "broadcast_object": lambda trainer: trainer.broadcast_object(1),
-            "all_gather_object": lambda trainer: trainer.all_gather_object(1),
-            "barrier": lambda trainer: trainer.barrier(),
-        }
-        for name, call in calls.items():
+        for name, call in CALLS.items():
             for event in ("on_train_epoch_end", "on_eval_step_end"):
-                callback = listener(**{event: lambda trainer, call=call, **_: call(trainer) if rank() == 1 else None})
-                trainer = quiet_trainer(small_model(), callbacks=[callback])
+                callback = on_rank_1(event, lambda trainer, call=call: call(trainer, folder))
+                trainer = quiet_trainer(small_model(), callbacks=[callback], seed=0)
                 try:
-                    trainer.train(regression_data(DATA), 1, regression_data(DATA))
-                except RuntimeError as error:
+                    trainer.train(DATA, eval_dataset=DATA, **HOW)
+                except Exception as error:
                     said[name, event] = str(error)
     return said
 
 
+@pytest.mark.processes
 def test_a_call_that_one_rank_makes_is_never_paired_with_another(two_ranks):
     first, second = two_ranks(said_if_only_one_calls)
     assert first == second
+    assert first.keys() == {(name, event) for name in CALLS for event in ("on_train_epoch_end", "on_eval_step_end")}
     for (name, event), said in first.items():
-        print(name, event, said)
-    assert 0
+        assert said.startswith("The processes are in different calls"), (name, event)
+        assert re.search(r"\n  rank 0: in train\(\), called by said_if_only_one_calls of test_waiting.py:\d+ \(", said)
+        assert re.search(rf"\n  rank 1: in {name}\(\), called by <lambda> of test_waiting.py:\d+", said), said
+
+
+def saved_by_one_then_trained() -> list[str]:
+    """What is said where only rank 0 saves a checkpoint, and then all train; where one trains, and one evaluates."""
+    said = []
+    trainer = quiet_trainer(small_model(), callbacks=[])
+    with shared_folder() as folder:
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: (rank() or trainer.save_checkpoint(folder / "model.pt"), trainer.train(DATA, **HOW)),
+            lambda: trainer.evaluate(DATA) if rank() else trainer.train(DATA, **HOW),
+        )
+        for call in calls:
+            try:
+                call()
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+        trainer.train(DATA, **HOW)  # the exchanges are in step again
+    return said
+
+
+def test_calls_outside_of_runs_are_not_paired_either(two_ranks):
+    for saved, evaluated in two_ranks(saved_by_one_then_trained):
+        assert "rank 0: in save_checkpoint(), called by <lambda>" in saved
+        assert "rank 1: in train(), called by <lambda>" in saved
+        assert "call='evaluate()' on rank 1, but call='train()' on rank 0" in evaluated
+
+
+# ----------------------------------------------------------------------------------- calls that never meet: a watch
+
+
+class CatchesItsError(Trainer):
+    """Skips a step on rank 1, for an error that only this rank has."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        if rank() == 1 and self.progress.update == 2:
+            return {"loss": torch.zeros((), dtype=torch.float64, requires_grad=True) * 1, "batch_size": 2}
+        return super().calculate_train_batch_loss(batch)
+
+
+class UsesMoreOnRank0(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.one = small_model(), small_model()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.both(inputs) + (self.one(inputs) if rank() == 0 else 0)
+
+
+def train(model: nn.Module | None = None, kind: type[Trainer] = Trainer, callbacks: Any = ()) -> None:
+    model = small_model() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kind(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=0).train(DATA, **HOW)
+
+
+def fails_on_rank_1(trainer: Any) -> None:
+    raise OSError("no disk")
+
+
+def sweep() -> None:
+    for _ in range(2):
+        with suppress(OSError):
+            train(callbacks=[on_rank_1("on_train_step_end", fails_on_rank_1, update=2)])
+
+
+HANGS: dict[str, Callable[[], None]] = {
+    "a step that catches its error": lambda: train(kind=CatchesItsError),
+    "a parameter of one rank": lambda: train(UsesMoreOnRank0()),
+    "a call before the backward pass": lambda: train(
+        callbacks=[on_rank_1("on_train_step_start", lambda trainer: trainer.evaluate(DATA), update=2)]
+    ),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", HANGS)
+def test_processes_in_different_calls_say_where_they_are_and_end(tmp_path, monkeypatch, case):
+    monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
+    output = tmp_path / "output"
+    codes = in_forks(lambda rank: HANGS[case](), output, 2)
+    said = output.read_text()
+    assert codes[0] == 75, said
+    assert codes[1] in (1, 75), said
+    assert re.search(
+        r"Rank \d has waited for the other processes for \d+ seconds:\n  rank 0 waits, epoch 1, step \d", said
+    )
+    assert re.search(
+        r"rank 0 waits.* in train\(\), called by train of test_waiting.py:\d+ \(in the backward pass, ", said
+    )
+    assert re.search(r"\n  rank 1 waits, epoch 1, step \d", said)
+    assert "All processes wait, but in different calls, so none can go on." in said
+    assert "The job ends with exit code 75." in said
+
+
+@pytest.mark.processes
+def test_a_rank_that_catches_its_error_and_trains_again_ends_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
+    output = tmp_path / "output"
+    codes = in_forks(lambda rank: sweep(), output, 2)
+    said = output.read_text()
+    assert 0 not in codes, said
+    assert "left the run" in said
+    assert "OSError: no disk, in fails_on_rank_1 of test_waiting.py:" in said or "exit code 75" in said
+
+
+@pytest.mark.processes
+def test_a_rank_that_works_for_long_is_named_and_nothing_ends(tmp_path, monkeypatch):
+    monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
+    output, is_reported = tmp_path / "output", "has waited for the other processes"
+
+    def work(trainer: Any) -> None:
+        """Go on after two reports: a job that cannot go on ends with the second."""
+        while output.read_text().count(is_reported) < 2 and trainer.progress.update == 2:
+            time.sleep(0.05)
+
+    codes = in_forks(lambda rank: train(callbacks=[on_rank_1("on_train_step_start", work, update=2)]), output, 2)
+    said = output.read_text()
+    assert codes == [0, 0], said
+    assert re.search(r"\n  rank 1, epoch 1, step 2: in work of test_waiting.py:\d+\n", said)
+    assert "Rank 0 no longer waits for the other processes." in said
+
+
+# -------------------------------------------------------------------------------------------- a process that is lost
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("leave", "words"), [
+    (lambda trainer: sys.exit(0), r"Rank 1 has left the run: SystemExit: 0, in <lambda> of test_waiting.py:\d+\."),
+    (lambda trainer: os._exit(0), r"The process of rank 1 has ended without a word: it was killed, or called os._exit"),
+    (fails_on_rank_1, r"Rank 1 has left the run: OSError: no disk, in fails_on_rank_1 of test_waiting.py:\d+\."),
+], ids=["sys.exit", "os._exit", "error"])  # fmt: skip
+@pytest.mark.parametrize("event", ["on_train_step_start", "on_train_epoch_end"])  # in the backward pass, or not
+def test_the_others_say_which_process_has_left_and_why(tmp_path, leave, words, event):
+    output = tmp_path / "output"
+    codes = in_forks(lambda rank: train(callbacks=[on_rank_1(event, leave)]), output, 2)
+    said = output.read_text()
+    assert codes[0] == 1, said
+    assert re.search(
+        rf"ProcessLostError: Rank 0 cannot go on, because another process has left the job\. {words}", said
+    )
+
+
+# ------------------------------------------------------------------------------- numbers that differ by rank
+
+
+def with_numbers_of_their_own() -> Any:
+    """What is trained where each rank records a metric of its own, on which a model, a stop and a schedule depend."""
+    numbers = {0: [3.0, 2.0, 1.0, 2.0, 3.0, 4.0], 1: [1.0, 2.0, 3.0, 2.0, 1.0, 0.0]}[rank()]
+
+    def record(trainer: Any, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("own_loss", numbers[trainer.progress.epoch - 1])
+
+    with shared_folder() as folder:
+        best = SaveBestModelCallback(folder / "best.pt", watch_metric="own_loss")
+        callbacks = [listener(on_train_epoch_end=record), best, EarlyStoppingCallback(2, 0, "own_loss")]
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=0)
+        schedule: Any = lambda optimizer: ReduceLROnPlateau(optimizer, patience=0)  # noqa: E731
+        trainer.train(
+            DATA, 6, create_scheduler_fn=schedule, scheduler_interval="epoch", scheduler_metric="own_loss",
+            per_device_batch_size=2,
+        )  # fmt: skip
+        rate = optimizer.param_groups[0]["lr"]
+        return best.best_metric, best.best_metric_epoch, trainer.progress.epoch, rate, weights(model)
+
+
+@pytest.mark.filterwarnings("default:.*differ between the processes")
+def test_all_processes_decide_by_the_number_of_rank_0_with_a_warning(two_ranks):
+    results = two_ranks(with_numbers_of_their_own)
+    for best, epoch, last, rate, _ in results:
+        assert (best, epoch, last) == (1.0, 3, 5)
+        assert rate < 0.1
+    assert equal(results[0][-1], results[1][-1])
+    assert "its values differ between the processes (3 on rank 0, 1 on rank 1)" in results.output
+    assert results.output.count("its values differ between") == 1
+
+
+# ------------------------------------------------------------------------------- arguments that differ by rank
+
+
+def arguments_of_their_own() -> list[str]:
+    """What is said where the ranks give a callback or the optimizer other arguments."""
+    said = []
+    with shared_folder() as folder:
+        for callback, rate in (
+            (SaveTrainingStateCallback(folder / "states", save_every_n_steps=2 + rank()), 0.1),
+            (EarlyStoppingCallback(1 + rank()), 0.1),
+            (EarlyStoppingCallback(), 0.1 + rank()),
+            (MetricsFileCallback(folder / f"metrics{rank()}.csv"), 0.1),  # of which only one is written
+        ):
+            model = small_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[callback], seed=0)
+            try:
+                trainer.train(DATA, eval_dataset=DATA, **HOW)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_arguments_of_callbacks_and_optimizers_are_compared(two_ranks):
+    for saving, stopping, rate, path in two_ranks(arguments_of_their_own):
+        assert "callbacks[0].save_every_n_steps=3 on rank 1, but callbacks[0].save_every_n_steps=2 on rank 0" in saving
+        assert "callbacks[0].early_stopping_patience=2 on rank 1" in stopping
+        assert "optimizer.param_groups[0]['lr']=1.1 on rank 1, but optimizer.param_groups[0]['lr']=0.1 on" in rate
+        assert not path
+
+
+def test_the_time_of_the_watch_is_checked(two_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("PT_ACC_HANG_SECONDS", "soon")
+    output = tmp_path / "output"
+    assert in_forks(lambda rank: train(), output, 2) == [1, 1]
+    assert "PT_ACC_HANG_SECONDS='soon' must be a number of seconds" in output.read_text()

@@ -99,23 +99,25 @@ class Watch(threading.Thread):
         """Note that a run begins, whose number is the same on all processes."""
         self.begun = number
         self._has_left = False
+        exchange.circumstances = ""
         self._runs.append((number, weakref.ref(trainer)))
         self.watch_this_thread()
 
     def leave(self, number: int, failed: bool = False, reason: str = "") -> None:
         """Note that a run has ended in this process; with a reason for the others if it failed here first."""
-        exchange.circumstances = f", after it {reason}" if reason else ""
         self._runs = [run for run in self._runs if run[0] != number]
-        if not self._runs:
-            self._has_left = failed
+        if self._runs:  # those around it go on, or have their turn
+            return
+        self._has_left = failed
         if reason:
-            self.note(reason, number)
+            exchange.circumstances = f", after it {reason}"
+            self.note(reason)
 
-    def note(self, reason: str, run: int) -> None:
+    def note(self, reason: str) -> None:
         """Leave a note for processes that lose the connection to this one, or wait for it."""
         if self._store is not None:
             with suppress(RuntimeError):  # the process that serves the store has ended
-                self._store.set(f"left/{self._rank}", json.dumps([run, reason]))
+                self._store.set(f"left/{self._rank}", json.dumps([self.begun, reason]))
 
     def _note_of(self, rank: int) -> tuple[int, str] | None:
         """Return the latest run that another process has left, and why, if it has left a note."""
@@ -242,9 +244,10 @@ class Watch(threading.Thread):
         for rank, place in waiting.items():
             if not place.runs or place.is_own:
                 continue
-            for other in range(len(self._processes)):
-                if self._has_left_run(other, places.get(other), place.runs[-1]):
-                    return f"Rank {other} has left the run in which rank {rank} waits for it."
+            ranks = range(len(self._processes))
+            left = [other for other in ranks if self._has_left_run(other, places.get(other), place.runs[-1])]
+            if left and all(other in left or other in waiting for other in ranks):  # none is still on its way
+                return f"Rank {_listed(left)} has left the run in which rank {rank} waits for it."
         kinds = {place.kind for place in waiting.values()}
         if len(waiting) < len(self._processes) or len(kinds) == 1:
             return ""
@@ -280,6 +283,7 @@ class Watch(threading.Thread):
     def find_loss(self) -> str:
         """Return which other processes are lost, and why, as far as that can be found out."""
         others = [rank for rank in range(len(self._processes)) if rank != self._rank]
+        run = self._runs[-1][0] if self._runs else self.begun
         deadline = time.monotonic() + _PATIENCE
         while True:
             time.sleep(0.05)
@@ -288,7 +292,7 @@ class Watch(threading.Thread):
             with suppress(RuntimeError):  # the process that serves the store has ended
                 if self._can_ask():
                     self._obey()
-                notes = {rank: note for rank in others if (note := self._note_of(rank)) is not None}
+                notes = {rank: note for rank in others if (note := self._note_of(rank)) and note[0] >= run}
                 if notes:
                     return " ".join(f"Rank {rank} {reason}" for rank, (_, reason) in notes.items())
             ended = [rank for rank in others if self._has_ended(rank)]
@@ -372,7 +376,7 @@ def stop(reason: str = "") -> None:
     global _watch, _job
     if _watch is not None:
         if reason:
-            _watch.note(reason, _watch.begun)
+            _watch.note(reason)
         if _watch.is_alive():
             _watch.stop()
     _watch = _job = None

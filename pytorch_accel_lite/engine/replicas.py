@@ -41,7 +41,8 @@ def compare_replicas(self: TrainerLike) -> None:
     sums = dict(zip(parameters, sums_of_bits(parameters.values()), strict=True))
     if len(set(self.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
-    found = _Found(sums, [*trained], [names.get(id(p), "") for p in self.current_run.step.without_gradient])
+    learning = [name for name, parameter in trained.items() if parameter.requires_grad]
+    found = _Found(sums, learning, [names.get(id(p), "") for p in self.current_run.step.without_gradient])
     by_rank = self.ranks.all_gather_object(found)
     for name in dict.fromkeys(chain.from_iterable(other.sums for other in by_rank)):
         differing = [str(r) for r, other in enumerate(by_rank) if other.sums.get(name) != by_rank[0].sums.get(name)]
