@@ -112,7 +112,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     batches = loader.steps(progress.epoch, *done, smallest_share(trainer, run))
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
-    _train_steps(trainer, run, leaving_as_found(trainer, run, batches, "training"), limit)
+    _train_steps(trainer, run, iter(leaving_as_found(trainer, run, batches, "training")), limit)
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and trainer.ranks.world_size > 1:
