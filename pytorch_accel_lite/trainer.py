@@ -213,8 +213,6 @@ class Trainer:
             accelerator=accelerator,
             compile_model=compile_model,
             compile_step=compile_step,
-            channels_last=channels_last,
-            deterministic=deterministic,
         )
         arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
@@ -489,8 +487,9 @@ class Trainer:
 
         By default, a tuple or list ``(inputs, targets)`` is used as ``loss_func(model(inputs), targets)``; further
         elements, such as indices, are left to your own callbacks and steps. A dict is used as ``model(**batch)`` with
-        the keys that ``forward`` takes. The others are the targets (a single one is passed as its value), unless only
-        an optional argument is called like one (``labels=None``); or the model returns its own ``loss``.
+        the keys that ``forward`` takes. The others are the targets (a single one is passed as its value, as is
+        ``target``, ``labels`` or ``y`` to a loss of torch), unless only an optional argument is called like one
+        (``labels=None``); or the model returns its own ``loss``.
 
         :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose
             sum is minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;

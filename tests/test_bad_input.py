@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 import re
@@ -21,8 +22,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback
-from tests.tasks import Broken, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    ProgressBarCallback,
+    SaveBestModelCallback,
+    get_default_callbacks,
+)
+from pytorch_accel_lite.schedulers import CosineLrScheduler
+from tests.shipped import NEEDED, SHIPPED
+from tests.tasks import Broken, Stream, equal, listener, make_data, make_model, make_trainer, told, train, weights
 
 
 def returning(change: Any) -> type[Trainer]:
@@ -47,13 +55,29 @@ class NeedsArgument(TrainerCallback):
         self.folder = folder
 
 
+class NotConstructed(EarlyStoppingCallback):
+    def __init__(self) -> None:
+        self.mine = 1
+
+
 WHOLE = "must be an integer"
 
 # What the trainer is made with, the error, and what its message must match.
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "model=None": ({"model": None}, TypeError, r"model=None must be a torch\.nn\.Module"),
     "model is a class": ({"model": nn.Linear}, TypeError, r"model=<class .*Linear.*must be an instance"),
-    "loss_func is a name": ({"loss_func": "mse"}, TypeError, "loss_func='mse' must be callable"),
+    "loss_func is a name": ({"loss_func": "mse"}, TypeError, "loss_func='mse' must be callable.*Pass a loss function"),
+    "loss_func is the optimizer": (
+        {"loss_func": torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)},
+        TypeError,
+        r"loss_func=SGD.*must be callable.*comes after it: Trainer\(model, loss_func, optimizer\)",
+    ),
+    "model is a dataset": ({"model": make_data()}, TypeError, r"model=.*The arguments are Trainer\(model, loss_func"),
+    "a metric is a function": (
+        {"metrics": {"share": lambda outputs, targets: outputs.mean()}},
+        TypeError,
+        r"metrics=\{'share'.*Log the mean of a function of your own by trainer\.log",
+    ),
     "loss_func is a class of modules": ({"loss_func": nn.MSELoss}, TypeError, r"loss_func=.*MSELoss.*(instance|\(\))"),
     "optimizer is a number": ({"optimizer": 0.1}, TypeError, r"optimizer=0\.1 must be an instance"),
     "callbacks=None": ({"callbacks": None}, TypeError, "callbacks=None must be a list"),
@@ -70,7 +94,16 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"callbacks: .*dict.*is not a TrainerCallback.*Pass",
     ),
-    "a callback is a class that needs arguments": ({"callbacks": [NeedsArgument]}, TypeError, r"NeedsArgument.*folder"),
+    "a callback is a class that needs arguments": (
+        {"callbacks": [NeedsArgument]},
+        TypeError,
+        r"callbacks: the class NeedsArgument needs arguments: missing.*'folder'. Pass NeedsArgument\(\.\.\.\)",
+    ),
+    "a callback whose constructor of ours was not called": (
+        {"callbacks": [NotConstructed()]},
+        TypeError,
+        r"NotConstructed\.__init__ does not call super\(\)\.__init__\(\.\.\.\), the constructor of EarlyStopping",
+    ),
     "run_history is a class": ({"run_history": InMemoryRunHistory}, TypeError, r"run_history=.*InMemoryRunHistory"),
     "run_history is a dict": ({"run_history": {}}, TypeError, r"run_history=\{\}"),
     "accelerator is a name": ({"accelerator": "cpu"}, TypeError, r"accelerator='cpu'"),
@@ -88,7 +121,13 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"compile_step='inductor' must be True, False, or a dict.*torch\.compile",
     ),
-    "channels_last=1": ({"channels_last": 1}, TypeError, "channels_last=1 must be True or False"),
+    "channels_last=2": ({"channels_last": 2}, TypeError, "channels_last=2 must be True or False"),
+    "check_replicas is a word": ({"check_replicas": "no"}, TypeError, "check_replicas='no' must be True or False, not"),
+    "deterministic is a word": (
+        {"deterministic": "yes"},
+        TypeError,
+        "deterministic='yes' must be True, False, or None",
+    ),
     "seed is too large": ({"seed": 2**40}, ValueError, rf"seed={2**40} must be"),
 }
 
@@ -251,7 +290,43 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"create_scheduler_fn='cosinus' is not the name of a schedule\. Did you mean 'cosine'",
     ),
-    "create_scheduler_fn lacks an argument": ({"create_scheduler_fn": StepLR}, TypeError, "StepLR.*step_size"),
+    "create_scheduler_fn lacks an argument": (
+        {"create_scheduler_fn": StepLR},
+        TypeError,
+        r"create_scheduler_fn=StepLR is called with the optimizer alone: missing.*'step_size'.*functools\.partial",
+    ),
+    "create_scheduler_fn has an argument in place of the optimizer": (
+        {"create_scheduler_fn": partial(StepLR, 3)},
+        TypeError,
+        r"partial\(StepLR, 3\) passes 3 as the optimizer.*partial\(StepLR, step_size=\.\.\.\)",
+    ),
+    "create_scheduler_fn takes nothing": (
+        {"create_scheduler_fn": lambda: 3},
+        TypeError,
+        "create_scheduler_fn=<lambda> is called with the optimizer alone.*Let it take the optimizer",
+    ),
+    "create_scheduler_fn makes a scheduler of another optimizer": (
+        {"create_scheduler_fn": lambda _: StepLR(torch.optim.SGD(make_model().parameters(), 0.1), 1)},
+        ValueError,
+        "create_scheduler_fn returned a StepLR of another optimizer, so the learning rate",
+    ),
+    "create_scheduler_fn returns a function": (
+        {"create_scheduler_fn": CosineLrScheduler.create_scheduler_fn},
+        TypeError,
+        r"create_scheduler_fn returned partial\(CosineLrScheduler.*, which is not a scheduler.*Call this function, too",
+    ),
+    "create_scheduler_fn is a list": (
+        {"create_scheduler_fn": [StepLR]},
+        TypeError,
+        r"must be a function that creates a scheduler from an optimizer, not list\. For example",
+    ),
+    "create_scheduler_fn returns a class": (
+        {"create_scheduler_fn": lambda optimizer: StepLR},
+        TypeError,
+        "create_scheduler_fn returned StepLR, which is a class",
+    ),
+    "auto_microbatch is a word": ({"auto_microbatch": "yes"}, TypeError, "auto_microbatch='yes' must be True or False"),
+    "reset_run_history=None": ({"reset_run_history": None}, TypeError, "reset_run_history=None must be True or False"),
     "create_scheduler_fn makes no scheduler": (
         {"create_scheduler_fn": lambda optimizer: 3},
         TypeError,
@@ -600,11 +675,90 @@ def test_an_error_is_not_masked_by_an_output_that_nobody_reads(monkeypatch):
         (lambda: ProgressBarCallback(refresh_seconds=-1), ValueError, "refresh_seconds=-1 must be at least 0"),
         (lambda: EarlyStoppingCallback(0), ValueError, "early_stopping_patience=0 must be at least 1"),
         (lambda: EarlyStoppingCallback(early_stopping_threshold=-1), ValueError, "early_stopping_threshold=-1 must be"),
+        (lambda: EarlyStoppingCallback(watch_metric=None), TypeError, r"\(watch_metric=None\) must be the name of a"),
+        (lambda: SaveBestModelCallback("best.pt", ""), TypeError, r"\(watch_metric=''\) must be the name of a metric"),
+        (
+            lambda: SaveBestModelCallback("best.pt", greater_is_better="max"),
+            TypeError,
+            "greater_is_better='max' must be",
+        ),
+        (lambda: get_default_callbacks("no"), TypeError, "progress_bar='no' must be True or False"),
+        (lambda: get_default_callbacks([]), TypeError, r"progress_bar=\[\] must be True or False"),
     ],
 )
 def test_callbacks_refuse(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+def booleans_of(function: Any) -> list[str]:
+    """The arguments of a function that are declared as booleans."""
+    declared = inspect.signature(function).parameters.values()
+    return [p.name for p in declared if p.annotation in ("bool", "bool | None")]
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_callbacks_refuse_words_as_booleans(callback_class, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in booleans_of(callback_class):
+        with pytest.raises(TypeError, match=f"{name}='yes' must be True"):
+            callback_class(**NEEDED.get(callback_class.__name__, {}) | {name: "yes"})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t, **word: t.evaluate(make_data(), **word),
+        lambda t, **word: t.predict(make_data(), **word),
+        lambda t, **word: t.check(make_data(), **word),
+        lambda t, **word: t.save_checkpoint("a.pt", **word),
+        lambda t, **word: t.load_checkpoint("a.pt", **word),
+        lambda t, **word: t.save_model("a", **word),
+        lambda t, **word: t.save_training_state("a", **word),
+    ],
+    ids=["evaluate", "predict", "check", "save_checkpoint", "load_checkpoint", "save_model", "save_training_state"],
+)
+def test_methods_refuse_words_as_booleans(call, request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer()
+    names = booleans_of(getattr(trainer, request.node.callspec.id))
+    assert names
+    for name in names:
+        with pytest.raises(TypeError, match=f"{name}='no' must be True"):
+            call(trainer, **{name: "no"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_numpys_booleans_and_0_and_1_are_taken():
+    train(make_trainer(channels_last=np.False_, check_replicas=0), auto_microbatch=np.bool_(False), reset_run_history=1)
+
+
+def test_a_key_that_a_step_does_not_return_is_explained():
+    reads = listener(on_train_step_end=lambda trainer, batch_output, **kwargs: batch_output["logits"])
+    with pytest.raises(KeyError, match="logits") as caught:
+        train(make_trainer([reads]))
+    assert "batch_output has the keys 'loss', 'model_outputs', 'batch_size'." in told(caught.value)
+
+
+def test_a_metric_of_evaluations_is_not_there_before_the_first():
+    looks = listener(on_train_epoch_end=lambda trainer: trainer.run_history.get_latest_metric("eval_loss_epoch"))
+    with pytest.raises(ValueError, match="There has been no evaluation yet, which follows on_train_epoch_end"):
+        train(make_trainer([looks]), eval_dataset=True)
+
+
+def test_a_path_that_is_the_name_of_a_metric_is_pointed_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="If you mean the metric, pass watch_metric='train_loss_epoch'"):
+        train(make_trainer([SaveBestModelCallback("train_loss_epoch")]), eval_dataset=True)
+
+
+def test_a_history_refuses_what_is_no_value_or_no_name():
+    history = InMemoryRunHistory()
+    with pytest.raises(TypeError, match="metric_value=None is no value of 'a'"):
+        history.update_metric("a", None)
+    with pytest.raises(TypeError, match="metric_name=3 must be the name"):
+        history.update_metric(3, 1.0)
+    assert not list(history)
 
 
 def test_an_optimizer_of_another_model_is_warned_of():

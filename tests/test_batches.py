@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 from pytorch_accel_lite import Trainer
@@ -120,12 +122,25 @@ def test_a_key_that_is_no_target_does_not_take_the_place_of_labels_that_forward_
 
 
 def test_several_targets_are_shown_if_the_loss_takes_only_one():
-    rows = [{"x": x, "y": y, "id": 1, "name": 2} for x, y in regression_data(4)]
+    rows = [{"x": x, "answer": y, "id": 1, "name": 2} for x, y in regression_data(4)]
     with pytest.raises(AttributeError) as caught:
         Trainer(Named(), nn.MSELoss(), None, callbacks=[]).evaluate(rows, per_device_batch_size=2)
     of_loss = " ".join(caught.value.__notes__[-1].partition("in the loss")[2].split())
-    assert " and {'y': Tensor(" in of_loss
+    assert " and {'answer': Tensor(" in of_loss
     assert "'id': " in of_loss
+    assert "does not take: 'answer', 'id', 'name'. If one is the target, call it 'target'" in of_loss
+    assert "targets['answer']" in of_loss
+
+
+def test_losses_of_torch_get_the_target_and_no_other_keys():
+    x, y = regression_data(4).tensors
+    rows = [{"x": a, "y": b, "id": n} for n, (a, b) in enumerate(zip(x, y, strict=True))]
+    model = Named()
+    expected = functional.mse_loss(model(x), y).item()
+    for loss_func in (nn.MSELoss(), functional.mse_loss, partial(functional.mse_loss, reduction="mean")):
+        with pytest.warns(UserWarning, match="takes no argument named 'id': ignored"):
+            found = Trainer(model, loss_func, None, callbacks=[]).evaluate(rows, per_device_batch_size=4)
+        assert found["evaluation_loss"] == pytest.approx(expected)
 
 
 @dataclasses.dataclass

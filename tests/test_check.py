@@ -260,6 +260,25 @@ class DoublesGradientsOfOne(Trainer):
         super().backward_step(loss if self.logical is None else 2 * loss)
 
 
+class TargetsOfBefore(Trainer):
+    """Keeps the targets of a batch, as of a queue, and compares with those of the batch before."""
+
+    kept: Any = None
+
+    def calculate_train_batch_loss(self, batch):
+        inputs, targets = batch
+        before, self.kept = self.kept, targets
+        return super().calculate_train_batch_loss([inputs, targets if before is None else before])
+
+
+class EvaluatesItself(Trainer):
+    """Compares the predictions with themselves in evaluations."""
+
+    def calculate_eval_batch_loss(self, batch):
+        outputs = self.model(batch[0])
+        return {"loss": F.cross_entropy(outputs, outputs.argmax(1)), "model_outputs": outputs}
+
+
 class Decays(Trainer):
     """Keeps a number that training changes and no state contains."""
 
@@ -705,6 +724,25 @@ WRONG: dict[str, tuple[str, Callable[[], Program]]] = {
     "batch norm without running statistics": (
         "batch_independence",
         lambda: classifier(dropping(nn.BatchNorm1d(32, track_running_stats=False))),
+    ),
+    "predictions in place of the targets": (  # a variable of the same name
+        "targets_matter",
+        lambda: own(mlp(), lambda model, batch: F.cross_entropy(logits := model(batch[0]), logits.argmax(1))),
+    ),
+    "rounded predictions in place of the targets": (
+        "targets_matter",
+        lambda: regressor(
+            loss=lambda outputs, targets: F.binary_cross_entropy_with_logits(outputs, (outputs > 0).float())
+        ),
+    ),
+    "targets of the batch before": ("targets_matter", lambda: classifier(kind=TargetsOfBefore)),
+    "loss_func ignores the targets": (
+        "targets_matter",
+        lambda: regressor(loss=lambda outputs, targets: outputs.square().mean()),
+    ),
+    "predictions in place of the targets in evaluations": (
+        "targets_matter",
+        lambda: classifier(kind=EvaluatesItself, eval_dataset=labelled(seed=1)),
     ),
     "loss without parameters": (
         "runs",

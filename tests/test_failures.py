@@ -306,7 +306,7 @@ def test_callbacks_are_notified_of_a_skipped_batch_in_place_of_its_end():
             seen.append(step)
 
         def on_train_batch_skipped(self, trainer, step, failures, error, **kwargs):
-            seen.append((step, failures[0].rank, type(error)))
+            seen.append((step, failures[0]["rank"], type(error)))
 
     poison = regression_data(20)[9][0][0].item()
     fit(Fussy(poison), [SkipFailedBatchesCallback(), Watch()], num_epochs=1)

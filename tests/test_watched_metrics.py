@@ -379,6 +379,30 @@ def test_what_a_custom_callback_may_record_is_not_refused_but_reported(here):
     assert best.best_metric == 1.0
 
 
+def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+@pytest.mark.parametrize("name", ["eval_loss_epoch", "eval_square_epoch", "intermediate_eval_loss"])
+def test_no_loss_of_ones_own_records_evaluations_without_data(name, here):
+    trainer = make_trainer([SaveBestModelCallback("best.pt", name)], loss_func=own_loss)
+    assert steps_of(trainer, ValueError, f"{name}'.*the run will not record it", eval_dataset=None) == 0
+
+
+def test_a_loss_of_ones_own_may_record_training_losses(here):
+    def named(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"square": own_loss(outputs, targets)}
+
+    best = SaveBestModelCallback("best.pt", "train_square_epoch", False)
+    train(make_trainer([best], loss_func=named))
+    assert best.best_metric is not None
+
+
+def test_the_best_model_by_a_training_loss_is_said_to_be_of_the_end(here, capsys):
+    train(make_trainer([SaveBestModelCallback("best.pt", "train_loss_epoch")]))
+    assert "a mean over that epoch; the weights are those at its end" in capsys.readouterr().out
+
+
 def test_what_a_custom_trainer_or_its_loss_or_a_metric_may_record_is_not_refused(here):
     class Records(Trainer):
         def train_epoch_end(self):

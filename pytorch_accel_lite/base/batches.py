@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.loss_shapes import check_loss, shapes_are_known
+from pytorch_accel_lite.base.loss_shapes import check_loss, is_of_torch, shapes_are_known
 
 BatchOutput = dict[str, Any]
 IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
@@ -145,7 +145,7 @@ class BatchAdapter:
             loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
             return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": items}
         if isinstance(batch, Mapping):
-            targets = self._targets_of(targets, batch)
+            targets = self._targets_of(targets, batch, loss_func)
         if targets is None:
             raise ValueError(
                 f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
@@ -179,11 +179,16 @@ class BatchAdapter:
             return model(batch[0]), batch[1] if len(batch) > 1 else None
         return model(batch), None
 
-    def _targets_of(self, rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+    def _targets_of(self, rest: Mapping[str, Any], batch: Mapping[str, Any], loss_func: Any) -> Any:
         """Return the value of the one key that forward does not take, all if there are several, or a usual target key.
 
-        A usual target that forward does not need (``labels=None``) comes before keys that are none.
+        A usual target that forward does not need (``labels=None``) comes before keys that are none. So does one that
+        forward does not take, if the loss is torch's, which takes no dict.
         """
+        usual = [key for key in rest if key in TARGET_KEYS]
+        if len(rest) > 1 and len(usual) == 1 and is_of_torch(loss_func):
+            self._warn_of_ignored([key for key in rest if key not in usual])
+            return rest[usual[0]]
         target_key = next((key for key in TARGET_KEYS if key in batch and (not rest or key in self._optional)), None)
         if rest and (target_key is None or any(key in TARGET_KEYS for key in rest)):
             return next(iter(rest.values())) if len(rest) == 1 else rest

@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridde
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.unknown_names import events_meant, suggest
+from pytorch_accel_lite.base.validation import check_booleans
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
@@ -61,19 +62,25 @@ class CallbackMethodNotImplementedError(Exception):
 _ARGUMENTS = "_constructor_arguments"
 #: The attribute of a user's callback that holds the names of those which our constructors have set.
 LIBRARY_ATTRIBUTES = "_library_attributes"
+#: The attribute that says that a constructor of ours has been called.
+_IS_CONSTRUCTED = "_is_constructed"
 
 
 def _remember_arguments(cls: type) -> None:
-    """Make the constructor of a class remember its arguments for its ``repr``."""
+    """Make a constructor remember its arguments for the ``repr`` and, if it is ours, check those that are bools."""
     constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
         return
+    checks_booleans = is_ours(cls)
 
     @wraps(constructor)
     def remember(self: Any, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         vars(self).setdefault(_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
         before = set(vars(self))
+        if checks_booleans:
+            vars(self)[_IS_CONSTRUCTED] = True
+            check_booleans(constructor, (self, *args), kwargs)
         constructor(self, *args, **kwargs)
         if is_ours(cls) and not is_ours(type(self)):
             vars(self).setdefault(LIBRARY_ATTRIBUTES, set()).update(vars(self).keys() - before)
@@ -374,12 +381,13 @@ class CallbackHandler:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback], *, first: bool = False) -> None:
         """Append a callback, given as an instance or as a class, or put it before the others."""
-        instance = callback() if isinstance(callback, type) else callback
+        instance = _create(callback) if isinstance(callback, type) else callback
         if not isinstance(instance, TrainerCallback):
             raise TypeError(
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
+        _check_constructed(instance)
         _check_methods(instance)
         self.callbacks.insert(0 if first else len(self.callbacks), instance)
         self.listeners.clear()
@@ -501,6 +509,28 @@ def set_listening(trainer: Any, callback: TrainerCallback, listens: bool, *event
     trainer.callback_handler.set_listening(callback, listens, *inherited)
 
 
+def _create(callback: type[TrainerCallback]) -> TrainerCallback:
+    """Create a callback that was passed as a class."""
+    name = callback.__name__
+    try:
+        inspect.signature(callback).bind()
+    except ValueError:  # not written in Python
+        pass
+    except TypeError as error:
+        raise TypeError(f"callbacks: the class {name} needs arguments: {error}. Pass {name}(...).") from None
+    return callback()
+
+
+def _check_constructed(callback: TrainerCallback) -> None:
+    """Check that a subclass of a callback of ours has called its constructor."""
+    ours = next((c for c in type(callback).__mro__ if is_ours(c) and "__init__" in vars(c)), None)
+    if ours is not None and _IS_CONSTRUCTED not in vars(callback):
+        raise TypeError(
+            f"{type(callback).__name__}.__init__ does not call super().__init__(...), the constructor of "
+            f"{ours.__name__}."
+        )
+
+
 def _check_methods(callback: TrainerCallback) -> None:
     """Check that every event method of a callback accepts the arguments it will be called with.
 
@@ -553,6 +583,9 @@ def _explain(error: Exception, listener: Listener, event: str, args: tuple[Any, 
     _note_source(error, listener, event)
     if isinstance(error, TypeError):
         _check_call(listener, event, args, kwargs)
+    output = kwargs.get("batch_output")
+    if isinstance(error, KeyError) and isinstance(output, dict) and error.args and error.args[0] not in output:
+        add_note(error, f"batch_output has the keys {', '.join(map(repr, output))}.")
 
 
 def _note_source(error: Exception, listener: Listener, event: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.loss_shapes import is_of_torch
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -129,11 +131,14 @@ class ExpectedMetrics:
         self.directions = in_epochs | self.evaluated
         possible = in_epochs | self._in_evaluations_of(datasets or [""], prefix, intermediate)
         warns = trainer.ranks.rank == 0
-        if not str(getattr(trainer.loss_func, "__module__", "")).startswith("torch.nn"):
-            others.append(short(trainer.loss_func))  # of several losses by name, each is recorded
         for where, name in self._required:
             if name not in self.directions:
-                _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others, warns)
+                by_loss, if_evaluated = (
+                    _losses_that_may_record(name, trainer.loss_func, evaluated, prefix)
+                    for evaluated in (datasets, datasets or [""])
+                )
+                hint = _NEEDS_EVALUATION if name in possible or len(if_evaluated) > len(by_loss) else ""
+                _refuse(where, name, hint, self.directions, others + by_loss, warns)
         for watched in self.watched:
             watched.settle(possible.get(watched.name), warns)
 
@@ -182,6 +187,15 @@ class ExpectedMetrics:
         complete = [part for part in self._complete if "configure_run" in vars(type(part))]
         silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in complete]
         return [*silent, *self._others]
+
+
+def _losses_that_may_record(name: str, loss_func: Any, datasets: list[str], prefix: str) -> list[str]:
+    """Return what may return several losses by name, of which each is recorded, if one of them may be ``name``."""
+    if is_of_torch(loss_func):
+        return []
+    evaluated = [f"{re.escape(data)}(eval_.+_epoch|intermediate_eval_.+)" for data in datasets]
+    is_like_one = re.fullmatch("|".join(f"{re.escape(prefix)}{one}" for one in ["train_.+_epoch", *evaluated]), name)
+    return ["the model" if loss_func is None else short(loss_func)] if is_like_one else []
 
 
 def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:

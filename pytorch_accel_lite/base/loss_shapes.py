@@ -18,8 +18,18 @@ _ELEMENTWISE = {
 _CROSS_ENTROPY = {nn.CrossEntropyLoss, functional.cross_entropy}
 
 
+_EXAMPLE = "For example: return {'loss': loss, 'model_outputs': outputs}."
+
+
 class LossShapeError(ValueError):
     """Raised for shapes of outputs and targets that a loss function accepts, but does not compare sample by sample."""
+
+
+def is_of_torch(loss: Any) -> bool:
+    """Whether a loss function or a loss module is one of torch's own, which take tensors."""
+    loss = loss.func if isinstance(loss, partial) else loss
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    return str(getattr(kind, "__module__", "")).startswith("torch.nn")
 
 
 def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
@@ -62,7 +72,7 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     In evaluation, a loss may have an element for each sample, or be ``None``.
     """
     if not isinstance(output, Mapping):
-        raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
+        raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}. {_EXAMPLE}")
     if "loss" not in output:
         hint = "" if training else " Return 'loss': None to evaluate without a loss."
         raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{hint}")
@@ -76,7 +86,8 @@ def check_loss(output: Any, method: str, training: bool) -> None:
         raise ValueError(f"{method} returned a dict of losses with one called 'loss', like their sum. Rename it.")
     for name, loss in named.items():
         if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
+            hint = " Return the loss itself, not loss.item()." if isinstance(loss, float) else ""
+            raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).{hint}")
         if loss.numel() != 1 and (training or not loss.numel()):
             raise ValueError(
                 f"{method}: {name!r} must have one element, but has shape {tuple(loss.shape)}. Reduce it with .mean()."

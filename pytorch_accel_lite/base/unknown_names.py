@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 from pytorch_accel_lite.base.environment import leave_out_libraries, warn_outside
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.validation import check_booleans
 
 C = TypeVar("C", bound=type)
 
 _PUBLIC_METHODS = (
-    "__init__ train evaluate run_evaluation predict predict_iter find_lr find_batch_size check diagnose estimate_memory"
+    *("__init__", "train", "evaluate", "run_evaluation", "predict", "predict_iter"),
+    *("find_lr", "find_batch_size", "check", "diagnose", "estimate_memory"),
+    *("save_checkpoint", "load_checkpoint", "save_model", "save_training_state"),
 )
 
 #: Our names of arguments (of any method) and events, with the names in other libraries.
@@ -46,10 +49,17 @@ _NAMES = {
     "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
     "collate_fn": "data_collator collate",
     "resume_from": "resume resume_from_checkpoint ckpt_path checkpoint",
-    "evaluate_every": "eval_every eval_steps val_check_interval",
+    "evaluate_every": "eval_every eval_steps val_check_interval eval_every_n_steps eval_every_n_updates "
+    "evaluation_interval eval_freq eval_strategy evaluation_strategy",
     "eval_every_n_epochs": "check_val_every_n_epoch validation_freq eval_interval",
     "auto_microbatch": "auto_find_batch_size",
     # arguments of callbacks
+    "save_every_n_steps": "save_every_n_updates save_steps every_n_train_steps every_n_steps save_interval save_freq",
+    "save_every_n_epochs": "every_n_epochs save_every_epochs",
+    "save_every_n_minutes": "train_time_interval save_every_minutes",
+    "max_checkpoints": "save_total_limit max_to_keep num_to_keep n_saved keep_last",
+    "save_dir": "output_dir checkpoint_dir default_root_dir directory folder dirpath",
+    "asynchronous": "async_save save_async background",
     "early_stopping_patience": "patience",
     "early_stopping_threshold": "min_delta threshold delta",
     "watch_metric": "monitor metric metric_for_best_model",
@@ -212,8 +222,8 @@ def events_meant(hook: str) -> list[str]:
 
 
 def suggest_arguments(cls: C) -> C:
-    """Make the public methods of a class suggest our name for an unknown argument, in the ``TypeError``."""
-    for name in _PUBLIC_METHODS.split():
+    """Make the public methods of a class suggest our name for an unknown argument, and check those that are bools."""
+    for name in _PUBLIC_METHODS:
         if name in vars(cls):
             setattr(cls, name, _suggesting(vars(cls)[name], cls))
     return cls
@@ -235,6 +245,7 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
             raise RuntimeError(
                 f"{type(self).__name__}.__init__ does not call super().__init__(model, loss_func, optimizer)."
             )
+        check_booleans(method, (self, *args), kwargs)
         try:
             return method(self, *args, **kwargs)
         except KeyboardInterrupt as interrupt:

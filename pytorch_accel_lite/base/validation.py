@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 
@@ -57,3 +61,34 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
     return str(value)
+
+
+def check_bool(name: str, value: Any, may_be_none: bool = False) -> Any:
+    """Return ``value`` if it is a bool, also one of numpy, or 0 or 1; raise an error for a string, for example."""
+    is_valid = isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1))
+    if not (is_valid or (may_be_none and value is None)):
+        expected = "True, False, or None" if may_be_none else "True or False"
+        raise TypeError(f"{name}={value!r} must be {expected}, not {type(value).__name__}.")
+    return value
+
+
+def check_booleans(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the arguments of a call that a function of this package declares as ``bool`` or ``bool | None``."""
+    signature, booleans = _booleans_of(function)
+    if not booleans:
+        return
+    try:
+        arguments = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # the call itself says what is wrong
+        return
+    for name in booleans.keys() & arguments.keys():
+        check_bool(name, arguments[name], booleans[name])
+
+
+@cache
+def _booleans_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, bool]]:
+    """Return the signature of a function, and for each argument that is a bool, whether it may be ``None``."""
+    signature = inspect.signature(function)
+    kinds = {"bool": False, "bool | None": True}  # annotations are strings here
+    declared = {parameter.name: parameter.annotation for parameter in signature.parameters.values()}
+    return signature, {name: kinds[kind] for name, kind in declared.items() if kind in kinds}

@@ -7,6 +7,7 @@ import reprlib
 from typing import Any, TypeVar
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
 
@@ -36,6 +37,10 @@ class WatchedMetric:
         self.greater_is_better = greater_is_better
         self.seen = 0
         self._where = f"{type(owner).__name__}({argument}={name!r})"
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                f"{self._where} must be the name of a metric in the run history, such as 'eval_loss_epoch'."
+            )
         self._requested = greater_is_better
         self._remedy = remedy
         self._has_value = False
@@ -211,6 +216,8 @@ def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
         reason = " yet. The callback that records it must come before the one that watches it."
     else:
         reason = f".{did_you_mean(name, recorded)}"
+        if reason == "." and not all(is_ours(type(callback)) for callback in trainer.callback_handler):
+            reason = " yet. A callback that records it must come before the one that watches it."
     return ValueError(
         f"{where}: the run has not recorded it{reason}"
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "

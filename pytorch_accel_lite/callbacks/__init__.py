@@ -9,6 +9,7 @@ from pytorch_accel_lite.base.events import RunInterruptedError as RunInterrupted
 from pytorch_accel_lite.base.events import RunPausedError as RunPausedError
 from pytorch_accel_lite.base.events import StopTrainingError as StopTrainingError
 from pytorch_accel_lite.base.events import TrainerCallback as TrainerCallback
+from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.base.watched_metric import WatchedMetric as WatchedMetric
 from pytorch_accel_lite.callbacks.advice import AdviceCallback as AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback as SaveBestModelCallback
@@ -58,7 +59,8 @@ def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallba
 
     :param progress_bar: include :class:`ProgressBarCallback`
     """
-    bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if progress_bar else ()
+    is_shown = check_bool("progress_bar", progress_bar)
+    bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if is_shown else ()
     return _Callbacks(
         (MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressTableCallback, *bar, AdviceCallback)
     )

@@ -33,7 +33,9 @@ class SaveBestModelCallback(MetricWatcher):
     with :class:`~pytorch_accel_lite.NonFiniteLossError`.
 
     :param save_path: the checkpoint file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
-    :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name
+    :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name. A
+        training loss is a mean over an epoch in which the weights change; those at its end are saved. To choose by the
+        loss of the saved weights, pass the training data as an ``eval_dataset``, too.
     :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
         :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If it declares nothing, smaller values are better, with
         a warning unless it is a loss. A value that contradicts the metric raises an error.
@@ -88,6 +90,12 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = False
+        metrics = trainer.current_run.request.metrics.directions
+        if str(self.save_path) in metrics and trainer.ranks.rank == 0:
+            warn_outside(
+                f"SaveBestModelCallback(save_path={str(self.save_path)!r}) is named like a metric of the run, but "
+                f"watches {self.watch_metric!r}. If you mean the metric, pass watch_metric={str(self.save_path)!r}."
+            )
         if self.trainable_only:
             check_has_trainable(trainer.get_model())
             if any(isinstance(callback, GradualUnfreezingCallback) for callback in trainer.callback_handler):
@@ -145,6 +153,8 @@ class SaveBestModelCallback(MetricWatcher):
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
         best = self._describe_best(trainer)
+        if self.watch_metric.removeprefix(trainer.run_history.metric_name_prefix).startswith("train_"):
+            best += ", a mean over that epoch; the weights are those at its end"
         if self._failed:
             trainer.print(f"The run failed, so the best model is not loaded. It is in {str(self.save_path)!r}: {best}")
         elif not all(trainer.all_gather_object(self._is_in_file())):

@@ -37,11 +37,11 @@ class SkipFailedBatchesCallback(TrainerCallback):
     def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for failure in kwargs["failures"]:
             position = {"epoch": trainer.progress.epoch, "step": kwargs["step"]}
-            self.failures.append(position | failure._asdict())
-            samples = "" if failure.indices is None else f", samples {failure.indices}"
+            self.failures.append(position | failure)
+            samples = "" if failure["indices"] is None else f", samples {failure['indices']}"
             trainer.print(
-                f"Batch skipped: epoch {position['epoch']}, step {position['step']}, process {failure.rank}{samples}: "
-                f"{failure.error}"
+                f"Batch skipped: epoch {position['epoch']}, step {position['step']}, process {failure['rank']}{samples}"
+                f": {failure['error']}"
             )
         if len(self.failures) > self.max_failures:
             reason = f"More than max_failures={self.max_failures} batches have failed."

@@ -76,9 +76,12 @@ class MetricsCallback(TrainerCallback):
         metrics = _create_named(metrics, arguments)
         is_dict = isinstance(metrics, Mapping) and all(isinstance(value, Metric) for value in metrics.values())
         if not is_dict and not isinstance(metrics, MetricCollection):
+            values = metrics.values() if isinstance(metrics, Mapping) else [metrics]
+            of_function = " Log the mean of a function of your own by trainer.log(name, value) in on_eval_step_end."
+            hint = of_function if any(map(inspect.isfunction, values)) else ""
             raise TypeError(
                 f"metrics={metrics!r} must be a torchmetrics Metric, a MetricCollection, a dict of metrics, or the "
-                "name of a metric, such as 'accuracy'."
+                f"name of a metric, such as 'accuracy'.{hint}"
             )
         if not len(metrics):
             raise ValueError(f"metrics={metrics!r} contains no metric.")

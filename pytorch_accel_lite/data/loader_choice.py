@@ -72,7 +72,10 @@ def shard(
     if isinstance(source, ShardedLoader):
         return source
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
-        raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
+        raise TypeError(
+            f"A dataloader must be an iterable of batches, not {type(source).__name__}: see what your "
+            "create_train_dataloader or create_eval_dataloader returns."
+        )
     resolved = LoaderOptions(seed, training, **options)
     # Including torchdata's StatefulDataLoader, which has the same options.
     packages = ("torch", "torchdata")

@@ -44,8 +44,6 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "accelerator": ((Accelerator, NoneType), "an accelerate.Accelerator, or None"),
     "compile_model": _COMPILE,
     "compile_step": _COMPILE,
-    "channels_last": (bool, "True or False"),
-    "deterministic": ((bool, NoneType), "True, False, or None"),
 }
 #: The rules for arguments of ``train``, where ``None`` stands for no limit.
 _LIMITS: dict[str, Callable[[str, Any], Any]] = {
@@ -80,14 +78,18 @@ def check_types(**arguments: Any) -> None:
         types, expected = _TYPES[name]
         _refuse_class(name, value)
         if not isinstance(value, types):
-            raise TypeError(f"{name}={value!r} must be {expected}.")
+            order = " The arguments are Trainer(model, loss_func, optimizer)." if name == "model" else ""
+            raise TypeError(f"{name}={value!r} must be {expected}.{order}")
 
 
 def check_constructor(loss_func: Any, optimizer: Any, seed: Any) -> None:
     """Check the other arguments of a trainer."""
     _refuse_class("loss_func", loss_func)
     if loss_func is not None and not callable(loss_func):
-        raise TypeError(f"loss_func={short(loss_func)} must be callable, or None.")
+        hint = "Pass a loss function, such as torch.nn.CrossEntropyLoss()."
+        if hasattr(loss_func, "param_groups"):
+            hint = "The optimizer comes after it: Trainer(model, loss_func, optimizer)."
+        raise TypeError(f"loss_func={short(loss_func)} must be callable, or None. {hint}")
     several = isinstance(optimizer, (Mapping, list, tuple))  # checked when they are combined
     is_one = hasattr(optimizer, "param_groups") or (callable(optimizer) and not isinstance(optimizer, nn.Module))
     if optimizer is not None and not several and not is_one:

@@ -161,10 +161,28 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
             yield from describe_memory(trainer)
         yield f"  What to do: {advise_on_memory(run, phase)}"
         return
-    text = f"{type(error).__name__}: {error}"
-    advice = next((answer for pattern, answer in _ADVICE.items() if re.search(pattern, text)), None)
-    if advice is not None:
+    advice = _advise_on_targets(error, trainer) or _advise(error)
+    if advice:
         yield f"  What to do: {advice}"
+
+
+def _advise(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return next((answer for pattern, answer in _ADVICE.items() if re.search(pattern, text)), "")
+
+
+def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
+    """Return advice if a loss function has failed because it was given several targets, in a dict."""
+    arguments = _innermost_calls(error, trainer.get_model(), trainer.loss_func).get("the loss", [])
+    if len(arguments) < 2 or not isinstance(arguments[1], dict) or not re.search(r"\bdict\b", str(error)):
+        return ""
+    keys = [*map(repr, arguments[1])]
+    return (
+        f"the loss gets a dict of the keys of the batch that the model's forward does not take: {', '.join(keys)}. If "
+        "one is the target, call it 'target', drop the others from the dataset, or take it out in a function of your "
+        "own: "
+        f"loss_func=lambda outputs, targets: functional.cross_entropy(outputs, targets[{keys[0]}])."
+    )
 
 
 def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:

@@ -44,7 +44,7 @@ class RunHistory(ABC):
 
     @abstractmethod
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
-        """Record a value, under the current prefix followed by ``metric_name``."""
+        """Record a value, under the current prefix followed by ``metric_name``; ``None`` is none."""
 
     @abstractmethod
     def delete_metric(self, metric_name: str) -> None:
@@ -187,6 +187,13 @@ class InMemoryRunHistory(RunHistory):
         return values[-1]
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        if not isinstance(metric_name, str):
+            raise TypeError(f"metric_name={metric_name!r} must be the name of a metric, a string.")
+        if metric_value is None:
+            raise TypeError(
+                f"metric_value=None is no value of {metric_name!r}. Leave out the call where there is none, or record "
+                "float('nan')."
+            )
         name = f"{self.metric_name_prefix}{metric_name}"
         if name == "epoch":  # as code for pytorch-accelerated may record
             warn_outside(
@@ -336,7 +343,10 @@ class InMemoryRunHistory(RunHistory):
 
 def _no_values_of(metric_name: str, history: Iterable[str]) -> str:
     recorded = list(history)
+    hint = did_you_mean(metric_name, recorded)
+    if "eval" in metric_name and not any("eval" in name for name in recorded):
+        hint = " There has been no evaluation yet, which follows on_train_epoch_end."
     return (
-        f"No values have been recorded for the metric {metric_name!r}.{did_you_mean(metric_name, recorded)} "
+        f"No values have been recorded for the metric {metric_name!r}.{hint} "
         f"Recorded: {', '.join(recorded) or 'nothing yet'}."
     )

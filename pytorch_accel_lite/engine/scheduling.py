@@ -13,9 +13,11 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
 from pytorch_accel_lite.base.placeholders import Placeholder, replace_trainer_placeholder_values
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
 from pytorch_accel_lite.optimizers.rates import (
@@ -26,6 +28,7 @@ from pytorch_accel_lite.optimizers.rates import (
     scheduled_options,
     set_options,
 )
+from pytorch_accel_lite.schedulers.named_schedules import check_factory
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
@@ -93,7 +96,9 @@ def _begin_from_initial_rates(
                 f"earlier schedule; the optimizer started at {_listed(first)}. To return to that: for group in "
                 "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
             )
-    elif not continues:
+        return
+    _check_optimizer(trainer)
+    if not continues:
         run.schedule.initial_options = initial
 
 
@@ -120,11 +125,14 @@ def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
     """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
     create = replace_trainer_placeholder_values(trainer, create)
     if not isinstance(create, Mapping):
+        check_factory(create)
         return create(trainer.optimizer)
     optimizers = parts_of(trainer.optimizer)
     for name in create.keys() - optimizers.keys():
         existing = ", ".join(map(repr, optimizers)) or "one without a name"
         raise ValueError(f"create_scheduler_fn[{name!r}]: no optimizer has that name, only {existing}.")
+    for name, function in create.items():
+        check_factory(function, f"create_scheduler_fn[{name!r}]")
     return create_schedulers(create, trainer.optimizer)
 
 
@@ -138,6 +146,22 @@ def step_after_epoch(self: TrainerLike) -> None:
         self.scheduler_step()
 
 
+def _check_optimizer(trainer: TrainerLike) -> None:
+    """Check that the schedulers change rates of the optimizers that train, rather than of one that nobody steps."""
+    optimizers = (trainer.optimizer, *attributes.optimizers(trainer).values())
+    trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
+    for name, scheduler in schedulers_in(trainer.scheduler).items():
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+        if groups and trained.isdisjoint(map(id, groups)):
+            function = f"create_scheduler_fn[{name!r}]" if name else "create_scheduler_fn"
+            source = "create_scheduler" if is_overridden(trainer, "create_scheduler") else function
+            raise ValueError(
+                f"{source} returned a {type(scheduler).__name__} of another optimizer, so the learning rate of the "
+                "trainer's would never change. Create it from the optimizer that the function is passed, which is "
+                "trainer.optimizer."
+            )
+
+
 def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
@@ -149,12 +173,14 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
     parts = schedulers_in(scheduler)
     if create_scheduler_fn is not None or (scheduler is not None and not steps_itself):
         for name, part in parts.items():
-            if not hasattr(part, "step"):
+            if not hasattr(part, "step") or isinstance(part, type):
                 source = "create_scheduler" if create_scheduler_fn is None else "create_scheduler_fn"
                 source += f"[{name!r}]" if name else ""
+                what = "a class" if isinstance(part, type) else "not a scheduler: it has no step()"
+                hint = " Call this function, too." if callable(part) and not isinstance(part, type) else ""
                 raise TypeError(
-                    f"{source} returned {part!r}, which is not a scheduler: it has no step(). Return a scheduler "
-                    "created from the optimizer."
+                    f"{source} returned {short(part)}, which is {what}.{hint} Return a scheduler created from the "
+                    "optimizer."
                 )
     if scheduler is None:
         if (interval, metric) != ("update", None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
@@ -36,9 +37,11 @@ def resolve_names(
     if isinstance(create_scheduler_fn, str):
         return _factory(argument, create_scheduler_fn, warmup_steps, interval)
     if create_scheduler_fn is not None and not callable(create_scheduler_fn):
+        kind = type(create_scheduler_fn).__name__
+        example = f"{kind}, ..." if hasattr(create_scheduler_fn, "step") else "StepLR, step_size=10"
         raise TypeError(
-            f"{argument}={create_scheduler_fn!r} must be a function that creates a scheduler from an optimizer, not a "
-            "scheduler. For example: functools.partial(StepLR, step_size=10)."
+            f"{argument}={create_scheduler_fn!r} must be a function that creates a scheduler from an optimizer, not "
+            f"{kind}. For example: functools.partial({example})."
         )
     if warmup_steps != 0:
         instead = "Pass 'constant'" if create_scheduler_fn is None else "Give your own scheduler its warm-up"
@@ -47,6 +50,27 @@ def resolve_names(
             f"{instead}, or choose one of {_names()}."
         )
     return create_scheduler_fn
+
+
+def check_factory(create: Callable[..., Any], argument: str = "create_scheduler_fn") -> None:
+    """Check that a function can be called with an optimizer alone, which becomes its first argument."""
+    function = create.func if isinstance(create, partial) else create
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        first, *others = [*inspect.signature(function).parameters, ""]
+        inspect.signature(create).bind(object())
+    except ValueError:  # not written in Python
+        return
+    except TypeError as error:
+        lacks = str(error).startswith("missing")
+        remedy = f"Pass the others by functools.partial({name}, name=value)." if lacks else "Let it take the optimizer."
+        raise TypeError(f"{argument}={name} is called with the optimizer alone: {error}. {remedy}") from None
+    if isinstance(create, partial) and create.args and first == "optimizer":
+        passed = ", ".join(map(repr, create.args))
+        raise TypeError(
+            f"{argument}=functools.partial({name}, {passed}) passes {create.args[0]!r} as the optimizer, which comes "
+            f"first. Name the arguments: functools.partial({name}, {others[0]}=...)."
+        )
 
 
 def _factory(argument: str, name: str, warmup_steps: float, interval: str) -> partial[WSDLrScheduler]:

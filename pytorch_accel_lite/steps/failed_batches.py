@@ -140,7 +140,7 @@ def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | 
     """Count the samples of a batch that is skipped, and report the failures of all processes."""
     text = f"{type(error).__name__}: {error}"
     failure = None if error is None else BatchFailure(trainer.ranks.rank, run.batch_indices, text)
-    failures = [report for report in trainer.ranks.all_gather_object(failure) if report is not None]
+    failures = [report._asdict() for report in trainer.ranks.all_gather_object(failure) if report is not None]
     total = batch.total_samples
     run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
     trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch
+from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch, is_as_long, tensors_in
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.loss_shapes import LossShapeError
+from pytorch_accel_lite.base.splitting import select_samples
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.tuning.probing import (
@@ -28,7 +32,6 @@ from pytorch_accel_lite.tuning.probing import (
     parts_by_name,
     remark,
     select,
-    tensors_by_name,
     with_parts,
 )
 
@@ -297,6 +300,88 @@ def _hidden_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
                     yield f"{name}.{attribute}.{key}.{inner_name}".lstrip("."), parameter
 
 
+# ----------------------------------------------------------------------------------------------------- targets
+
+
+def check_targets_matter(probe: Probe) -> Iterator[Finding]:
+    """Compute the loss of a batch, after another batch, with its targets shuffled among the samples.
+
+    From a loss that does not depend on the targets, the model learns something else, or nothing.
+
+    Compare the outputs with the targets of the same batch, rather than with predictions, with inputs, or with what an
+    earlier step has kept.
+    """
+    batch, other = probe.batch, probe.batches[1] if len(probe.batches) > 1 else None
+    shuffled = _with_other_targets(probe, batch)
+    if _loss_depends(probe, batch, shuffled, other):
+        if probe.run.data.eval_loader is not None:
+            yield from _evaluation_depends(probe)
+        return
+    names = " and ".join(repr(name) for name in _targets(batch, []))
+    text = f"Shuffling the targets ({names} of a batch) among the samples changes neither the loss nor its gradients"
+    if other is not None and _loss_depends(probe, batch, shuffled, None):
+        yield mistake(f"{text}, once another batch has been trained on: its targets are used.")
+    elif predicted := _loss_of_predictions(probe, batch):
+        yield mistake(f"{text}: {predicted} is given the model's own predictions as targets.")
+    elif probe.trainer.loss_func is not None and not is_overridden(probe.trainer, "calculate_train_batch_loss"):
+        yield doubt(f"{text}: loss_func does not use them.")
+    else:
+        yield remark(f"{text}: the program does not use them.")
+
+
+def _with_other_targets(probe: Probe, batch: Batch) -> Batch:
+    """Return a batch in which each sample has the targets of another."""
+    size = probe.require_samples(batch)
+    targets, others = (_targets(batch, rows) for rows in ([*range(size)], [*range(1, size), 0]))
+    if not targets:
+        raise NotApplicableError("It is not known which part of a batch holds the targets.")
+    if all(map(torch.equal, tensors_in([targets]), tensors_in([others]))):
+        raise NotApplicableError("The samples of the batch have the same targets.")
+    return batch._replace(data=with_parts(batch.data, others))
+
+
+def _loss_depends(probe: Probe, batch: Batch, shuffled: Batch, after: Batch | None) -> bool:
+    """Whether the loss of a batch, or a bit of its gradients, changes with other targets."""
+    first, second = (probe.train(one, quiet=True, gradients=True, after=after) for one in (batch, shuffled))
+    return first.loss != second.loss or distance(first.gradients, second.gradients) > 0.0
+
+
+def _evaluation_depends(probe: Probe) -> Iterator[Finding]:
+    """Look whether the loss of evaluations depends on their targets, as that of training does."""
+    batch = probe.eval_batch
+    with suppress(NotApplicableError):  # there may be no loss, or no targets
+        shuffled = _with_other_targets(probe, batch)
+        first, second = (probe.evaluate(one).loss for one in (batch, shuffled))
+        of_training = [probe.train(one, quiet=True).loss for one in (batch, shuffled)]
+        if first == second and of_training[0] != of_training[1]:
+            yield doubt("Shuffling the targets of an evaluation batch among its samples does not change its loss.")
+
+
+def _loss_of_predictions(probe: Probe, batch: Batch) -> str:
+    """Return the name of a loss function of torch that is given the model's predictions as targets, if any."""
+    rows = [*range(1, batch.num_samples or 0), 0]
+    first, second = (probe.train(one, quiet=True).watch.losses for one in (batch, select(batch, rows)))
+    with probe.training(quiet=True) as update:
+        for number in range(5):  # a teacher that begins as a copy of the model differs from it afterwards
+            third = update(batch, number).watch.losses
+    for calls in zip(first, second, third, strict=False):
+        follow_samples = not torch.equal(calls[0].targets, calls[1].targets)  # unlike numbers of rows
+        if follow_samples and all(map(_are_predictions, calls)):
+            return calls[0].name
+    return ""
+
+
+def _are_predictions(call: LossCall) -> bool:
+    """Whether a loss function is given what it is given as outputs, or their most likely classes, as targets, too."""
+    outputs, targets = call.outputs, call.targets
+    candidates = [outputs, outputs > 0, outputs > 0.5, outputs.round()]
+    if outputs.ndim > 1:
+        candidates += [outputs.argmax(1), outputs.softmax(1), outputs.exp()]
+    return targets.numel() > 1 and any(
+        one.shape == targets.shape and bool(torch.isclose(one.float(), targets.float()).all()) for one in candidates
+    )
+
+
 # ---------------------------------------------------------------------------------------------- learning rates
 
 
@@ -425,8 +510,12 @@ def _fit(
 
 def _shuffled(batch: Batch, order: torch.Generator) -> Batch:
     """Return a batch with its targets shuffled among the samples, as far as it is known which these are."""
+    rows = torch.randperm(batch.num_samples or 0, generator=order)
+    return batch._replace(data=with_parts(batch.data, _targets(batch, rows.tolist())))
+
+
+def _targets(batch: Batch, rows: list[int]) -> dict[Any, Any]:
+    """Return the targets of some samples of a batch, by name, as far as it is known which parts are targets."""
     size = batch.num_samples or 0
-    rows = torch.randperm(size, generator=order)
-    targets = {name: part for name, part in tensors_by_name(batch.data).items() if name in (*TARGET_KEYS, 1)}
-    shuffled = {name: part[rows] for name, part in targets.items() if len(part) == size}
-    return batch._replace(data=with_parts(batch.data, shuffled))
+    targets = {name: part for name, part in parts_by_name(batch.data).items() if name in (*TARGET_KEYS, 1)}
+    return {name: select_samples(part, rows, size) for name, part in targets.items() if is_as_long(part, size)}

@@ -377,13 +377,14 @@ class Probe:
 
     # forward and backward passes
 
-    def train(self, batch: Batch, quiet: bool = False, gradients: bool = False) -> Pass:
+    def train(self, batch: Batch, quiet: bool = False, gradients: bool = False, after: Batch | None = None) -> Pass:
         """Compute the loss of a training batch, as a training step does, and its gradients if wanted.
 
         :param quiet: whether to compute in evaluation mode, without dropout and with the statistics of batch norm
+        :param after: a batch to compute just before
         """
         self.refuse_own_step()
-        return self._pass("quiet" if quiet else "training", batch, gradients)
+        return self._pass("quiet" if quiet else "training", batch, gradients, after=after)
 
     def evaluate(self, batch: Batch, seed: int = 0, after: Batch | None = None) -> Pass:
         """Compute the loss of a batch as an evaluation does, or without an evaluation dataset as a training step does.

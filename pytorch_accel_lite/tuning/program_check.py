@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     checks_of_models.check_padding,
     checks_of_training.check_gradients,
     checks_of_models.check_inputs_matter,
+    checks_of_training.check_targets_matter,
     checks_of_models.check_reload,
     checks_of_data.check_augmentation,
     checks_of_data.check_data,
