@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.text import as_cell, from_cell
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import no_link, write_text
 
@@ -27,7 +28,8 @@ class MetricsFileCallback(StepLogger):
     Each epoch appends its row in a single write, so a run that is killed leaves whole rows; a resumed run replaces the
     file atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations
     within it, shows its last value; a :class:`TrackerCallback` logs all of them. Non-finite numbers are written as the
-    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings.
+    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names
+    and texts that a spreadsheet would take for formulas begin with a quote.
 
     :param path: the file to write; missing directories are created. A run that is not resumed replaces the file.
     :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
@@ -137,17 +139,19 @@ class _RowFile:
             return []
         text = self._path.read_text(encoding="utf-8", errors="replace")
         lines = text[: text.rfind("\n") + 1].splitlines()
-        return list(csv.DictReader(lines)) if self._path.suffix == ".csv" else [json.loads(line) for line in lines]
+        if self._path.suffix == ".jsonl":
+            return [json.loads(line) for line in lines]
+        return [{from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(lines)]
 
     def _as_text(self, rows: list[Row], header: bool = False) -> str:
         rows = [{name: plain(value) for name, value in row.items()} for row in rows]
         if self._path.suffix == ".jsonl":
             return "".join(json.dumps(row) + "\n" for row in rows)
         text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
+        writer = csv.writer(text, lineterminator="\n")
         if header:
-            writer.writeheader()
-        writer.writerows(rows)
+            writer.writerow(map(as_cell, self._columns))
+        writer.writerows([as_cell(row.get(name, "")) for name in self._columns] for row in rows)
         return text.getvalue()
 
 

@@ -80,7 +80,7 @@ class PredictionWriterCallback(TrainerCallback):
             trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
 
     def _begin(self, trainer: TrainerLike, length: int, weights: str) -> tuple[int, bool]:
-        """Lock the directory, remove predictions of other weights, and count the leading samples that have been written.
+        """Lock the directory, remove predictions of other weights, count the leading samples that are written.
 
         :param weights: fingerprint of the weights
         :return: that number, and whether predictions of other or unknown weights were removed

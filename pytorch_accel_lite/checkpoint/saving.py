@@ -293,6 +293,7 @@ def save_training_state(
     :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
         whose order does not follow from a seed
     """
+    location = parse_location(output_dir, "output_dir")
     if not self.current_run.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
@@ -304,7 +305,6 @@ def save_training_state(
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
         )
     check_states_are_possible(self.accelerator)
-    location = parse_location(output_dir, "output_dir")
     with _timed(self):
         if writer is not None:
             writer.wait()  # its memory is reused

@@ -21,8 +21,8 @@ import torch
 from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
-from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.experiment.results import (
     Results,
     as_number,

@@ -19,9 +19,8 @@ import torch
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.base.paths import folder_path, local_path
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.checkpoint import write_text
+from pytorch_accel_lite.checkpoint import folder_path, local_path, write_text
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.parsing import TOOLS, Parser
 from pytorch_accel_lite.experiment.results import write_json

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.checkpoint import write_text
+from pytorch_accel_lite.checkpoint import file_path, write_text
 from pytorch_accel_lite.experiment.results import Results, text_table
 from pytorch_accel_lite.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.experiment.yaml_files import ClassPath

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.base.paths import folder_path
+from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.experiment.experiment import Experiment
 from pytorch_accel_lite.experiment.results import Results, check_is_same, described, text_table, write_json
 from pytorch_accel_lite.experiment.run_folders import settings_of

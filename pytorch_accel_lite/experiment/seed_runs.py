@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, TrainerCallback
-from pytorch_accel_lite.checkpoint.files import no_link
+from pytorch_accel_lite.checkpoint import no_link
 from pytorch_accel_lite.experiment.experiment import Experiment
 from pytorch_accel_lite.experiment.results import (
     added_callbacks,

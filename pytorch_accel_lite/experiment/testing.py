@@ -13,13 +13,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.paths import as_file_name, folder_path, local_path
 from pytorch_accel_lite.callbacks import WorstSamplesCallback
-from pytorch_accel_lite.checkpoint import write_text
+from pytorch_accel_lite.checkpoint import as_file_name, folder_path, local_path, write_text
 from pytorch_accel_lite.experiment.results import Row, added_callbacks, write_json, write_predictions
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of, source_of
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import as_json
+from pytorch_accel_lite.utils import as_cell, as_json
 
 
 def run_tests(
@@ -202,7 +201,7 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
 def _write_table(rows: list[Row], folder: Path) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(as_cell, columns))
+    writer.writerows([as_cell(row.get(name, "")) for name in columns] for row in rows)
     write_text(folder / "results.csv", text.getvalue())
