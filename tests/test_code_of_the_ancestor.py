@@ -409,6 +409,15 @@ def test_a_loop_of_a_subclass_can_be_stopped():
     assert equal(weights(own.model), weights(ours.model))
 
 
+def loops_on_ranks() -> list[bool]:
+    (ours, expected), (own, heard) = (fired(kind, [], size=7) for kind in (Trainer, OwnLoop))
+    return [equal(weights(own.model), weights(ours.model)), own.progress == ours.progress, heard == expected]
+
+
+def test_a_loop_of_a_subclass_trains_like_ours_on_two_processes(two_ranks):
+    assert [*two_ranks(loops_on_ranks)] == [[True] * 3] * 2
+
+
 def test_an_error_in_a_loop_of_a_subclass_reaches_the_callbacks():
     seen: list[BaseException] = []
     note = listener(on_exception=lambda trainer, exception, **kwargs: seen.append(exception))
