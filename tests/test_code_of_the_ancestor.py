@@ -409,6 +409,15 @@ def test_a_loop_of_a_subclass_can_be_stopped():
     assert equal(weights(own.model), weights(ours.model))
 
 
+def loops_on_ranks() -> list[bool]:
+    (ours, expected), (own, heard) = (fired(kind, [], size=7) for kind in (Trainer, OwnLoop))
+    return [equal(weights(own.model), weights(ours.model)), own.progress == ours.progress, heard == expected]
+
+
+def test_a_loop_of_a_subclass_trains_like_ours_on_two_processes(two_ranks):
+    assert [*two_ranks(loops_on_ranks)] == [[True] * 3] * 2
+
+
 def test_an_error_in_a_loop_of_a_subclass_reaches_the_callbacks():
     seen: list[BaseException] = []
     note = listener(on_exception=lambda trainer, exception, **kwargs: seen.append(exception))
@@ -477,7 +486,7 @@ def test_an_evaluation_of_a_subclass_needs_no_newer_arguments():
     assert heard == [True, True, False]
 
 
-def test_an_evaluation_of_another_loader_counts_as_that_of_the_run():
+def test_an_evaluation_of_another_loader_is_that_of_the_run():
     class Other(Trainer):
         def _run_eval_epoch(self, valid_dl, **kwargs):
             super()._run_eval_epoch(DataLoader(make_data(2), batch_size=2), **kwargs)
@@ -486,7 +495,7 @@ def test_an_evaluation_of_another_loader_counts_as_that_of_the_run():
     assert len(trainer.run_history["eval_loss_epoch"]) == 3
 
 
-def test_an_evaluation_in_a_callback_does_not_take_the_place_of_the_runs():
+def test_an_evaluation_in_a_callback_does_not_replace_the_runs():
     evaluate = listener(on_train_epoch_end=lambda trainer: trainer._run_eval_epoch(trainer._eval_dataloader))
     trainer = train(make_trainer([evaluate]), epochs=2, eval_dataset=True)
     assert len(trainer.run_history["eval_loss_epoch"]) == 4

@@ -527,7 +527,7 @@ def test_a_value_recorded_as_a_loss_is_an_error_in_that_epoch(event, name):
         train(trainer, epochs=2, eval_dataset={"a": make_data(), "b": make_data()})
 
 
-def test_a_history_may_be_added_to_after_a_run_or_where_the_run_records_none():
+def test_a_history_takes_what_the_run_does_not_record():
     trainer = make_trainer([listener(on_train_epoch_end=update("eval_loss_epoch"))])
     train(trainer, epochs=2)
     trainer.run_history.update_metric("train_loss_epoch", 0.5)

@@ -200,7 +200,7 @@ def test_the_state_of_a_timm_scheduler_is_saved_and_loaded(tmp_path):
     assert all(math.isfinite(rate) for rate in rates_of(other.optimizer))
 
 
-def test_a_method_of_a_subclass_does_not_take_the_place_of_the_schedule():
+def test_a_method_of_a_subclass_does_not_stop_the_schedule():
     class Empty(TrainerWithTimmScheduler):
         def training_run_epoch_end(self):
             pass

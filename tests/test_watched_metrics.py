@@ -552,7 +552,7 @@ def test_a_failing_evaluation_after_a_run_is_not_reported_as_saved(here, capsys)
     assert capsys.readouterr().out == ""
 
 
-def test_the_epoch_of_the_best_model_is_counted_as_the_lines_count_it(here, capsys):
+def test_the_best_models_epoch_is_counted_as_in_other_lines(here, capsys):
     scores = iter([3.0, 2.0, 5.0, 1.0, 4.0, 6.0])
     record = listener(on_eval_epoch_end=lambda t, **kwargs: t.run_history.update_metric("score", next(scores)))
     best = SaveBestModelCallback("best.pt", "score", greater_is_better=False, reset_on_train=False)
