@@ -230,7 +230,7 @@ def with_numbers_of_their_own() -> Any:
         trainer.run_history.update_metric("own_loss", numbers[trainer.progress.epoch - 1])
 
     with shared_folder() as folder:
-        best = SaveBestModelCallback(folder / "best.pt", watch_metric="own_loss")
+        best = SaveBestModelCallback(folder / "best.pt", "own_loss", load_saved_checkpoint=False)
         callbacks = [listener(on_train_epoch_end=record), best, EarlyStoppingCallback(2, 0, "own_loss")]
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -33,7 +33,7 @@ def innermost_function(stack: Stack) -> str:
 
     A function of a library is followed by the user's function that called it, if the user's code is within the run.
     """
-    stack = [frame for frame in stack if frame.filename != _EXCHANGE]
+    stack = [frame for frame in stack if frame.filename not in MACHINERY]
     if not stack:
         return "its thread has ended"
     ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]

@@ -31,7 +31,7 @@ _SECONDS = 40.0  # of waiting until the first report
 _LONGEST_INTERVAL = 4.0
 _MOST_BYTES = 1 << 20  # that a process which only waits reads and writes between two looks
 _MOST_CPU = 0.2  # the share of the time in which its thread computes
-_PATIENCE = 3.0  # seconds in which a process that has lost another may learn why
+_PATIENCE = 5.0  # seconds in which a process that has lost another may learn why
 _HINT = (
     " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
     "its backward pass, or of parameters that its loss does not depend on."

@@ -14,6 +14,7 @@ from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.engine.inference import unwrapped_model
@@ -61,7 +62,7 @@ class GuardedStep(PlainStep):
                 sync_ddp_buffers(trainer.model, trainer.ranks)
                 with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
                     outputs = self._attempt(trainer, run, batch, returned)
-            except (StopTrainingError, NonFiniteLossError):
+            except (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError):
                 raise
             except Exception as failure:
                 error = failure
