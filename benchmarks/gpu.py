@@ -736,9 +736,9 @@ def synchronising(rounds: list[dict[str, Any]]) -> str:
 
 def compile_ahead(kind: str) -> None:
     """Compile what will be measured, so that torch's cache has it then."""
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     for everything in (False, True):
-        workload = make_workload(kind, setting_of(kind, True, everything), False, device)
+        workload = make_workload(kind, setting_of(kind, True, everything), device.type == "cpu", device)
         train_by_hand(workload, iter(workload.batches[:2]), reads=False)
         train_ours(workload, iter(workload.batches[:2]))
 

@@ -110,6 +110,11 @@ def test_a_row_that_waits_for_the_gpu_says_how_often_and_where(monkeypatch):
     assert "| float32: ours | failed |" in row
 
 
+def test_what_a_gpu_will_run_compiled_can_be_compiled_ahead(capsys):
+    gpu.main("all", "gpu_tiny,gpu_gpt", "compile")
+    assert "workload" not in capsys.readouterr().out
+
+
 def test_other_errors_of_a_contender_are_not_taken_for_synchronisations():
     def train(batches):
         raise RuntimeError(f"{next(batches)} is wrong")
