@@ -105,13 +105,17 @@ class Sizes:
 
 @dataclass
 class Workload:
-    """A model, batches in host memory, and how to train."""
+    """A model, batches in host memory, and how to train.
+
+    :ivar num_batches: how many a contender will be given
+    """
 
     model: Callable[[], nn.Module]
     batches: list[Any]
     setting: Setting
     device: torch.device
     loss_func: nn.Module = field(default_factory=nn.CrossEntropyLoss)
+    num_batches: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -615,7 +619,7 @@ def train_by_transformers(workload: Workload, batches: Iterator[Any]) -> None:
         arguments = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=size,
-            max_steps=10**6,  # it ends with its batches
+            max_steps=workload.num_batches + 1,  # it asks once more than there are batches
             num_train_epochs=1,
             bf16=True,
             use_cpu=not workload.on_gpu,
@@ -658,7 +662,8 @@ def setting_of(kind: str, compiled: bool, everything: bool) -> Setting:
 def measure_all(kind: str, quick: bool, show: Callable[[dict[str, Any]], None]) -> None:
     """Measure all contenders one after another, and show each as soon as it is known, or why it failed."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    for compiled in (False, True):
+    # To trace the ResNet takes long, and a rehearsal has traced others.
+    for compiled in (False,) if quick and kind == "gpu_resnet" else (False, True):
         for contender in contenders_of(compiled):
             row = {"workload": kind, "contender": contender, "compiled": compiled}
             try:
@@ -677,6 +682,7 @@ def measure_all(kind: str, quick: bool, show: Callable[[dict[str, Any]], None]) 
 def measure_one(kind: str, contender: str, compiled: bool, quick: bool, device: torch.device) -> dict[str, Any]:
     workload = make_workload(kind, setting_of(kind, compiled, contender == EVERYTHING), quick, device)
     sizes = sizes_of(kind, quick)
+    workload.num_batches = sizes.warm_up + sizes.turns * sizes.steps + (2 * sizes.watched if workload.on_gpu else 0)
     step = step_by_hand(workload)
     by_hand = (step(batch) for batch in on_device(workload, cycle(workload.batches)))
     turns = Turns(by_hand, workload.batches, device, sizes)
@@ -731,9 +737,9 @@ def synchronising(rounds: list[dict[str, Any]]) -> str:
 
 def compile_ahead(kind: str) -> None:
     """Compile what will be measured, so that torch's cache has it then."""
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     for everything in (False, True):
-        workload = make_workload(kind, setting_of(kind, True, everything), False, device)
+        workload = make_workload(kind, setting_of(kind, True, everything), device.type == "cpu", device)
         train_by_hand(workload, iter(workload.batches[:2]), reads=False)
         train_ours(workload, iter(workload.batches[:2]))
 

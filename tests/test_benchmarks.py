@@ -110,6 +110,12 @@ def test_a_row_that_waits_for_the_gpu_says_how_often_and_where(monkeypatch):
     assert "| float32: ours | failed |" in row
 
 
+def test_what_a_gpu_will_run_compiled_can_be_compiled_ahead():
+    done = run_module("benchmarks.gpu", "all", "gpu_tiny,gpu_gpt", "compile")
+    assert done.returncode == 0, done.stdout
+    assert '{"workload"' not in done.stdout
+
+
 def test_other_errors_of_a_contender_are_not_taken_for_synchronisations():
     def train(batches):
         raise RuntimeError(f"{next(batches)} is wrong")
