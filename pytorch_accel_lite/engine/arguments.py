@@ -319,7 +319,7 @@ def _check_length(name: str, data: Any) -> None:
     except Exception as error:
         add_note(error, f"raised by __len__ of {name}, a {type(data).__name__}")
         raise
-    if not isinstance(length, numbers.Integral) or not 0 <= length <= sys.maxsize:
+    if not isinstance(length, numbers.Integral) or not 0 <= int(length) <= sys.maxsize:
         kind = ValueError if isinstance(length, numbers.Integral) else TypeError
         raise kind(
             f"{name}: __len__ of {type(data).__name__} returned {length!r}. It must return the number of samples, an "
