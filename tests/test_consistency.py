@@ -287,7 +287,7 @@ def datasets_of_their_own() -> Any:
 
 
 @pytest.mark.processes
-def test_rows_that_differ_between_processes_are_warned_of_once(two_ranks):
+def test_rows_that_differ_between_processes_are_warned_of(two_ranks):
     first, second = two_ranks(datasets_of_their_own)
     assert {name for name, said in first.items() if said} == {"tensor", "list", "array", "computed"}
     assert all("other rows in x" in said or "another sample at" in said for texts in first.values() for said in texts)
