@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import traceback
+import warnings
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import (
@@ -873,3 +874,63 @@ def test_a_model_may_change_its_mode_in_its_own_way():
 
     trainer = train(make_trainer(model=Freezes(4, 1)), eval_dataset=True)
     assert not trainer.get_model().training
+
+
+class Sized(Dataset[Any]):
+    """Reports any length, and has a sample that is missing."""
+
+    def __init__(self, length: Any, missing: int = -1) -> None:
+        self.length, self.missing = length, missing
+
+    def __len__(self):
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+    def __getitem__(self, index):
+        return None if index == self.missing else (torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("length", [-3, 8.0, 10**30, "8"])
+def test_a_length_that_is_no_number_of_samples_is_named(length):
+    with pytest.raises((TypeError, ValueError), match=rf"train_dataset: __len__ of Sized returned {length!r}. It must"):
+        make_trainer([], nn.Linear(1, 1)).train(Sized(length), 1)
+
+
+def test_an_error_of_len_names_the_argument():
+    with pytest.raises(RuntimeError, match="no index") as caught:
+        make_trainer([], nn.Linear(1, 1)).train(Sized(8), 1, eval_dataset=Sized(RuntimeError("no index")))
+    assert "raised by __len__ of eval_dataset, a Sized" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_is_none_is_named(workers, seed):
+    trainer = make_trainer([], nn.Linear(1, 1), seed=seed)
+    with pytest.raises(TypeError) as caught:
+        trainer.train(Sized(8, missing=5), 1, train_dataloader_kwargs={"num_workers": workers})
+    assert any("In reading Sized[5]: this sample is None" in note for note in caught.value.__notes__)
+
+
+def test_an_argument_that_no_dataloader_has_is_named():
+    with pytest.raises(TypeError, match=r"train_dataloader_kwargs has the key 'num_worker', which is no argument of "):
+        make_trainer([], nn.Linear(1, 1)).train(Sized(8), 1, train_dataloader_kwargs={"num_worker": 1})
+
+
+def test_single_samples_of_a_loader_without_batches_are_named():
+    data = [(torch.ones(3), torch.ones(1))] * 4
+    with pytest.warns(UserWarning, match=r"batch_size=None .* its 3 features would be counted as samples"):
+        make_trainer([], nn.Linear(3, 1)).train(DataLoader(data, batch_size=None), 1)
+    batches = [(torch.ones(3, 1), torch.ones(3, 1))] * 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_trainer([], nn.Linear(1, 1)).train(DataLoader(batches, batch_size=None), 1)
+
+
+def test_predictions_without_a_row_for_each_sample_are_named():
+    class Mean(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean(0, keepdim=True)
+
+    with pytest.warns(UserWarning, match="The model returned 1 rows for a batch of 4 samples"):
+        assert len(make_trainer([], Mean(1, 1)).predict(TensorDataset(torch.ones(10, 1)), 4)) == 3

@@ -500,3 +500,57 @@ def test_outputs_of_parts_that_do_not_go_together_are_a_list_of_them():
     look = listener(on_train_step_end=lambda t, batch_output, **_: seen.extend(batch_output["alike"]))
     train(make_trainer([look], trainer_class=Alike), size=5, batch_size=5, auto_microbatch=True)
     assert [alike.shape for alike in seen] == [(2, 2), (3, 3)]
+
+
+class Graphs:
+    """A batch of another library: no mapping, whose tensors have a row for each node."""
+
+    def __init__(self, samples):
+        self.x = torch.cat(samples)
+        self.nodes = [len(x) for x in samples]
+        self.num_graphs = len(samples)
+
+    def to(self, device, **kwargs):
+        return self
+
+
+class GraphTrainer(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        means = torch.stack([rows.mean(0) for rows in batch.x.split(batch.nodes)])
+        return {"loss": self.model(means).square().mean()}
+
+
+def trained_on_graphs() -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    trainer = GraphTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[], seed=0)
+    graphs = [torch.full((2 + n % 3, 2), float(n)) for n in range(9)]
+    trainer.train(graphs, 2, per_device_batch_size=4, collate_fn=Graphs, train_dataloader_kwargs={"num_workers": 0})
+    return trainer.progress.samples, weights(trainer.get_model())
+
+
+@pytest.mark.processes
+def test_a_process_without_samples_needs_no_size_of_its_batch(two_ranks):
+    (samples, first), (_, second) = two_ranks(trained_on_graphs)
+    assert samples == 18
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("size", ["num_graphs", "batch_size", "attributes"])
+def test_objects_in_a_stream_tell_their_size(size):
+    class Packed:
+        def __init__(self, n):
+            self.x = torch.ones(n, 1)
+            vars(self)[size] = n
+
+    class OfPacked(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return [Packed(3), Packed(2)]
+
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.model(batch.x).mean()}
+
+    model = nn.Linear(1, 1)
+    trainer = OfPacked(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer.train([0], 1)
+    assert trainer.progress.samples == 5

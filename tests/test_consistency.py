@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -24,6 +25,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -102,18 +104,23 @@ class EveryOther(Sampler[int]):
 
 
 class OwnGenerator(Sampler[int]):
-    """Draws from a generator of its own, which torch.manual_seed does not seed.
+    """Draws from a generator of its own, which nothing can seed or copy.
 
     :param seed: ``None`` for another order on each process
     """
 
     def __init__(self, size: int, seed: int | None = None, is_endless: bool = False) -> None:
         self.size, self.is_endless = size, is_endless
-        self.generator_of_its_own = np.random.default_rng(seed)
+        self.orders = self.draw(seed)
+
+    def draw(self, seed):
+        rng = np.random.default_rng(seed)
+        while True:
+            yield rng.permutation(self.size).tolist()
 
     def __iter__(self):
         while True:
-            yield from self.generator_of_its_own.permutation(self.size).tolist()
+            yield from next(self.orders)
             if not self.is_endless:
                 return
 
@@ -210,6 +217,10 @@ def split_datasets() -> Any:
     data["drawn, beside another"] = ConcatDataset([numbers(), data["drawn"]])
     data["by rank"] = Subset(numbers(), range(rank(), 16 - 16 % world_size(), world_size()))
     data["longer on the first"] = numbers(16 if rank() == 0 else 14)
+    torch.manual_seed(rank())
+    data["made before any seed"] = TensorDataset(torch.randn(16, 1), torch.zeros(16, 1))
+    data["inside a dataset"] = Transformed(TensorDataset(torch.randn(16, 1), torch.zeros(16, 1)))
+    data["stacked"] = StackDataset(TensorDataset(torch.randn(16, 1)), TensorDataset(torch.zeros(16, 1)))
     torch.manual_seed(0)
     data["the same"] = Transformed(random_split(numbers(), [12, 4])[0])
     return {name: trained_on(part, lambda data: DataLoader(data, 4, shuffle=True)) for name, part in data.items()}
@@ -226,6 +237,61 @@ def test_datasets_that_differ_between_processes_are_refused_on_all(ranks):
         for name, said in result.items():
             assert "datasets with different rows, of lengths [" in said, name
             assert "call torch.manual_seed before random_split" in said, name
+
+
+class Holds(Dataset[Any]):
+    """A dataset of the user's own with rows in attributes."""
+
+    def __init__(self, x: Any, paths: Any = ()) -> None:
+        self.x, self.paths = x, paths
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.x[index]
+
+
+class Computes(Holds):
+    """Makes its samples, with noise that differs each time."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.count = seed, 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        x = torch.randn(1, generator=torch.Generator().manual_seed(10 * index + self.seed))
+        return x, torch.rand(1)
+
+
+def datasets_of_their_own() -> Any:
+    same = torch.arange(8.0)[:, None]
+    data = {
+        "tensor": Holds(same + rank()),
+        "list": Holds(list(same + rank())),
+        "array": Holds((same + rank()).numpy()),
+        "computed": Computes(rank()),
+        "the same": Holds(same, [f"/on/rank {rank()}/{index}.png" for index in range(8)]),
+        "the same, computed": Computes(0),
+    }
+    said = {}
+    for name, dataset in data.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained_on(dataset, lambda data: DataLoader(data, 4), num_epochs=1)
+        said[name] = [str(warning.message) for warning in caught if "of the processes differ" in str(warning.message)]
+    return said
+
+
+@pytest.mark.processes
+def test_rows_that_differ_between_processes_are_warned_of(two_ranks):
+    first, second = two_ranks(datasets_of_their_own)
+    assert {name for name, said in first.items() if said} == {"tensor", "list", "array", "computed"}
+    assert all("other rows in x" in said or "another sample at" in said for texts in first.values() for said in texts)
+    assert not any(second.values())
 
 
 def orders_of_their_own() -> Any:
@@ -345,20 +411,20 @@ class ByEpoch(Sampler[int]):
 
 @pytest.mark.parametrize("wrap", [lambda sampler: {"sampler": sampler}, in_batches], ids=["samples", "batches"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_is_resumed_in_the_order_it_was_begun_in_or_not_at_all(tmp_path, wrap, workers):
+def test_an_epoch_is_resumed_in_the_order_it_was_begun_in(tmp_path, wrap, workers):
     whole = seen_in_training(numbers(12), [SavesAll(tmp_path / "by epoch")], **wrap(ByEpoch()))
     rest = seen_in_training(numbers(12), resume_from=tmp_path / "by epoch/4", **wrap(ByEpoch()))
     assert rest == [whole[1][4:]]
     saving = SavesAll(tmp_path / "of its own")
-    seen_in_training(Rows(numbers(12)), [saving], **wrap(OwnGenerator(12, seed=0)))
-    with pytest.raises(ValueError, match="now gives another order for this epoch than when the training state was"):
-        seen_in_training(
-            Rows(numbers(12)), resume_from=saving.folder / "4", num_workers=workers, **wrap(OwnGenerator(12, seed=0))
-        )
-    # As many batches have been drawn as before: the next epoch has the second order now, too.
+    whole = seen_in_training(Rows(numbers(12)), [saving], **wrap(OwnGenerator(12, seed=0)))
+    rest = seen_in_training(
+        Rows(numbers(12)), resume_from=saving.folder / "4", num_workers=workers, **wrap(OwnGenerator(12, seed=0))
+    )
+    assert rest == [whole[1][4:]]
     again = OwnGenerator(12, seed=0)
     list(again)
-    assert seen_in_training(numbers(12), resume_from=saving.folder / "4", **wrap(again))[0] != []
+    with pytest.warns(UserWarning, match="now gives another order for epoch 2 than when the training state was saved"):
+        assert seen_in_training(numbers(12), resume_from=saving.folder / "4", **wrap(again))[0] != []
 
 
 @pytest.mark.parametrize(("size", "shuffle"), [(4, True), (8, True), (20, True), (20, False)])

@@ -36,14 +36,56 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
             return length  # the usual case, without slow checks of abstract types
     if expected is not None and (is_packed(batch) or any(is_as_long(part, expected) for part in parts_in(batch))):
         return expected
-    result = next((len(tensor) for tensor in tensors_in(batch)), expected)
+    result = next((len(tensor) for tensor in tensors_in(batch)), None)
+    result = _reported_size(batch, expected) if result is None else result
     if result is None:
         raise ValueError(
             f"The batch size cannot be determined from a batch of type {type(batch).__name__} without tensors. Return "
             "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss. Several processes must know it "
-            "before the step: give the batch a tensor with a row for each sample."
+            "before the step: give the batch a tensor with a row for each sample, or an attribute batch_size."
         )
     return result
+
+
+def _reported_size(batch: Any, expected: int | None) -> int | None:
+    """Return the size of a batch without tensors of its own, as an object in it tells, or the expected one.
+
+    A batch of graphs has ``num_graphs`` (torch_geometric), and those of other libraries a ``batch_size``; of other
+    objects, all tensors that are attributes may have as many rows.
+    """
+    for part in [batch, *parts_in(batch)]:
+        for name in ("num_graphs", "batch_size"):
+            size = getattr(part, name, None)
+            if isinstance(size, int) and size > 0:
+                return size
+    if expected is not None:
+        return expected
+    attributes = [value for part in [batch, *parts_in(batch)] for value in getattr(part, "__dict__", {}).values()]
+    lengths = {len(tensor) for tensor in tensors_in(attributes)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def find_size_of_output(batch: Any, num_samples: int | None) -> int:
+    """Return what is taken for the size of a batch in the output of a step; of a filler batch, any number.
+
+    :param num_samples: number of samples collated into the batch, 0 for a filler batch, or ``None`` if unknown
+    """
+    if num_samples != 0:
+        return find_batch_size(batch, num_samples)
+    try:
+        return find_batch_size(batch)
+    except ValueError:
+        return 1  # does not count
+
+
+def is_single_sample(item: Any) -> bool:
+    """Whether an item is a pair of inputs and a target that has not as many rows, as if it were no batch."""
+    if type(item) not in (tuple, list) or len(item) != 2 or not isinstance(item[0], torch.Tensor) or not item[0].ndim:
+        return False
+    target = item[1]
+    if isinstance(target, torch.Tensor):
+        return not target.ndim or len(target) != len(item[0])
+    return isinstance(target, numbers.Number)
 
 
 def is_packed(batch: Any) -> bool:
@@ -131,7 +173,7 @@ class BatchAdapter:
         else:
             output = self._other_outputs_and_loss(model, loss_func, batch)
         num_samples = read.num_samples if read is not None and batch is read.data else None
-        output["batch_size"] = find_batch_size(batch, num_samples or None)
+        output["batch_size"] = find_size_of_output(batch, num_samples)
         return output
 
     def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:
@@ -264,7 +306,7 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
         check_loss(output, method, training)  # the usual case needs no slow checks of abstract types
         losses = output["loss"] = as_scalars(output["loss"]) if training else output["loss"]
     if "batch_size" not in output:
-        output["batch_size"] = find_batch_size(data, num_samples or None)
+        output["batch_size"] = find_size_of_output(data, num_samples)
     size = output["batch_size"]
     if type(size) is not int and not isinstance(size, (numbers.Real, torch.Tensor)):
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")

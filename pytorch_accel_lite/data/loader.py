@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.batches import Batch, tensors_in
+from pytorch_accel_lite.base.batches import Batch, find_batch_size, is_single_sample, tensors_in
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.placement import placed
@@ -78,6 +78,7 @@ class ShardedLoader(ABC):
     shared_by = ""
     undivided = ""
     batch_size_before: int | None = None
+    _has_named = False
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source
@@ -170,10 +171,25 @@ class ShardedLoader(ABC):
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)
+        if isinstance(batches, DataLoader) and batches.batch_size is None and batches.batch_sampler is None:
+            return self._naming_samples(iterator)
         reads_stream = isinstance(getattr(batches, "dataset", None), IterableDataset)
         if not reads_stream or getattr(batches, "num_workers", 0) < 2 or hasattr(batches, "state_dict"):
             return iterator
         return self._comparing_workers(iterator)
+
+    def _naming_samples(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Warn if the first item of a loader of ready batches (``batch_size=None``) is a single sample."""
+        for item in items:
+            if not self._has_named and is_single_sample(item):
+                warn_outside(
+                    "A DataLoader with batch_size=None gives each item as it is, and the first looks like a single "
+                    f"sample: its {find_batch_size(item)} features would be counted as samples. Pass batch_size=1 or "
+                    "more, which adds the dimension of the batch, or let each item be a batch, with as many targets as "
+                    "rows."
+                )
+            self._has_named = True
+            yield item
 
     def _comparing_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Warn if the first batches of two workers are the same, as those of a stream that each reads in full."""

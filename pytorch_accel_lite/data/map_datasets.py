@@ -27,7 +27,7 @@ from pytorch_accel_lite.data.order import (
     of_all_processes,
     order_of_sampler,
 )
-from pytorch_accel_lite.data.reading import InMemory, as_rows, read_rows, reader_of, tensors_in_memory
+from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
 from pytorch_accel_lite.data.sampler_states import EpochRead, bring_to, state_of_sampler, warn_of_other_order
 from pytorch_accel_lite.data.seeded_reading import SeededReader, as_collated
 from pytorch_accel_lite.data.shares import (
@@ -272,6 +272,7 @@ class MapLoader(ShardedLoader):
                 batch = read(indices) if is_collated else collate(read(indices))
                 batch = pin_memory(batch) if pins else batch  # type: ignore[no-untyped-call]
             except Exception as error:
+                add_missing_note(error, self.source.dataset, self.next_indices())
                 if not self.options.yields_failures:
                     raise
                 batch = FailedRead(error)
@@ -290,6 +291,7 @@ class MapLoader(ShardedLoader):
                 except Exception as error:
                     if isinstance(error, StopIteration) and not error.args:
                         return  # the end, unlike a StopIteration of the dataset, which torch raises again with its text
+                    add_missing_note(error, self.source.dataset, self.next_indices())
                     if isinstance(error, WrongLengthError) or not self.options.yields_failures:
                         raise  # in a generator, Python makes an error of a StopIteration
                     batch = FailedRead(error)

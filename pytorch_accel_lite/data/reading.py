@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -162,6 +163,21 @@ def add_sample_note(error: Exception, dataset: Any, index: Any) -> None:
         dataset, index = dataset.dataset, dataset.indices[index]
         sample += f", which is {type(dataset).__name__}[{index!r}]"
     add_note(error, f"{_READING} {sample}.")
+
+
+def add_missing_note(error: Exception, dataset: Any, indices: Iterable[Any] | None) -> None:
+    """Note in an error that may be due to a sample that is ``None`` which one it is; reads them once more."""
+    if not isinstance(error, (TypeError, AttributeError)) or "NoneType" not in str(error):
+        return
+    with suppress(Exception):
+        missing = [index for index in indices or () if dataset[index] is None]
+        if missing:
+            kind = type(dataset).__name__
+            add_note(
+                error,
+                f"{_READING} {kind}[{missing[0]!r}]: this sample is None. Return a sample for every index, or leave "
+                "such samples out in collate_fn.",
+            )
 
 
 def names_sample(error: Exception) -> bool:

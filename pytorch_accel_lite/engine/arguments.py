@@ -5,9 +5,11 @@ Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, wi
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any
@@ -25,7 +27,7 @@ from pytorch_accel_lite.base.intervals import parse_interval
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
@@ -286,9 +288,12 @@ def check_data(
     parts = _by_name(name, dataset)
     if not parts:
         raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")
+    if not is_built:
+        _check_loader_kwargs(name_of_kwargs, loader_kwargs or {})
     for name_of_part, part in parts.items():
         if not is_built:
             _check_readable(name_of_part, part)
+        _check_length(name_of_part, dataset_of(part))
         if find_length(dataset_of(part)) == 0:
             kind = type(dataset_of(part)).__name__
             raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
@@ -300,6 +305,32 @@ def check_data(
             is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
             options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
         _refuse_options(name_of_part, part, options)
+
+
+def _check_loader_kwargs(name: str, arguments: dict[str, Any]) -> None:
+    """Check that torch's ``DataLoader`` knows all arguments."""
+    known = [*inspect.signature(DataLoader).parameters]
+    for argument in arguments:
+        if argument not in known:
+            closest = did_you_mean(str(argument), known)
+            raise TypeError(f"{name} has the key {argument!r}, which is no argument of torch's DataLoader.{closest}")
+
+
+def _check_length(name: str, data: Any) -> None:
+    """Check that ``__len__`` of data returns a number of samples; one that raises a ``TypeError`` stands for none."""
+    try:
+        length = type(data).__len__(data) if hasattr(type(data), "__len__") else 0
+    except (TypeError, NotImplementedError):
+        return
+    except Exception as error:
+        add_note(error, f"raised by __len__ of {name}, a {type(data).__name__}")
+        raise
+    if not isinstance(length, numbers.Integral) or not 0 <= int(length) <= sys.maxsize:
+        kind = ValueError if isinstance(length, numbers.Integral) else TypeError
+        raise kind(
+            f"{name}: __len__ of {type(data).__name__} returned {length!r}. It must return the number of samples, an "
+            f"int from 0 to {sys.maxsize}."
+        )
 
 
 def _refuse_options(name: str, loader: Any, options: dict[str, Any]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.batches import Batch, find_batch_size, parts_in, tensors_in
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
@@ -212,17 +213,35 @@ def _outputs(
     """
     listeners = trainer.callback_handler.listeners
     shares: list[Any] = []
+    is_checked = trainer.ranks.rank > 0
     batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
         if listeners["on_predict_step_end"]:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if not batch.is_filler:
+            if not is_checked:
+                is_checked = _check_rows(batch, output)
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
             shares = []
+
+
+def _check_rows(batch: Batch, output: Any) -> bool:
+    """Warn if no output has a row for each sample, and return whether the batch could tell."""
+    if batch.num_samples is None or batch.num_samples < 2:
+        return False
+    sizes = {batch.num_samples, find_batch_size(batch.data, batch.num_samples)}
+    rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]
+    if rows and sizes.isdisjoint(rows):
+        warn_outside(
+            f"The model returned {rows[0]} rows for a batch of {batch.num_samples} samples. Predictions are "
+            "concatenated as they are, so they will not have a row for each sample, and how many there are depends on "
+            "the batch size and the number of processes. Return outputs whose first dimension is that of the samples."
+        )
+    return True
 
 
 def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:
