@@ -644,3 +644,23 @@ def test_others_read_what_carries_a_checksum(tmp_path):
     trainer.save_checkpoint(tmp_path / "model.pt")
     plain = torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"]
     assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), plain)
+
+
+def load_damaged(path: Path) -> str:
+    trainer = make_trainer(model=make_model(1))
+    try:
+        trainer.load_checkpoint(path, load_optimizer=False)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.processes
+def test_damaged_weights_are_refused_on_all_processes(tmp_path, two_ranks):
+    make_trainer(model=make_model(0)).save_checkpoint(tmp_path / "model.pt")
+    weight = make_model(0).state_dict()["0.weight"].numpy().tobytes()
+    path = tmp_path / "model.pt"
+    flip(path, path.read_bytes().index(weight))
+    first, second = two_ranks.run(load_damaged, path)
+    assert first == second
+    assert "model.pt' is damaged: its content does not match its checksum" in first

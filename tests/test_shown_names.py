@@ -96,6 +96,7 @@ def test_texts_among_metrics_are_shown_in_a_line():
     assert format_metric("a\nb\x1b[0m é") == r"a\nb\x1b[0m é"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database
 def test_mlflow_gets_names_that_it_accepts(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")

@@ -19,7 +19,7 @@ _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 # both by closing the file, so this process remembers which files it has locked, by device and inode, and never opens
 # one of them a second time.
 _held: dict[tuple[int, int], int] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # also taken by finalizers, which run at any time
 
 
 class LockedError(RuntimeError):

@@ -187,6 +187,14 @@ def _read(location: Path | str, model: nn.Module) -> dict[str, Any]:
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
+def _split(location: Path | str) -> tuple[Path | str, str]:
+    """Return the folder and the name of a file on a disk or in a remote store."""
+    if isinstance(location, Path):
+        return location.parent, location.name
+    folder, _, name = location.rpartition("/")
+    return folder, name
+
+
 def save_weights(
     trainer: TrainerLike, path: StrPath, trainable_only: bool, describe: Callable[[Path], object] | None
 ) -> None:
@@ -196,7 +204,7 @@ def save_weights(
     :param describe: called on the first process with the directory, once the weights are in it; ``None`` for one file
     """
     location = parse_location(path)
-    folder, name = (location, WEIGHTS) if describe is not None else os.path.split(location)
+    folder, name = (location, WEIGHTS) if describe is not None else _split(location)
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -212,7 +220,7 @@ def save_weights(
                     "another path, or move the file."
                 )
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
-            with open_folder(parse_location(folder)) as directory:
+            with open_folder(folder) as directory:
                 with replacing(directory / name) as temporary:
                     frozen = {FROZEN: json.dumps(left_out)} if left_out else {}
                     write_tensors(weights, temporary, UNSEALED | frozen)

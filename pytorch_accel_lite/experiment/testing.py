@@ -84,12 +84,8 @@ def run_tests(
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
                 depends = {"inference": dict(attributes), "depends_on": depends_on}
                 with _attributes(trainer, setting, attributes):
-                    rows.append(
-                        row
-                        | test.run(
-                            paths, dataset, folder / checkpoint / as_file_name(setting) / as_file_name(name), depends
-                        )
-                    )
+                    part = folder / checkpoint / as_file_name(setting) / as_file_name(name)
+                    rows.append(row | test.run(paths, dataset, part, depends))
     trainer.ranks.run_together(lambda: _write_table(rows, folder), only_first=True)
     return rows
 
