@@ -196,6 +196,7 @@ class Run:
     :ivar outer: the run within which this one was started, if any
     :ivar accumulation: how many batches there are in an update
     :ivar goodput: how the time of the job is spent
+    :ivar settings: the settings that its training states hold, on the main process; ``None`` if it saves none
     :ivar evaluations: how often the run evaluates
     :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
     :ivar resumed: the training state that is still being restored
@@ -224,6 +225,7 @@ class Run:
     outer: Run | None = None
     accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
     goodput: Goodput = field(default_factory=Goodput)
+    settings: dict[str, Any] | None = None
     evaluations: Interval | None = None
     acts_after_updates: bool = False
     resumed: TrainingState | None = None
