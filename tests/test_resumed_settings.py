@@ -158,6 +158,37 @@ def test_the_state_holds_until_options_are_set_at_the_start(tmp_path, capsys):
     assert "optimizer.lr=0.5 (not 0.01)" in capsys.readouterr().out
 
 
+def another(folder: Path) -> Trainer:
+    """A trainer with another rate, and what a first one has saved: a checkpoint and a state."""
+    trainer = run(folder / "states", train={"create_scheduler_fn": "cosine"})
+    trainer.save_checkpoint(folder / "checkpoint.pt")
+    trainer.save_training_state(folder / "state")
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    return Trainer(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0), callbacks=[])
+
+
+def test_a_checkpoint_says_what_it_sets_and_leaves_out(tmp_path, capsys):
+    trainer, path = another(tmp_path), tmp_path / "checkpoint.pt"
+    capsys.readouterr()
+    trainer.load_checkpoint(path)
+    shown = capsys.readouterr().out
+    assert f"'{path}' has set options of the optimizer: optimizer.lr=0.01 (not 0.5). To keep" in shown
+    assert f"The schedule in '{path}' was not loaded" in shown
+    trainer.load_checkpoint(path, load_scheduler=False)  # it has the rate by now
+    another(tmp_path)
+    capsys.readouterr()
+    trainer.load_checkpoint(path, load_optimizer=False, load_scheduler=False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
+def test_a_state_that_is_loaded_says_which_options_it_sets(tmp_path, capsys):
+    another(tmp_path).load_training_state(tmp_path / "state")
+    assert (
+        f"'{tmp_path}/state' has set options of the optimizer: optimizer.lr=0.01 (not 0.5)." in capsys.readouterr().out
+    )
+
+
 class Augmented(Dataset):
     """Samples with noise from every kind of generator, from one of its own and from one that no seed reaches.
 

@@ -335,6 +335,17 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
     return _message(_together(restored), _together(new), os.fspath(state.directory))
 
 
+def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
+    """Return which options of optimizers a file or a state has changed; empty if it has changed none.
+
+    :param before: the result of :func:`describe_optimizers` before it was loaded
+    """
+    now = describe_optimizers(trainer)
+    changes = [_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]]
+    shown = listed(_together(changes), _MOST_SHOWN)
+    return f"{source!r} has set options of the optimizer: {shown}." if changes else ""
+
+
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], is_elastic: bool) -> list[str]:
     """Return the names of settings that differ; of what was added or removed only the name above all others."""
     names = [key for key in {**before, **now} if key != _DATA and not _is_same(before.get(key), now.get(key))]

@@ -145,7 +145,9 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
         ranks.run_together(make_empty, only_first=True)
         entries = ranks.run_together(write)
         ranks.run_together(lambda: _commit(temporary, directory, entries, captured.metadata), only_first=True)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename:  # the temporary name says nothing to the user
+            error.filename = str(error.filename).replace(temporary.name, directory.name)
         if ranks.rank == 0:
             remove(temporary)
         raise
