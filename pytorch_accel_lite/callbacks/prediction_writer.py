@@ -89,8 +89,8 @@ class PredictionWriterCallback(TrainerCallback):
             trainer.current_run.locks.callback(lock.release)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _DESCRIPTION
-        existing = json.loads(path.read_text()) if path.exists() else {}
-        if existing.get("length", length) != length and not self.overwrite:
+        existing = {} if self.overwrite or not path.exists() else _read_description(path)
+        if existing.get("length", length) != length:
             raise ValueError(
                 f"{os.fspath(self.directory)!r} contains predictions for {existing['length']} samples, not {length}. "
                 "Choose another directory, or pass overwrite=True."
@@ -130,6 +130,23 @@ class PredictionWriterCallback(TrainerCallback):
             name = f"shard-{min(self._indices):012d}-{max(self._indices):012d}-rank{trainer.ranks.rank}.pt"
             _write_shard(self.directory / name, self._indices, concatenate(self._outputs))
         self._clear()
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Read the description of predictions.
+
+    :raises ValueError: if it is something else; names the file
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or type(content.get("length")) is not int or content["length"] < 0:
+        raise ValueError(
+            f"{os.fspath(path)!r} is not the description of predictions that PredictionWriterCallback writes. To "
+            "predict anew, choose another directory, or pass overwrite=True."
+        )
+    return content
 
 
 def _fingerprint(trainer: TrainerLike) -> str:
@@ -192,7 +209,7 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     description = local_path("directory", directory) / _DESCRIPTION
     if not description.is_file():
         raise FileNotFoundError(f"{os.fspath(directory)!r} contains no predictions.")
-    length = json.loads(description.read_text())["length"]
+    length = _read_description(description)["length"]
     shards = list(iterate_predictions(directory))
     indices = chain.from_iterable(indices for indices, _ in shards)
     positions = {index: position for position, index in enumerate(indices)}  # the latest if predicted twice

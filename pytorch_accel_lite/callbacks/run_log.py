@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.environment import in_notebook
+from pytorch_accel_lite.base.environment import in_notebook, warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import class_of
 from pytorch_accel_lite.base.paths import folder_path
@@ -98,14 +98,21 @@ class RunLogCallback(TrainerCallback):
         self._write(trainer)
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
+        path = self.directory / "run.json"
         try:
-            attempts: list[dict[str, Any]] = json.loads((self.directory / "run.json").read_text())["attempts"]
-        except (OSError, ValueError, KeyError):
+            attempts: list[dict[str, Any]] = json.loads(path.read_bytes())["attempts"]
+            for attempt in attempts:
+                texts = attempt["started"], attempt["outcome"]  # which its page shows
+                attempt["outcome"] = "killed" if "running" in texts else attempt["outcome"]
+            return [*attempts]
+        except FileNotFoundError:
             return []
-        for attempt in attempts:
-            if attempt["outcome"] == "running":
-                attempt["outcome"] = "killed"
-        return attempts
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warn_outside(
+                f"{os.fspath(path)!r} does not hold the record of a run ({type(error).__name__}: {error}), so the "
+                "earlier attempts of the resumed run are lost. It is replaced."
+            )
+            return []
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.accelerator.is_main_process and self._budget.is_due:

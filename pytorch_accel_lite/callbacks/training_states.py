@@ -343,10 +343,11 @@ def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] |
     if complete is None:
         return
     path, update = complete
-    text = (
-        f"The run is saved in {os.fspath(path)!r}, after update {update}. To resume it, call train() with the same "
-        'arguments and resume_from="latest".'
-    )
+    is_failure = isinstance(error, Exception) and not isinstance(error, RunPausedError)
+    how = "To resume it, call train() with the same arguments and"
+    if is_failure:  # which the same arguments may lead to again
+        how = "Correct what has failed, and resume it: call train() with"
+    text = f'The run is saved in {os.fspath(path)!r}, after update {update}. {how} resume_from="latest".'
     has_no_traceback = isinstance(error, (RunPausedError, SystemExit)) and getattr(error, "signum", 0) != signal.SIGINT
     if has_no_traceback:
         trainer.print(wrapped(text))

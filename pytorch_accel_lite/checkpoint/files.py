@@ -66,7 +66,8 @@ def remove(path: Path) -> None:
 def naming(path: Path) -> Iterator[None]:
     """Convert system errors while a file is written, such as a full disk, to an ``OSError`` that names the file.
 
-    torch and safetensors raise other errors, and Python's errors do not name a file once it is open.
+    torch and safetensors raise other errors, and Python's errors do not name a file once it is open. Their tracebacks,
+    several one below the other, are left out: what the system said is in the error.
     """
     try:
         yield
@@ -74,7 +75,7 @@ def naming(path: Path) -> Iterator[None]:
         number = _error_number(error)
         if number is None:
             raise
-        raise OSError(number, os.strerror(number), os.fspath(path)) from error
+        raise OSError(number, os.strerror(number), os.fspath(path)) from None
 
 
 def _error_number(error: BaseException | None) -> int | None:
@@ -155,8 +156,9 @@ def hidden_name(name: str, suffix: str) -> str:
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path that is synced and replaces ``target``, or is removed when the block fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale_files(target)
+    with naming(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale_files(target)
     temporary = target.with_name(hidden_name(target.name, f"{secrets.token_hex(4)}.tmp"))
     try:
         with naming(target):

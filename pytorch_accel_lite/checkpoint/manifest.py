@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 import accelerate
 import torch
 
 from pytorch_accel_lite.base.paths import StrPath
+from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, checksum, hash_files
 from pytorch_accel_lite.checkpoint.files import hidden_name
+
+T = TypeVar("T")
 
 #: Since version 2, checksums are those of pieces, and large tensors besides the weights are in a separate file.
 FORMAT_VERSION = 2
@@ -82,12 +87,88 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not match its checksum.")
+    if not _is_integer(manifest.get("format_version")):
+        raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {_odd('format_version', manifest)}.")
     if manifest["format_version"] > FORMAT_VERSION:
         raise ValueError(
             f"The training state {os.fspath(directory)!r} has format {manifest['format_version']}; this version of "
             f"pytorch_accel_lite reads up to {FORMAT_VERSION}. Upgrade pytorch_accel_lite."
         )
+    if problem := _find_odd_field(manifest):
+        raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {problem}.")
     return manifest
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_integer_or_none(value: Any) -> bool:
+    return value is None or _is_integer(value)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 2**40
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_progress(value: Any) -> bool:
+    names = vars(Progress()).keys()
+    return isinstance(value, dict) and value.keys() == names and all(_is_integer(v) and v >= 0 for v in value.values())
+
+
+#: The checks of the fields that every state has, and of those that only newer ones have.
+_REQUIRED = {
+    "saved_at": _is_time,
+    "progress": _is_progress,
+    "world_size": lambda value: _is_integer(value) and value > 0,
+    "seed": _is_integer_or_none,
+    "data_seed": _is_integer_or_none,
+    "stop_reason": _is_text_or_none,
+    "run_config": _is_dict,
+}
+_OPTIONAL = {
+    "versions": _is_dict,
+    "goodput": lambda value: isinstance(value, dict) and all(map(_is_time, value.values())),
+    "machine": _is_dict,
+    "stopped_by": _is_text_or_none,
+    "epoch_phase": _is_integer,
+    "first_epoch": _is_integer,
+    "logical_processes": _is_integer_or_none,
+    "folder": lambda value: isinstance(value, str),
+}
+
+
+def _find_odd_field(manifest: Mapping[str, Any]) -> str:
+    """Return what is wrong with a field of a manifest whose checksum fits; empty if nothing is."""
+    checks = {**_REQUIRED, **{name: check for name, check in _OPTIONAL.items() if name in manifest}}
+    for name, check in checks.items():
+        if name not in manifest or not check(manifest[name]):
+            return _odd(name, manifest)
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return _odd("files", manifest)
+    for name, entry in files.items():
+        if PurePosixPath(name).name != name:
+            return f"it lists {name!r}, which is not the name of a file"
+        if not (isinstance(entry, dict) and _is_integer(entry.get("size")) and _has_checksum(entry)):
+            return f"its entry of the file {name!r} is {short(entry)}"
+    return ""
+
+
+def _has_checksum(entry: Mapping[str, Any]) -> bool:
+    return isinstance(entry.get(CHECKSUM) or entry.get(_FILE_CHECKSUM), str)
+
+
+def _odd(name: str, manifest: Mapping[str, Any]) -> str:
+    return f"its {name!r} is {short(manifest[name])}" if name in manifest else f"it has no {name!r}"
 
 
 def _no_manifest(directory: Path) -> ValueError:
@@ -131,9 +212,9 @@ def stored_checksum(entry: Mapping[str, Any]) -> str:
     return stored
 
 
-def catch_damage(verify: Callable[[], dict[str, Any]]) -> dict[str, Any] | DamagedStateError:
-    """Return a verified manifest, or the error if the state is damaged, so that all ranks can raise the same error."""
+def catch_damage(read: Callable[[], T]) -> T | DamagedStateError:
+    """Return what a function has read, or the error if the state is damaged, so that all ranks raise the same one."""
     try:
-        return verify()
+        return read()
     except DamagedStateError as error:
         return error

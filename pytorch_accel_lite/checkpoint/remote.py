@@ -191,8 +191,6 @@ def _download(url: str, directory: Path) -> dict[str, Any]:
     try:
         manifest = read_manifest(directory)
         for name in manifest["files"]:
-            if PurePosixPath(name).name != name:
-                raise DamagedStateError(f"The manifest of {url!r} lists {name!r}, which is not the name of a file.")
             with suppress(FileNotFoundError):  # which verification reports
                 folder.fetch(f"{manifest['folder']}/{name}", directory / name)
         return verify_state(directory)
@@ -214,16 +212,14 @@ def _fetch(url: str, ranks: Ranks) -> TrainingState:
                 raise outcome[1]
         # The first process of this machine is the last one up to this that has fetched the state.
         fetched, manifest = [outcome for outcome in outcomes[: ranks.rank + 1] if outcome is not None][-1]
-        states: list[TrainingState] = []
+        state = read_verified(fetched, manifest, ranks)  # type: ignore[arg-type]
+        state.directory = url
 
         def read() -> None:
-            state = read_verified(fetched, manifest, ranks)  # type: ignore[arg-type]
             state.weights = read_model(fetched)
-            state.directory = url
-            states.append(state)
 
         ranks.run_together(read)
-        return states[0]
+        return state
 
 
 class RemoteStore(StateStore):
@@ -254,8 +250,8 @@ class RemoteStore(StateStore):
 
     def saved_at(self, name: str) -> float:
         """Return when a state was saved; the current time if unknown, so that a damaged state is reported first."""
-        manifest = self._manifest(name) or {}
-        return float(manifest.get("saved_at", time.time()))
+        saved_at = (self._manifest(name) or {}).get("saved_at")
+        return float(saved_at) if type(saved_at) in (int, float) else time.time()
 
     def read(self, name: str, ranks: Ranks) -> TrainingState:
         """Verify and read a state. All ranks take part."""

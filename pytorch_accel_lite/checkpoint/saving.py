@@ -27,6 +27,7 @@ from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
+from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
 from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_learned
@@ -154,6 +155,7 @@ def load_checkpoint(
     weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict, left_out)
     if left_out and (others := describe_other_weights(model, left_out, checkpoint_path)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
+    options = describe_optimizers(self)
     with attributes.evaluating_optimizers(self):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if self.optimizer is None:
@@ -169,10 +171,28 @@ def load_checkpoint(
         states = checkpoint.get("attribute_state_dicts", {})
         load_attribute_states(self, states, checkpoint_path, load_optimizer, load_scheduler, strict)
         model.load_state_dict(weights, strict=strict and not left_out)
+    if not self.is_running:
+        _say_what_was_loaded(self, checkpoint_path, options, load_scheduler and "scheduler_state_dict" in checkpoint)
     numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}
     self.current_run.loaded = LoadedWeights(os.path.basename(location), numbers, self.progress.update)
     self.current_run.evaluation = None
     return checkpoint
+
+
+def _say_what_was_loaded(
+    trainer: TrainerLike, path: StrPath, options: Mapping[str, str], wants_scheduler: bool
+) -> None:
+    """Say which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
+
+    :param options: those before it was loaded
+    """
+    if changes := describe_loaded(trainer, options, os.fspath(path)):
+        trainer.print(f"{changes} To keep those of this program, pass load_optimizer=False, or set them again.")
+    if wants_scheduler and trainer.scheduler is None and trainer.optimizer is not None:
+        trainer.print(
+            f"The schedule in {os.fspath(path)!r} was not loaded: train() creates its own, from the start. To "
+            "continue a schedule, resume from a training state. load_scheduler=False omits this message."
+        )
 
 
 def _read(location: Path | str, model: nn.Module) -> dict[str, Any]:
@@ -345,8 +365,11 @@ def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]
         restore(self, state, with_scheduler=not self.current_run.schedule.is_recreated)
     else:
         state = read_state(location, self.ranks)
+        options = describe_optimizers(self)
         restore(self, state)
         finish_restoring(self, state)
+        if changes := describe_loaded(self, options, os.fspath(input_dir)):
+            self.print(f"{changes} To train with those of this program, set them again.")
         prepared = self.prepared_model
         attributes.set_optimizer_modes(self, training=prepared is not None and prepared.trains)
     return {"current_epoch": self.run_history.current_epoch, **state.metadata, **state.shared["extra"]}

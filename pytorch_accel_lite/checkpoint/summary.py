@@ -12,7 +12,13 @@ import torch
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.checkpoint.files import FROZEN
-from pytorch_accel_lite.checkpoint.manifest import MANIFEST, read_manifest, stored_checksum, verify_state
+from pytorch_accel_lite.checkpoint.manifest import (
+    MANIFEST,
+    DamagedStateError,
+    read_manifest,
+    stored_checksum,
+    verify_state,
+)
 from pytorch_accel_lite.checkpoint.remote import local_copy
 from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state
 
@@ -20,11 +26,17 @@ from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state
 def _states_in(folder: Path) -> list[str]:
     """Return a line for each training state in a folder and its subfolders, in the order of time."""
     paths = [path.parent for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
+    manifests, damaged = [], []
+    for path in paths:
+        try:
+            manifests.append((read_manifest(path), path))
+        except DamagedStateError as error:
+            damaged.append(str(error))
     lines = []
-    for manifest, path in sorted(((read_manifest(path), path) for path in paths), key=lambda pair: pair[0]["saved_at"]):
+    for manifest, path in sorted(manifests, key=lambda pair: pair[0]["saved_at"]):
         progress = manifest["progress"]
         lines.append(f"{path}: epoch {progress['epoch']}, update {progress['update']:,}, saved {_saved(manifest)}")
-    return lines
+    return lines + damaged
 
 
 def _saved(manifest: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
 )
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
+from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
 from pytorch_accel_lite.checkpoint.remote import read_state
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
 from pytorch_accel_lite.checkpoint.trainability import (
@@ -108,7 +109,8 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
             name: None if owner is None else gather(owner.state_dict())
             for name, owner in _updated_objects(trainer).items()
         },
-        "optimizer_classes": {name: class_names(optimizer) for name, optimizer in _optimizers(trainer).items()},
+        "optimizer_classes": {name: class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()},
+        "settings": settings_text(trainer),
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
@@ -144,16 +146,10 @@ def _updated_objects(trainer: TrainerLike) -> dict[str, Any]:
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
-def _optimizers(trainer: TrainerLike) -> dict[str, Any]:
-    """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
-    named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
-    return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
-
-
 def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None:
     """Raise an error if an optimizer is of another class than in the state; older states lack the class."""
     saved = state.shared.get("optimizer_classes", {})
-    for name, optimizer in _optimizers(trainer).items():
+    for name, optimizer in saved_optimizers(trainer).items():
         groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
         for group, before, now in groups:
             if before and now and not set(before) & set(now):

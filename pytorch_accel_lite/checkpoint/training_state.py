@@ -7,7 +7,7 @@ written last, and then the directory is renamed. Reading verifies everything fir
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,8 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.base.paths import StrPath
+from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.files import (
@@ -51,6 +53,9 @@ RANK = "rank{:05d}.pt"
 SHARDS = "shards{:05d}.safetensors"
 #: Prefix of the names of the model's sharded tensors.
 SHARD_OF_MODEL = "model."
+#: What all states hold, of any version.
+_IN_SHARED = ("optimizer", "scheduler", "scaler", "callbacks", "objects", "losses", "model_extra", "history")
+_IN_LOCAL = ("losses", "generators")
 _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 
 
@@ -142,7 +147,9 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
         ranks.run_together(make_empty, only_first=True)
         entries = ranks.run_together(write)
         ranks.run_together(lambda: _commit(temporary, directory, entries, captured.metadata), only_first=True)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename:  # the temporary name says nothing to the user
+            error.filename = str(error.filename).replace(temporary.name, directory.name)
         if ranks.rank == 0:
             remove(temporary)
         raise
@@ -195,17 +202,50 @@ def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
 
 
 def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> TrainingState:
-    """Read everything except the weights of a state whose files are intact."""
-    state = open_state(directory, metadata)
-    if metadata["world_size"] == ranks.world_size:
-        state.local = load_plain(directory / RANK.format(ranks.rank))
-    return state
+    """Read everything except the weights of a state whose files are intact. All ranks take part.
+
+    :raises DamagedStateError: on all ranks, if a file does not hold what it should; names the file
+    """
+
+    def read() -> TrainingState:
+        state = open_state(directory, metadata)
+        if metadata["world_size"] == ranks.world_size:
+            state.local = _load_part(directory / RANK.format(ranks.rank), _IN_LOCAL)
+        return state
+
+    state = catch_damage(read)
+    for problem in ranks.run_together(lambda: state if isinstance(state, DamagedStateError) else None):
+        if problem is not None:
+            raise problem
+    return state  # type: ignore[return-value]
+
+
+def _load_part(path: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Load a file whose checksum fits, and check that it holds a dict with these keys.
+
+    :raises DamagedStateError: if it does not; names the file
+    """
+    try:
+        content = load_plain(path)
+    except ValueError as error:
+        raise DamagedStateError(str(error)) from error
+    missing = [name for name in names if not isinstance(content, dict) or name not in content]
+    if missing:
+        held = ", ".join(map(repr, content)) if isinstance(content, dict) else short(content)
+        raise DamagedStateError(f"{os.fspath(path)!r} is damaged: it lacks {listed(missing)}, and holds {held}.")
+    return content  # type: ignore[no-any-return]
 
 
 def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
-    """Read the part shared by all ranks, except the weights. Files of large tensors are opened, but not read."""
+    """Read the part shared by all ranks, except the weights. Files of large tensors are opened, but not read.
+
+    :raises DamagedStateError: if a file does not hold what it should; names the file
+    """
+    for name in (MODEL, TRAINER):
+        if name not in metadata["files"]:
+            raise DamagedStateError(f"{os.fspath(directory / MANIFEST)!r} is damaged: it does not list {name!r}.")
     names = [name for name in sorted(metadata["files"]) if name == TENSORS or name.startswith("shards")]
-    shared = load_plain(directory / TRAINER)
+    shared = _load_part(directory / TRAINER, _IN_SHARED)
     shared["history"] = unpack_numbers(shared["history"])
     return TrainingState(directory, metadata, shared, tensors=find_tensors(directory / name for name in names))
 

@@ -21,6 +21,7 @@ from pytorch_accel_lite.base.randomness import capture_generators, restore_gener
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.checkpoint.locks import lock_path
+from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, record_settings
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
 from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
@@ -275,6 +276,8 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     elif was_mid_epoch:
         trainer.run_history._increment_epoch()
     state = run.resumed
+    if trainer.accelerator.is_main_process and (state is not None or run.request.saves_training_states):
+        run.settings = record_settings(trainer)
     if state is not None:
         warn_of_other_schedule(trainer, state)
         run.schedule.is_recreated = must_recreate(trainer, run, state)
@@ -285,6 +288,8 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         check_length(trainer, run)
     if state is not None and run.schedule.is_recreated:
         resume_schedule(trainer, run, state)
+    if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
+        trainer.print(changes)
     run.step.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
     run.step.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0

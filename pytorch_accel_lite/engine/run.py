@@ -221,6 +221,7 @@ class Run:
     :ivar accumulation: how many batches there are in an update
     :ivar locks: what frees the paths that the run writes to
     :ivar goodput: how the time of the job is spent
+    :ivar settings: the settings that its training states hold, on the main process; ``None`` if it saves none
     :ivar evaluations: how often the run evaluates
     :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
     :ivar is_in_loop: whether its epochs are those of our loop, rather than those of an overridden ``_run_training``
@@ -256,6 +257,7 @@ class Run:
     accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
     locks: ExitStack = field(default_factory=ExitStack)
     goodput: Goodput = field(default_factory=Goodput)
+    settings: dict[str, Any] | None = None
     evaluations: Interval | None = None
     acts_after_updates: bool = False
     is_in_loop: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -30,6 +29,7 @@ from pytorch_accel_lite.experiment.results import (
     check_is_same,
     described,
     read_finished,
+    read_json,
     text_table,
     train_to_end,
     write_json,
@@ -218,8 +218,11 @@ def _find_splits(
     """
     path = folder / _SPLITS
     if resume and path.exists():
-        content = json.loads(path.read_text())
-        before, splits = content["about"], [(train, test) for train, test in content["splits"]]
+        content = read_json(path)
+        try:
+            before, splits = dict(content["about"]), [(train, test) for train, test in content["splits"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not hold the splits of a cross-validation. Remove it.") from error
         if not hasattr(splitter, "split") and create() != splits:  # a splitter may split differently each time
             before["splitter"] = "other indices"
         check_is_same(folder, before, settings, "a cross-validation")

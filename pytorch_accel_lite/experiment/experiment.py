@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
@@ -310,7 +311,11 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
         part = next((part for part in PARTS if f"{key}.".startswith(f"{part}.")), key.partition(".")[0])
         depth = key.count(".") - part.count(".")
         is_within = depth > 1 or key.endswith("+") or value.startswith(("[", "{")) or (key in PARTS and value == "null")
-        yield key, load_yaml(value) if is_within else value
+        try:
+            yield key, load_yaml(value) if is_within else value
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or error
+            raise ExperimentError(f"{_LINE}: {option} {value} is not YAML: {problem}. Quote text.") from None
 
 
 def _release_folder(folder: Path) -> None:

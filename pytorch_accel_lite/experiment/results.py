@@ -107,7 +107,21 @@ def read_finished(path: Path) -> Any:
     if not path.exists():
         return None
     print(f"{path.parent} is finished: skipped")
-    return json.loads(path.read_text())
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that :func:`write_json` has written.
+
+    :raises ValueError: if it is something else; names the file
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}. Remove it to start over.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} should hold names and values, but holds {str(content)[:60]!r}. Remove it.")
+    return content
 
 
 def train_to_end(trainer: Trainer, folder: Path, again: str, resume: bool = True, **arguments: Any) -> None:

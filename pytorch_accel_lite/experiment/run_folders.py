@@ -146,8 +146,8 @@ def _run_in(folder: Path) -> RecordedRun | None:
         rows,
         settings=settings_of(experiment, record),
         source=RESOLVED if experiment else "run.json" if record else "",
-        directions=_parsed(folder / DIRECTIONS, json.loads, "JSON") | record.get("directions", {}),
-        outcome=str(record.get("attempts", [{"outcome": ""}])[-1]["outcome"]).partition(":")[0],
+        directions=_parsed(folder / DIRECTIONS, json.loads, "JSON") | (record.get("directions") or {}),
+        outcome=str((record.get("attempts") or [{}])[-1].get("outcome", "")).partition(":")[0],
     )
 
 
@@ -181,16 +181,34 @@ def _read_record(folder: Path) -> dict[str, Any]:
     """Return the contents of the ``run.json`` of a folder, which may be in a subfolder."""
     for path in (folder / "run.json", *sorted(folder.glob("*log/run.json"))):
         if path.is_file():
-            return _parsed(path, json.loads, "JSON")
+            record = _parsed(path, json.loads, "JSON")
+            _check_record(path, record)
+            return record
     return {}
+
+
+def _check_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Check what is read of a ``run.json``.
+
+    :raises ValueError: if something in it has another type; names the file and the entry
+    """
+    kinds = {"metrics": list, "attempts": list, "config": dict, "directions": dict, "versions": dict, "git": dict}
+    for name, kind in kinds.items():
+        value = record.get(name)
+        rows = value if kind is list and isinstance(value, list) else []
+        if not isinstance(value, (kind, type(None))) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{path} is not the record of a run: {name!r} in it is {str(value)[:60]!r}.")
 
 
 def _parsed(path: Path, parse: Callable[[str], Any], kind: str) -> dict[str, Any]:
     """Return the contents of a file, which is empty if there is none."""
     try:
-        return (path.is_file() and parse(path.read_text())) or {}
+        content = (path.is_file() and parse(path.read_text())) or {}
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is not {kind}: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} should hold names and values, but holds {str(content)[:60]!r}.")
+    return content
 
 
 # ----------------------------------------------------------------------------------------------------- settings
@@ -203,7 +221,7 @@ def settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dic
     :param record: contents of its ``run.json``, if it has one
     """
     config = {name: record[name] for name in ("model", "loss", "optimizer", "schedule") if name in record}
-    config |= record.get("config", {})
+    config |= record.get("config") or {}
     epochs, updates = (config.get(name) or 0 for name in ("num_epochs", "num_update_steps_per_epoch"))
     if config.get("max_num_train_steps") == epochs * updates:  # it follows from the number of epochs
         del config["max_num_train_steps"]
@@ -212,6 +230,6 @@ def settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dic
     git = record.get("git") or {}
     if "commit" in git:
         settings["git commit"] = git["commit"][:10] + (", with changes" if git.get("has_changes") else "")
-    versions = record.get("versions", {}).items()
+    versions = (record.get("versions") or {}).items()
     settings |= {f"version of {name}": str(number).partition("+")[0] for name, number in versions}
     return {key: value for key, value in settings.items() if not _IGNORED_SETTINGS.fullmatch(key)}

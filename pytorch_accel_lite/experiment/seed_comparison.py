@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.experiment.experiment import Experiment
-from pytorch_accel_lite.experiment.results import Results, check_is_same, described, text_table, write_json
+from pytorch_accel_lite.experiment.results import Results, check_is_same, described, read_json, text_table, write_json
 from pytorch_accel_lite.experiment.run_folders import settings_of
 from pytorch_accel_lite.experiment.seed_runs import OUTPUT, Made, SeedRun, results_of
 from pytorch_accel_lite.utils import as_json, format_metric, format_value, import_extra, result_of_first
@@ -296,7 +296,7 @@ def _claim(folder: Path, about: dict[str, dict[str, Any]]) -> None:
     named = {f"{part}.{key}": value for part, settings in about.items() for key, value in settings.items()}
     now = json.loads(json.dumps({**named, "WORLD_SIZE": size}, default=described))
     if path.exists() and any(file.name != OUTPUT for file in folder.glob("[ab]/*/*")):  # of runs that have begun
-        check_is_same(folder, json.loads(path.read_text()), now, "runs")
+        check_is_same(folder, read_json(path), now, "runs")
     write_json(path, now)
 
 

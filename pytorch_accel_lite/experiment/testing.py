@@ -190,6 +190,8 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
         content: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
     except (OSError, ValueError):
         return None
+    if not isinstance(content, dict):
+        return None
     metrics: dict[str, Any] = content.pop("metrics", {})
     return metrics if content == source else None
 

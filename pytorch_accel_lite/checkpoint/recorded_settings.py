@@ -1,0 +1,430 @@
+"""The settings of a run, recorded in its training states and compared with those of a run that resumes.
+
+Recorded are those that change what a run computes. What only changes how fast it is, where it writes or what it shows
+is left out, as are its length and its number of processes, which may change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import takewhile
+from types import CodeType
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
+
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.text import listed, to_number
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.data.fingerprints import describe_change, fingerprint
+from pytorch_accel_lite.data.loader_choice import dataset_of
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.optimizers.operations import is_created, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.rates import initial_options
+from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
+
+#: Callbacks that only observe a run.
+_OBSERVERS = re.compile(
+    "(Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|MetricsFile|MoveModulesToDevice"
+    "|NaNReport|OptunaPruning|PlotMetrics|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RayTrain|RunLog"
+    "|SaveTrainingState|ShowOutputs|TerminateOnNaN|Throughput|Timing|Tracker|WorstSamples)Callback|ExperimentRecord"
+)
+#: Settings of ``TrainerRunConfig`` that change what a run computes.
+_OF_TRAIN = (
+    "train_per_device_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_clip_value",
+    "gradient_clip_norm",
+    "scheduler_interval",
+    "scheduler_metric",
+    "eval_every_n_epochs",
+    "evaluate_every",
+    "mixed_precision",
+)
+#: Names of arguments that say where something is, on which device, or which part of a job this is, or hold the data.
+_ELSEWHERE = re.compile(
+    r"(.*_)?(dir|directory|paths?|files?|folder|url|log|logger|devices?|dtype|rank|replicas|world_size|epoch|verbose)"
+    r"|data_source|dataset|mixture|generator"
+)
+#: Marks the code of a function: the version of Python, whose bytecode it is, and a checksum.
+_CODE = re.compile(r" #(\d+\.\d+)-[0-9a-f]{8}")
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
+_OF_SIZE = ("train_per_device_batch_size", "gradient_accumulation_steps")
+#: What may be there or not. Other settings are missing in states of other versions, of torch or of this package.
+_PARTS = ("callbacks.", "model.", "loss_func.", "eval_dataset")
+_DEEPEST = 4
+_MOST_SHOWN = 8  # settings that differ
+_LONGEST = 100  # of a value that is shown
+_ABSENT = ""
+_DATA = "data"
+
+
+def saved_optimizers(trainer: TrainerLike) -> dict[str, Any]:
+    """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
+    named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
+    return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
+
+
+# ----------------------------------------------------------------------------------------------- recording
+
+
+def record_settings(trainer: TrainerLike, reads_data: bool = True) -> dict[str, Any]:
+    """Return the settings of the current run by name, as texts, and what identifies its data.
+
+    :param reads_data: whether to read a few samples
+    """
+    run = trainer.current_run
+    options = run.schedule.initial_options
+    return {
+        "trainer": class_name(type(trainer)),
+        "seed": repr(trainer.seed),
+        **_of_train(trainer),
+        **describe_optimizers(trainer, options),
+        **_schedule(trainer),
+        **_modules("loss_func", trainer.loss_func),
+        **_modules("model", trainer.get_model(keep_torch_compile=False)),
+        **_callbacks(trainer),
+        **_order(trainer),
+        _DATA: {name: fingerprint(data) for name, data in _datasets(trainer).items()} if reads_data else {},
+    }
+
+
+def settings_text(trainer: TrainerLike) -> str:
+    """Return the settings that a training state of the current run holds. A run that saves states has recorded them."""
+    if not trainer.accelerator.is_main_process:  # which writes the state
+        return ""
+    recorded = trainer.current_run.settings
+    return json.dumps(record_settings(trainer, reads_data=False) if recorded is None else recorded)
+
+
+def _of_train(trainer: TrainerLike) -> dict[str, str]:
+    config = trainer.run_config
+    return {name: described(getattr(config, name, None)) for name in _OF_TRAIN}
+
+
+def describe_optimizers(trainer: TrainerLike, initial: list[dict[str, Any]] | None = None) -> dict[str, str]:
+    """Return the options of all parameter groups, with rates as they were before any schedule.
+
+    :param initial: these rates of the trainer's optimizer, if they are known
+    """
+    result = {}
+    for name, optimizer in saved_optimizers(trainer).items() if is_created(trainer.optimizer) else ():
+        known = initial if initial and name == "optimizer" else initial_options(optimizer)
+        running = {option for part in parts_of(optimizer).values() or [optimizer] for option in _running(part)}
+        for number, (group, rates) in enumerate(zip(optimizer.param_groups, known, strict=False)):
+            label = name if len(optimizer.param_groups) == 1 else f"{name}.param_groups[{number}]"
+            for option, value in {**group, **rates}.items():
+                is_initial = option.startswith("initial_")
+                if not (is_initial or option in running or option in ("params", "param_names")):
+                    result[f"{label}.{option}"] = described(to_number(value), option)
+    return result
+
+
+def _running(optimizer: Any) -> set[str]:
+    """Return what an optimizer keeps in its groups although it is no argument: its own progress."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return set(getattr(optimizer, "defaults", {})) - _parameters(type(optimizer))
+
+
+def _schedule(trainer: TrainerLike) -> dict[str, str]:
+    scheduler = trainer.scheduler
+    if scheduler is None:  # said by warn_of_other_schedule
+        return {}
+    own = is_overridden(trainer, "create_scheduler")
+    return {"create_scheduler_fn": class_name(type(scheduler)) if own else described(trainer.create_scheduler_fn)}
+
+
+def _modules(name: str, value: Any) -> dict[str, str]:
+    """Return the class and the arguments of each module in a module; or those of a function."""
+    if not isinstance(value, nn.Module):
+        return {name: described(value)}
+    return {f"{name}.{key}" if key else name: _object(module, 1) for key, module in value.named_modules()}
+
+
+def _callbacks(trainer: TrainerLike) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for callback in trainer.callback_handler:
+        kind = type(callback).__name__
+        if _OBSERVERS.fullmatch(kind):
+            continue
+        count = sum(key.partition("#")[0] == f"callbacks.{kind}" for key in result)
+        name = f"{kind}#{count + 1}" if count else kind
+        result[f"callbacks.{name}"] = "stateful" if hasattr(callback, "state_dict") else "used"
+        result |= {f"callbacks.{name}.{key}": described(value, key) for key, value in _arguments(callback)}
+    return result
+
+
+def _arguments(callback: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments with which a callback was created, and the defaults of the others."""
+    args, kwargs = vars(callback).get("_constructor_arguments", ((), {}))
+    try:
+        bound = inspect.signature(type(callback)).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        return
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        if not _ELSEWHERE.fullmatch(name) and not isinstance(value, os.PathLike):
+            yield name, value
+
+
+def _order(trainer: TrainerLike) -> dict[str, str]:
+    """Return what decides the order of the training samples and how batches are made of them."""
+    source = getattr(trainer.current_run.data.train_loader, "source", None)
+    names = ("sampler", "drop_last", "collate_fn")
+    return {f"the loader's {name}": described(getattr(source, name)) for name in names if hasattr(source, name)}
+
+
+def _datasets(trainer: TrainerLike) -> dict[str, Any]:
+    data = trainer.current_run.data
+    loaders = {"train_dataset": data.train_loader}
+    loaders |= {f"eval_dataset[{name!r}]": loader for name, loader in data.eval_loaders.items()}
+    if not data.eval_loaders and data.eval_loader is not None:
+        loaders["eval_dataset"] = data.eval_loader
+    return {name: dataset_of(getattr(loader, "source", loader)) for name, loader in loaders.items()}
+
+
+# ---------------------------------------------------------------------------------------- describing a value
+
+
+def described(value: Any, name: str = "", depth: int = 0) -> str:
+    """Return a text that is equal for equal settings, in any process; secrets are hidden.
+
+    :param name: name of the setting, which shows whether it is a secret
+    """
+    if isinstance(value, (bool, int, float, complex, type(None), np.generic)):
+        return repr(value.item() if isinstance(value, np.generic) else value)
+    if isinstance(value, (str, bytes)):
+        text = short(value, name)
+        return text if len(value) < 50 else f"{text} ({crc32(repr(value).encode()):08x})"
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return _array(value)
+    if isinstance(value, type):
+        return class_name(value)
+    if depth >= _DEEPEST:
+        return f"{type(value).__name__}(...)"
+    if isinstance(value, (Mapping, list, tuple, set, frozenset, range)):
+        return _container(value, depth + 1)
+    if isinstance(value, partial):
+        args = [described(item, "", depth + 1) for item in value.args]
+        args += [f"{key}={described(item, key, depth + 1)}" for key, item in value.keywords.items()]
+        return f"{described(value.func, '', depth + 1)}({', '.join(args)})"
+    return _function(value, depth + 1) if inspect.isroutine(value) else _object(value, depth + 1)
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class, without that of a function that defines it."""
+    return class_of_module(kind).__name__
+
+
+def class_of_module(kind: type) -> type:
+    """Return a class without what ``fully_shard`` has derived from it."""
+    is_derived = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
+    return kind.__mro__[2] if is_derived else kind
+
+
+def _array(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized or hasattr(value, "device_mesh"):
+            return f"tensor{tuple(value.shape)}"
+        value = value.detach().to("cpu", torch.float64 if value.is_floating_point() else None).numpy()
+    if value.size == 1:
+        return repr(value.item())
+    return f"array{value.shape} ({crc32(np.ascontiguousarray(value).tobytes()):08x})"
+
+
+def _container(value: Any, depth: int) -> str:
+    if isinstance(value, range):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {described(item, str(key), depth)}' for key, item in value.items())}}}"
+    items = [described(item, "", depth) for item in [*value][:1000]]
+    items = sorted(items) if isinstance(value, (set, frozenset)) else items
+    text = ", ".join(items)
+    return f"[{text}]" if len(value) < 20 else f"[{len(value)} items] ({crc32(text.encode()):08x})"
+
+
+def _object(value: Any, depth: int) -> str:
+    """Describe an object by its class and those of its attributes that are arguments of the class."""
+    kind = class_of(value) if isinstance(value, nn.Module) else type(value)
+    if isinstance(value, nn.Module):
+        own = {**vars(value), **{name: item for name, item in value._buffers.items() if item is not None}}
+    else:
+        text = "" if kind.__repr__ is object.__repr__ else repr(value)
+        if text and " at 0x" not in text and len(text) < 1000 and "\n" not in text:
+            return text
+        own = getattr(value, "__dict__", {})
+    names = [name for name in own if name in _parameters(kind) and not _ELSEWHERE.fullmatch(name)]
+    parts = [f"{name}={described(own[name], name, depth)}" for name in sorted(names)]
+    return f"{kind.__name__}({', '.join(parts)})"
+
+
+@lru_cache(maxsize=1000)
+def _parameters(kind: type) -> set[str]:
+    try:
+        return set(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):  # not written in Python
+        return set()
+
+
+def _function(value: Any, depth: int) -> str:
+    """Describe a function by its name and, if it is the user's, its code and the variables around it."""
+    function = getattr(value, "__func__", value)
+    name = getattr(function, "__name__", type(value).__name__)
+    code = getattr(function, "__code__", None)
+    if code is None or os.path.realpath(code.co_filename).startswith(_LIBRARIES):
+        return name
+    around = []
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            around.append(f"{variable}={described(cell.cell_contents, variable, depth)}")
+        except ValueError:  # not assigned yet
+            continue
+    defaults = [described(item, "", depth) for item in function.__defaults__ or ()]
+    number = crc32(repr([_code(code), defaults]).encode())
+    version = ".".join(map(str, sys.version_info[:2]))
+    arguments = f"({', '.join(around)})" if around else ""
+    return f"{name}{arguments} #{version}-{number:08x}"
+
+
+def _code(code: CodeType) -> list[Any]:
+    constants = [_code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
+    return [code.co_code, constants, code.co_names]
+
+
+# ----------------------------------------------------------------------------------------------- comparing
+
+
+def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
+    """Return what differs between the settings of a state and those of the run that has loaded it, and which hold.
+
+    The run then records those that hold. Empty if nothing differs, or the state is of an earlier version.
+
+    :param state: what the run has loaded
+    """
+    run = trainer.current_run
+    now: dict[str, Any] = run.settings or {}
+    before: dict[str, Any] = json.loads(state.shared.get("settings") or "{}")
+    if not before or not now:
+        return ""
+    changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
+    loaded = describe_optimizers(trainer)
+    restored: list[str] = []
+    new: list[str] = []
+    for key in changed:
+        was, this = before.get(key, _ABSENT), now.get(key, _ABSENT)
+        if not _is_restored(trainer, key):
+            new.append(_change(key, was, this))
+        elif this != loaded.get(key):
+            now[key] = was
+            restored.append(_change(key, this, was, "not"))
+    new += _changed_data(trainer, before[_DATA], now[_DATA])
+    return _message(_together(restored), _together(new), os.fspath(state.directory))
+
+
+def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
+    """Return which options of optimizers a file or a state has changed; empty if it has changed none.
+
+    :param before: the result of :func:`describe_optimizers` before it was loaded
+    """
+    now = describe_optimizers(trainer)
+    changes = [_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]]
+    shown = listed(_together(changes), _MOST_SHOWN)
+    return f"{source!r} has set options of the optimizer: {shown}." if changes else ""
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], is_elastic: bool) -> list[str]:
+    """Return the names of settings that differ; of what was added or removed only the name above all others."""
+    names = [key for key in {**before, **now} if key != _DATA and not _is_same(before.get(key), now.get(key))]
+    heads = tuple(f"{key}." for key in names)
+    return [
+        key
+        for key in names
+        if not (is_elastic and key in _OF_SIZE)  # a job of another size keeps that of an update, as far as it can
+        and ((key in before and key in now) or (key.startswith(_PARTS) and not key.startswith(heads)))
+        and "stateful" not in (before.get(key), now.get(key))  # a warning says so
+    ]
+
+
+def _is_same(before: str | None, now: str | None) -> bool:
+    if before == now:
+        return True
+    if before is None or now is None or _CODE.sub("", before) != _CODE.sub("", now):
+        return False
+    versions = [match for text in (before, now) for match in _CODE.findall(text)]
+    return len(set(versions)) > 1  # bytecode of other versions of Python cannot be compared
+
+
+def _is_restored(trainer: TrainerLike, key: str) -> bool:
+    """Whether a state restores a setting, whatever the program says."""
+    if key == "create_scheduler_fn":
+        return not trainer.current_run.schedule.is_recreated and _restores_arguments(trainer.scheduler)
+    return key == "seed" or key.startswith(tuple(f"{name}." for name in saved_optimizers(trainer)))
+
+
+def _restores_arguments(scheduler: Any) -> bool:
+    """Whether the state of a scheduler has its arguments, as those of torch, rather than only its position."""
+    kinds = (PlannedLrScheduler, LambdaLR, MultiplicativeLR)  # the latter without their functions
+    return not all(isinstance(part, kinds) for part in schedulers_in(scheduler).values())
+
+
+def _shown(this: str, other: str) -> str:
+    """Return a description for a message, from where it differs from the other one if both are long."""
+    this, other = _CODE.sub("", this), _CODE.sub("", other)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(this, other, strict=False)))
+    begin = max(same - 30, 0) if max(len(this), len(other)) > _LONGEST else 0
+    return f"{'...' if begin else ''}{this[begin : begin + _LONGEST]}{'...' if len(this) > begin + _LONGEST else ''}"
+
+
+def _change(key: str, other: str, holds: str, word: str = "was") -> str:
+    """Return a text about a setting: the value that holds, and the other one; or that a part is new or missing."""
+    if _ABSENT in (other, holds) and key.startswith(_PARTS):
+        return f"{key.removeprefix('callbacks.')} is {'new' if other == _ABSENT else 'missing'}"
+    if _CODE.sub("", other) == _CODE.sub("", holds):
+        return f"{key}={_shown(holds, '')} has other code"
+    return f"{key}={_shown(holds, other)} ({word} {_shown(other, holds)})"
+
+
+def _changed_data(trainer: TrainerLike, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    datasets = _datasets(trainer)
+    names = [name for name in now if name in before] if before else []
+    changes = {name: describe_change(before[name], now[name], datasets[name]) for name in names}
+    others = [name for name in {**before, **now} if (name in before) != (name in now)] if before and now else []
+    found = [f"{name}: {change}" for name, change in changes.items() if change]
+    return found + [f"{name} is {'new' if name in now else 'missing'}" for name in others]
+
+
+def _together(texts: list[str]) -> list[str]:
+    """Return texts in which those of all parameter groups that say the same are one."""
+    return [*dict.fromkeys(re.sub(r"\.param_groups\[\d+\]", "", text) for text in texts)]
+
+
+def _message(restored: list[str], new: list[str], source: str) -> str:
+    if not restored and not new:
+        return ""
+    parts = ["The settings of this program are not those of the run that it resumes."]
+    if restored:
+        parts.append(f"Kept as in the state: {listed(restored, _MOST_SHOWN)}.")
+    if new:
+        parts.append(f"Changed from here on: {listed(new, _MOST_SHOWN)}.")
+    if restored:
+        parts.append(
+            "To train with this program's values of what is kept, begin a new run from the weights: "
+            f"trainer.load_checkpoint({source!r}, load_optimizer=False, load_scheduler=False), then train() without "
+            "resume_from. A callback may also set options of the optimizer in on_training_run_start; learning rates "
+            "only if there is no schedule."
+        )
+    return " ".join(parts)

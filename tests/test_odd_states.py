@@ -1,0 +1,116 @@
+"""Training states whose checksums fit but whose content is odd: the file is named, and an older state used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import (
+    PredictionWriterCallback,
+    RunLogCallback,
+    SaveTrainingStateCallback,
+    read_predictions,
+)
+from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
+from pytorch_accel_lite.experiment import Experiment, ExperimentError, compare_runs
+from tests.tasks import changed_manifest, make_data, make_trainer, train
+
+FIELDS = ["format_version", "saved_at", "progress", "world_size", "seed", "data_seed", "run_config", "files"]
+ODD: list[Any] = [..., "odd", [1], float("nan"), True, -(10**30)]
+
+
+def resumable(folder: Path) -> Trainer:
+    return make_trainer([SaveTrainingStateCallback(folder, save_every_n_steps=1)], seed=1)
+
+
+def resume(folder: Path) -> Trainer:
+    return train(resumable(folder), 2, resume_from="latest")
+
+
+def saved(folder: Path) -> list[Path]:
+    """The states of a short run, the newest last."""
+    train(resumable(folder))
+    return sorted(folder.glob("update-*"))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_manifest_with_an_odd_field_is_named_and_skipped(tmp_path, field, capsys):
+    *_, older, newest = saved(tmp_path)
+    intact = (newest / "manifest.json").read_bytes()
+    for value in ODD:
+        (newest / "manifest.json").write_bytes(intact)
+        with changed_manifest(newest) as manifest:
+            manifest |= {field: value}
+            if value is ...:
+                del manifest[field]
+        trainer = resumable(tmp_path)
+        state = trainer.callbacks[0].find_latest(trainer)
+        trainer.callbacks[0].on_training_run_end(trainer)
+        assert state.directory == older
+        problem = f"it has no '{field}'" if value is ... else f"its '{field}' is "
+        assert f"manifest.json' is damaged: {problem}" in capsys.readouterr().out
+        print_contents(tmp_path)  # lists the others
+        assert f"{older.name}: epoch 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [[1], {}, {"history": None}, "text"])
+@pytest.mark.parametrize("file", ["trainer.pt", "rank00000.pt"])
+def test_a_file_of_another_content_is_named_and_skipped(tmp_path, file, content, capsys):
+    *_, older, newest = saved(tmp_path)
+    torch.save(content, newest / file)
+    with changed_manifest(newest, file):
+        pass
+    assert resume(tmp_path).progress.update == 6
+    shown = capsys.readouterr().out
+    assert f"{newest.name}/{file}' is damaged: it lacks" in shown
+    assert f"Resuming from '{older}'" in shown
+
+
+def test_if_all_states_are_odd_each_is_named(tmp_path):
+    states = saved(tmp_path)
+    for state in states:
+        with changed_manifest(state) as manifest:
+            del manifest["world_size"]
+    with pytest.raises(DamagedStateError, match=r"All training states .* are damaged: .*has no 'world_size'"):
+        resume(tmp_path)
+
+
+OTHER = ["[]", "5", "{", '{"length": "x", "attempts": 5}', '{"attempts": [5]}', '{"attempts": [{}]}']
+
+
+@pytest.mark.parametrize("content", OTHER)
+def test_a_record_of_another_shape_is_named_and_replaced(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    train(make_trainer()).save_training_state(tmp_path / "state")
+    with pytest.warns(UserWarning, match=r"run.json' does not hold the record of a run"):
+        train(make_trainer([RunLogCallback(tmp_path)]), 2, resume_from=tmp_path / "state")
+    assert compare_runs(tmp_path).rows()
+
+
+@pytest.mark.parametrize("content", OTHER)
+def test_a_description_of_predictions_of_another_shape_is_named(tmp_path, content):
+    (tmp_path / "predictions.json").write_text(content)
+    message = r"predictions.json' is not the description of predictions"
+    with pytest.raises(ValueError, match=message):
+        make_trainer([PredictionWriterCallback(tmp_path)]).predict(make_data())
+    with pytest.raises(ValueError, match=message):
+        read_predictions(tmp_path)
+    make_trainer([PredictionWriterCallback(tmp_path, overwrite=True)]).predict(make_data())
+    assert len(read_predictions(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("content", ["[]", '{"metrics": 5}', '{"metrics": [1]}', '{"attempts": [1]}', '{"config": []}'])
+def test_a_record_that_cannot_be_compared_is_named(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run.json|No runs found"):
+        compare_runs(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["[1", "{", "{a: b: c}"])
+def test_a_command_line_that_is_no_yaml_is_named(value):
+    with pytest.raises(ExperimentError, match=r"command line: --train.train_dataloader_kwargs .* is not YAML: "):
+        Experiment.from_file(None, ["--train.train_dataloader_kwargs", value])
