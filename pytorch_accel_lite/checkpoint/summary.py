@@ -61,8 +61,8 @@ def print_contents(state: StrPath) -> None:
     for title in ("attributes", "callbacks", "objects", "extra"):
         if shared.get(title):
             print(f"{title}: {', '.join(shared[title])}")
-    for owner, held in shared.get("user_attributes", {}).get("kept", {}).items():
-        print(f"attributes of {owner or 'the trainer'}: {', '.join(held)}")
+    held = shared.get("user_attributes", {}).get("kept", {})
+    print("".join(f"held by {owner or 'the trainer'}: {', '.join(names)}\n" for owner, names in held.items()), end="")
     for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
         print(f"  {name}: {', '.join(map(format_metric, values[-5:]))}")
     for name, entry in manifest["files"].items():
