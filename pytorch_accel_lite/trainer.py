@@ -150,8 +150,8 @@ class Trainer:
     :ivar goodput: how the time of the job was spent, its restarts included
     :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
-    :cvar saves_attributes: whether checkpoints and training states include optimizers and schedulers that are
-        attributes of the trainer, and modules that have parameters in an optimizer
+    :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
+        training states all attributes of users that they can hold
     """
 
     saves_attributes: ClassVar[bool] = True

@@ -1,6 +1,7 @@
 """Kill a run at random instants, start it again with the same command until it ends, and compare it to a whole one.
 
 python -m tests.soak [--kills 100] [--processes 1] [--logical 4] [--workers 0] [--asynchronous] [--sharded-remotely]
+    [--held]
 
 A state is saved at every update. Exits with an error when the killed run ends in other bits. With logical processes, it
 is started again on a random number of real ones each time. Sharded remotely, weights and states are sharded over the
@@ -40,13 +41,15 @@ def soak(
     sharded_remotely: bool = False,
     evaluate_every: str | None = None,
     run_whole: Callable[..., None] | None = None,
+    held: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the killed run and the whole one ended with; fails unless there were as many kills.
 
     :param run_whole: how to run it as a whole, where processes are there already
+    :param held: train a head that states know only by its place, hold data in attributes, and unfreeze a layer
     """
     options: dict[str, Any] = {"workers": workers, "epochs": max(3, kills + 1), "asynchronous": asynchronous}
-    options["evaluate_every"] = evaluate_every
+    options |= {"evaluate_every": evaluate_every, "held": held}
     if logical is not None:
         options |= {"logical": logical, "batch": 2}
     generator = torch.Generator().manual_seed(0)
@@ -126,6 +129,7 @@ def main() -> None:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--logical", type=int)
     parser.add_argument("--sharded-remotely", action="store_true")
+    parser.add_argument("--held", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

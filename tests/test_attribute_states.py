@@ -100,6 +100,42 @@ def normed_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
     return Trainer(model, loss_func, optimizer, callbacks, seed=0, **kwargs)
 
 
+class Elsewhere:
+    """A head with running statistics and a bare parameter, which only a function knows."""
+
+    def __init__(self) -> None:
+        self.head = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1)).double()
+        self.scale = nn.Parameter(torch.rand((), dtype=torch.float64))
+        self.parameters = [*self.head.parameters(), self.scale]
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.head(outputs) * self.scale - targets).square().mean()
+
+
+def loss_of(head: nn.Module, scale: nn.Parameter, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (head(outputs) * scale - targets).square().mean()
+
+
+PLACES: dict[str, Any] = {
+    "a closure": lambda parts: lambda *batch: parts.loss(*batch),
+    "a partial": lambda parts: partial(loss_of, parts.head, parts.scale),
+    "a bound method": lambda parts: parts.loss,
+}
+
+
+def train_elsewhere(folder: Path, resume_from: Path | None = None, *, place: str, callbacks: Any = ()) -> Trainer:
+    torch.manual_seed(9 if resume_from else 0)
+    parts, model = Elsewhere(), small_model(9 if resume_from else 0)
+    optimizer = torch.optim.SGD([*model.parameters(), *parts.parameters], lr=0.05, momentum=0.9)
+    trainer = Trainer(model, PLACES[place](parts), optimizer, [*callbacks, *every_state(folder)], seed=0)
+    trainer.train(DATA, 2, per_device_batch_size=4, resume_from=resume_from)
+    return trainer
+
+
+def everything_optimized(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for group in trainer.optimizer.param_groups for p in group["params"]]
+
+
 class Alone(Adversarial):
     """Trains its critic on each process alone."""
 
@@ -225,6 +261,10 @@ BESIDE_THE_MODEL = {
 }
 
 
+ELSEWHERE = {f"what {place} holds": (partial(train_elsewhere, place=place), everything_optimized) for place in PLACES}
+BESIDE_THE_MODEL |= ELSEWHERE
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("train", "result"), BESIDE_THE_MODEL.values(), ids=BESIDE_THE_MODEL)
 def test_what_is_trained_beside_the_model_is_resumed_to_the_same_bits(train, result):
@@ -347,6 +387,52 @@ def test_checkpoints_hold_a_head_that_is_an_attribute_so_that_the_best_model_is_
     plain = quiet_trainer(small_model(1))
     plain.load_checkpoint(tmp_path / "best.pt", load_optimizer=False)  # a portable file: the model alone is fine
     assert equal(plain.model.state_dict(), trainer.model.state_dict())
+
+
+def test_the_best_model_has_what_a_closure_holds(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", load_saved_checkpoint=False)
+    trainer = train_elsewhere(tmp_path / "states", place="a closure", callbacks=[best])
+    assert best.best_metric_epoch == 2
+    found = everything_optimized(trainer)
+    with torch.no_grad():
+        for parameter in trainer.optimizer.param_groups[0]["params"]:
+            parameter.zero_()
+    trainer.load_checkpoint(tmp_path / "best.pt")
+    assert same(everything_optimized(trainer), found)
+
+
+def test_a_saved_model_says_what_it_leaves_out(tmp_path, capsys):
+    trainer = train_elsewhere(tmp_path / "states", place="a partial")
+    assert (
+        "include what the optimizer trains outside of the model: optimizer[0][4] (Sequential)"
+        in capsys.readouterr().out
+    )
+    trainer.save_model(tmp_path / "model")
+    assert "what was trained besides it: optimizer[0][4], optimizer[0][6]. save_ch" in capsys.readouterr().out
+
+
+class NeedsItsState(nn.Linear):
+    """Reads its own part of a state before it is loaded, as a module of gpytorch does."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], *args: Any) -> None:
+        next(iter(state.values()))
+        super()._load_from_state_dict(state, *args)
+
+
+def test_a_loss_function_that_holds_the_model_is_loaded_whole(tmp_path):
+    def make(seed: int) -> Trainer:
+        torch.manual_seed(seed)
+        model = NeedsItsState(5, 1).double()
+        loss_func = Normed()
+        loss_func.model = model
+        optimizer = torch.optim.SGD([*model.parameters(), loss_func.scale], lr=0.05)
+        return Trainer(model, loss_func, optimizer, [], seed=0)
+
+    trainer, fresh = make(0), make(1)
+    trainer.train(DATA, 1, per_device_batch_size=8)
+    trainer.save_training_state(tmp_path / "state")
+    fresh.load_training_state(tmp_path / "state")
+    assert equal(fresh.loss_func.state_dict(), trainer.loss_func.state_dict())
 
 
 def test_a_critic_that_is_not_finite_is_not_saved(tmp_path):

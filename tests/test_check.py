@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -280,12 +281,12 @@ class EvaluatesItself(Trainer):
 
 
 class Decays(Trainer):
-    """Keeps a number that training changes and no state contains."""
+    """Keeps a number that training changes, of a kind that no state can contain."""
 
-    factor = torch.ones(())
+    factor = Fraction(1)
 
     def optimizer_step(self):
-        self.factor = 0.5 * self.factor
+        self.factor = self.factor / 2
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * float(self.factor)
         super().optimizer_step()

@@ -257,6 +257,17 @@ def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, as
 
 
 @pytest.mark.soak
+@pytest.mark.programs
+@pytest.mark.timeout(7200 if SOAK else 3600)
+def test_sigkill_of_a_run_that_holds_data_in_attributes(tmp_path):
+    """A short version of tests/soak.py --held; ``make soak`` makes it long, also on two processes."""
+    for processes in (1, 2) if SOAK else (1,):
+        (tmp_path / str(processes)).mkdir()
+        found, expected = soak(tmp_path / str(processes), 50 if SOAK else 3, processes, held=True)
+        assert_same(found, expected)
+
+
+@pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):

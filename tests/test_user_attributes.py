@@ -251,6 +251,23 @@ def test_attributes_that_the_run_creates_or_removes_or_that_change_type(tmp_path
     assert torch.equal(fresh.was_none[0], torch.ones(2))
 
 
+def test_attributes_that_a_run_removes_stay_removed(tmp_path):
+    def train(epochs: int) -> Holder:
+        trainer = Holder([SaveTrainingStateCallback(tmp_path)], warm=1, function=len)
+        trainer.train(DATA, epochs, per_device_batch_size=8, resume_from="latest")
+        return trainer
+
+    class Removing(Holder):
+        def train_epoch_end(self) -> None:
+            vars(self).pop("warm", None)
+
+    removing = Removing([SaveTrainingStateCallback(tmp_path)], warm=1, function=len)
+    removing.train(DATA, 1, per_device_batch_size=8)
+    trainer = train(2)
+    assert not hasattr(trainer, "warm")
+    assert trainer.function is len
+
+
 def test_long_buffers_are_kept_as_few_tensors_and_equal(tmp_path):
     frames = [torch.full((3,), float(number)) for number in range(101)]
     steps = [Transition(frames[number], number / 2) for number in range(100)]
@@ -306,6 +323,8 @@ def test_what_cannot_be_kept_is_named_once_before_training(tmp_path, capsys):
     again = Holder([fresh, SaveTrainingStateCallback(tmp_path)])
     again.train(DATA, 2, per_device_batch_size=8, resume_from="latest")
     assert fresh.count == busy.count == 6
+    assert not fresh.lock.locked()
+    assert next(fresh.steps) == 0
 
 
 def test_a_setting_that_is_new_holds_and_is_named(tmp_path, capsys):

@@ -44,6 +44,8 @@ _CODE = (
 )  # fmt: skip
 #: The packages whose objects hold nothing that is to be saved, unless they have a ``state_dict()``.
 _LIBRARIES = frozenset({"pytorch_accel_lite", "accelerate", "torch"})
+#: The kinds of nodes that are not settings.
+_DATA = ("tensor", "array", "columns", "generator", "state", "module")
 _ARRAYS = "biufcSUmM"  # kinds of numpy's types that are stored
 _LONG = 64  # items of a list for which columns pay
 _SMALL = 4096  # bytes of an array that is stored as bytes: a file has room for few separate ones
@@ -400,16 +402,23 @@ def tensors_in(node: Node) -> Iterable[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def is_setting(node: Node) -> bool:
-    """Whether a node holds only numbers, texts, and lists, tuples and dicts of them."""
-    if not isinstance(node, tuple):
+def holds_nothing(node: Node) -> bool:
+    """Whether all parts of a node are what the program has in their places."""
+    if node == SAME:
         return True
-    kind, *parts = node
-    if kind == "tuple":
-        return all(map(is_setting, parts[0]))
-    if kind == "list":
-        return all(map(is_setting, parts[1]))
-    return kind == "dict" and all(is_setting(part) for pair in parts[1] for part in pair)
+    if not isinstance(node, tuple) or node[0] not in ("tuple", *_SEQUENCES, *_DICTS):
+        return False
+    items = node[1] if node[0] == "tuple" else node[2]
+    values = [value for _, value in items] if node[0] in _DICTS else items
+    return bool(values) and all(map(holds_nothing, values))
+
+
+def is_setting(node: Node) -> bool:
+    """Whether a node holds no data, which may have been drawn at random: only numbers, texts and the like."""
+    if isinstance(node, tuple) and node and node[0] in _DATA:
+        return False
+    parts = node.values() if isinstance(node, dict) else node if isinstance(node, (tuple, list)) else ()
+    return all(map(is_setting, parts))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -80,8 +80,9 @@ def save_checkpoint(
 ) -> None:
     """Save the weights as one portable file, written atomically. Call it on every process.
 
-    The file includes what the loss function has learned, and the trainer's attributes that are trained, such as heads
-    and critics (unless ``saves_attributes = False`` in the trainer's class).
+    The file includes what the loss function has learned, and what else is trained, such as heads and critics, wherever
+    it lives, and modules in attributes that the run has changed (unless ``saves_attributes = False`` in the trainer's
+    class).
 
     :param save_path: path of the file, usually ending in ``.pt``; missing folders are created
     :param checkpoint_kwargs: further entries of the file

@@ -74,6 +74,8 @@ def print_contents(state: StrPath) -> None:
     for title in ("attributes", "callbacks", "objects", "extra"):
         if shared.get(title):
             print(f"{title}: {', '.join(shared[title])}")
+    held = shared.get("user_attributes", {}).get("kept", {})
+    print("".join(f"held by {owner or 'the trainer'}: {', '.join(names)}\n" for owner, names in held.items()), end="")
     for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
         print(f"  {name}: {', '.join(map(format_metric, values[-5:]))}")
     for name, entry in manifest["files"].items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -23,13 +24,13 @@ from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.plain_objects import (
-    SAME,
     Decoder,
     Encoder,
     Node,
     NoPlaceError,
     TooManyPartsError,
     digest,
+    holds_nothing,
     is_setting,
     tensors_in,
 )
@@ -95,12 +96,12 @@ def capture_attributes(trainer: TrainerLike) -> tuple[dict[str, Any], dict[str, 
     nodes: dict[Key, Node] = {}
     digests: dict[Key, str | None] = {}
     kept: set[Key] = set()
-    is_alone, is_saved = trainer.ranks.world_size == 1, _saved_elsewhere(trainer)
+    is_alone, is_saved, owners = trainer.ranks.world_size == 1, _saved_elsewhere(trainer), _owners(trainer)
     for key, value in _attributes(trainer):
         encoder = Encoder(is_saved)
         node = encoder.encode(value, _path(key))
         _tell(trainer, created, encoder.left_out)
-        if node == SAME:
+        if holds_nothing(node):
             continue
         nodes[key] = node
         before = created.digests.get(key)
@@ -116,11 +117,16 @@ def capture_attributes(trainer: TrainerLike) -> tuple[dict[str, Any], dict[str, 
         "kept": _by_owner({key: nodes[key] for key in nodes if key in kept - own}),
         "unchanged": _by_owner({key: digests[key] for key in nodes if key not in created.changed}),
         "settings": _by_owner({k: n for k, n in created.settings.items() if k in nodes and k not in created.changed}),
-        "removed": {owner: sorted(names - _names(nodes, owner)) for owner, names in created.names.items()},
+        "removed": _removed(created, owners),
         "own": _by_owner(dict.fromkeys(sorted(own))),
     }
     _tell_size(trainer, created, of_all["kept"])
     return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
+
+
+def _removed(created: CreatedAttributes, owners: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the attributes that a run has removed, by owner."""
+    return {name: sorted(created.names.get(name, set()) - vars(owner).keys()) for name, owner in owners.items()}
 
 
 def _compare(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:
@@ -167,7 +173,8 @@ def _restore_settings(trainer: TrainerLike, saved: Mapping[str, Any], owners: Ma
             if owner in owners and (owner, name) in settings:
                 held = vars(owners[owner])
                 decoder = Decoder(trainer.device, "")
-                held[name] = decoder.decode(settings[owner, name], held.get(name, NoPlaceError))
+                with suppress(NoPlaceError):
+                    held[name] = decoder.decode(settings[owner, name], held.get(name, NoPlaceError))
 
 
 def _say_what_is_lost(saved: Mapping[str, Any], own: Any, lost: list[str], source: str) -> None:
@@ -215,8 +222,10 @@ def _was(saved: Mapping[str, Any], key: Key) -> str:
 
 
 def _shown(node: Node) -> str:
-    value = Decoder(torch.device("cpu"), "").decode(node, NoPlaceError)
-    text = repr(value)
+    try:
+        text = repr(Decoder(torch.device("cpu"), "").decode(node, NoPlaceError))
+    except NoPlaceError:
+        return "something else"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -346,10 +355,6 @@ def _by_owner(values: Mapping[Key, Any]) -> dict[str, dict[str, Any]]:
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {owner: {**first.get(owner, {}), **second.get(owner, {})} for owner in dict.fromkeys([*first, *second])}
-
-
-def _names(nodes: Mapping[Key, Any], owner: str) -> set[str]:
-    return {name for of, name in nodes if of == owner}
 
 
 def _path(key: Key) -> str:

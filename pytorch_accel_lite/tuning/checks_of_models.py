@@ -426,8 +426,8 @@ def _outputs(probe: Probe) -> list[torch.Tensor]:
 
 
 def _plain_tensors(probe: Probe) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors that are plain attributes of modules and of the trainer, by name."""
-    owners = {"trainer": probe.trainer, **probe.modules}
+    """Return copies of the tensors that are plain attributes, and in no state, by name."""
+    owners = probe.modules if probe.trainer.saves_attributes else {"trainer": probe.trainer, **probe.modules}
     values = {
         f"{name}.{key}".lstrip("."): value for name, owner in owners.items() for key, value in vars(owner).items()
     }

@@ -7,10 +7,12 @@ The final weights, optimizer, history and the order of the samples are written t
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,47 @@ class SlowTrainer(Trainer):
         return self._calculate(batch)
 
 
+class Holding(SlowTrainer):
+    """Trains a head that no state knows by name, and holds a buffer, a generator and counts."""
+
+    def __init__(self, head: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.apply_head = lambda outputs: head(outputs)
+        self.replay: deque[tuple[torch.Tensor, float]] = deque(maxlen=100)
+        self.noise = np.random.default_rng(self.ranks.rank)
+        self.counts = {"steps": 0, "mean": torch.zeros(1, dtype=torch.float64)}
+
+    def calculate_train_batch_loss(self, batch):
+        time.sleep(self.delay)
+        outputs = self.apply_head(self.model(batch[0]))
+        self.replay.extend((row, float(self.noise.random())) for row in outputs.detach())
+        self.counts["steps"] += 1
+        self.counts["mean"].mul_(0.9).add_(outputs.detach().mean())
+        row, number = self.replay[self.counts["steps"] * 7 % len(self.replay)]
+        wanted = batch[1] + 0.1 * row + 0.1 * number - 0.1 * self.counts["mean"]
+        return {"loss": nn.functional.mse_loss(outputs, wanted), "model_outputs": outputs}
+
+
+class Teaches(TrainerCallback):
+    """Pulls the weights to those of a teacher that follows them, and trains the first layer from the second epoch."""
+
+    def on_training_run_start(self, trainer, **kwargs):
+        self.teacher = copy.deepcopy(trainer.get_model())
+        trainer.get_model()[0].requires_grad_(False)
+        trainer.rewrap_model()
+
+    def on_train_epoch_start(self, trainer, **kwargs):
+        if trainer.progress.epoch == 2:
+            trainer.get_model()[0].requires_grad_(True)
+            trainer.rewrap_model()
+
+    @torch.no_grad()
+    def on_optimizer_step_end(self, trainer, **kwargs):
+        for slow, fast in zip(self.teacher.parameters(), trainer.get_model().parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.1)
+            fast.data.lerp_(slow.data, 0.05)
+
+
 def make_model() -> nn.Module:
     state = torch.get_rng_state()
     torch.manual_seed(0)
@@ -133,6 +176,7 @@ def run(
     size: int = SIZE,
     logical: int | None = None,
     evaluate_every: str | None = None,
+    held: bool = False,
     **saver: Any,
 ) -> dict[str, Any]:
     model = make_model()
@@ -142,11 +186,15 @@ def run(
         shard(model, accelerator)
     order = OrderCallback()
     saving = SaveTrainingStateCallback(**({"save_dir": folder / "states", "save_every_n_steps": 1} | saver))
-    trainer = SlowTrainer(
+    head = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
+    nn.init.ones_(head[1].weight)
+    nn.init.zeros_(head[1].bias)
+    trainer = (partial(Holding, head) if held else SlowTrainer)(
         model,
         None,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
+        torch.optim.AdamW([*model.parameters(), *head.parameters()] if held else model.parameters(), lr=0.01),
         callbacks=[
+            *([Teaches()] if held else []),
             order,
             SaveBestModelCallback(folder / "best.pt", load_saved_checkpoint=False),
             EarlyStoppingCallback(early_stopping_patience=1000),
@@ -175,6 +223,7 @@ def run(
         "weights": full_state_dict(model.state_dict(), keep=True),
         "optimizer": full_state_dict(trainer.optimizer.state_dict(), keep=True),
         "scheduler": trainer.scheduler.state_dict() if schedule else None,
+        "held": [*head.state_dict().values(), trainer.counts, [*trainer.replay]] if held else None,
         "history": trainer.run_history.to_dict(),
         "order": order.order,
         "progress": trainer.progress.state_dict(),
