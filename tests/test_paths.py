@@ -84,11 +84,12 @@ def test_the_home_directory_may_be_written_as_in_a_shell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     best = SaveBestModelCallback("~/best.pt", "train_loss_epoch")
     states = SaveTrainingStateCallback("~/states")
-    train(make_trainer([best, states, MetricsFileCallback(Path("~/metrics.csv"))]))
+    metrics = MetricsFileCallback(Path("~/metrics.csv"))
+    train(make_trainer([best, states, metrics]))
     assert sorted(os.listdir("home")) == ["best.pt", "metrics.csv", "states"]
     assert os.listdir() == ["home"]
     make_trainer().load_checkpoint("~/best.pt")
-    train(make_trainer([best, states]), 2, resume_from="~/states/update-000000003")
+    train(make_trainer([best, states, metrics]), 2, resume_from="~/states/update-000000003")
     (tmp_path / "~").mkdir()  # as earlier versions made it
     with pytest.raises(ValueError, match=r"save_dir='~/states' .* also a folder '~' here"):
         SaveTrainingStateCallback("~/states")
