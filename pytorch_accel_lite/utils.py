@@ -1,7 +1,7 @@
 """Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE, import_extra
-from pytorch_accel_lite.base.text import format_metric, format_value
+from pytorch_accel_lite.base.text import as_cell, format_metric, format_value, from_cell
 from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
 from pytorch_accel_lite.callbacks.metrics_file import as_json
@@ -22,9 +22,11 @@ __all__ = [
     "DataLoaderSlice",
     "LimitBatches",
     "ModelEma",
+    "as_cell",
     "as_json",
     "format_metric",
     "format_value",
+    "from_cell",
     "import_extra",
     "local_process_zero_first",
     "local_process_zero_only",

@@ -203,13 +203,13 @@ def test_a_damaged_object_is_named_and_an_older_state_is_used(folder, damage, ca
 
 def test_what_killed_processes_have_left_on_a_machine_is_removed(folder, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    old, new = (folder / f"training-state-{name}" for name in ("of a killed process", "of another one"))
+    old, new = (folder / f"pytorch_accel_lite-state-{name}" for name in ("of a killed process", "of another one"))
     for path in (old, new):
         path.mkdir()
         (path / "model.safetensors").touch()
     os.utime(old, (0, 0))
     saving(folder)
-    assert sorted(folder.glob("training-state-*")) == [new]
+    assert sorted(folder.glob("pytorch_accel_lite-state-*")) == [new]
 
 
 def test_states_that_are_all_damaged_are_an_error(folder):

@@ -57,7 +57,7 @@ def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
     text = (tmp_path / "log" / "summary.md").read_text()
     best = max(trainer.run_history.get_metric_values("r2"))
     head, lead = text.splitlines()[:3:2]
-    assert head == "# first <try>"
+    assert head == "# first &lt;try>"
     assert re.fullmatch(r"[\d.]+s · 3 of 3 epochs · 9 updates · [\d,]+ samples · started .* UTC", lead)
     assert re.search(rf"- \*\*r2\*\*: {best:.4f} \(best, epoch \d; final ", text)
     assert "- **Model**: Linear, 5 parameters\n" in text

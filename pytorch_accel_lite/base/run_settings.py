@@ -26,6 +26,7 @@ class RunRequest:
     :param first_sample: position of the first sample to predict
     :param metrics: the metrics that callbacks record and watch
     :param paths: descriptions of what callbacks write, by path; see :meth:`claim_path`
+    :param locked_paths: those that no other run may write to, with the name of the argument of each
     :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
         ``save_dir``
     """
@@ -49,17 +50,25 @@ class RunRequest:
     state_sources: list[Any] = field(default_factory=list)
     metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
     paths: dict[str, str] = field(default_factory=dict)
+    locked_paths: dict[str, str] = field(default_factory=dict)
     _owners: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     def claim_path(
-        self, owner: object, argument: str, path: str | os.PathLike[str] | None, content: str | None = None
+        self,
+        owner: object,
+        argument: str,
+        path: str | os.PathLike[str] | None,
+        content: str | None = None,
+        *,
+        locks: bool = True,
     ) -> None:
-        """Declare that a callback writes to a path, to which no other callback may write.
+        """Declare that a callback writes to a path, to which no other callback and no other training may write.
 
         :param owner: the callback
         :param argument: name of the callback's argument with the path
         :param path: the path; ``None`` does nothing
         :param content: what the path will contain, in a word or two; by default the name of the callback's class
+        :param locks: whether a run that trains keeps others, also of other programs, from writing there until it ends
         :raises ValueError: if another callback writes there; names the argument, the path and both callbacks
         """
         if path is None:
@@ -71,6 +80,8 @@ class RunRequest:
                 f"{argument}={os.fspath(path)!r} is used by two callbacks, {type(owner).__name__} and "
                 f"{type(other).__name__}, which would overwrite each other's files. Give each a different path."
             )
+        if locks:
+            self.locked_paths.setdefault(os.fspath(path), argument)
 
 
 @dataclass(frozen=True, repr=False)

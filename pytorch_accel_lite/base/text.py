@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shutil
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from pytorch_accel_lite.base.environment import is_terminal
 
 _NOTE_WIDTH = 80
+_FORMULA = re.compile(r"'*[=+@-]")
 
 
 def to_number(value: Any) -> Any:
@@ -21,10 +23,45 @@ def to_number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
+def visible(text: object, keeps: str = "") -> str:
+    """Return a name or a text of the user's to be shown in a line: what is not printable is written as ``repr`` does.
+
+    Line breaks would break a table, codes of terminals would move the cursor, and lone surrogates fit into no file.
+
+    :param keeps: characters that stay as they are
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode() for c in text)
+
+
+def as_cell(value: Any) -> Any:
+    """Return a value for a CSV file, where spreadsheets compute texts that begin as formulas do: those get a quote."""
+    if not isinstance(value, str):
+        return value
+    text = visible(value)
+    return f"'{text}" if _FORMULA.match(text) and not is_number_text(text) else text
+
+
+def from_cell(text: Any) -> Any:
+    """Return the text that :func:`as_cell` has written."""
+    return text[1:] if isinstance(text, str) and text.startswith("'") and _FORMULA.match(text) else text
+
+
+def is_number_text(text: str) -> bool:
+    """Whether a text is a number, as ``-Infinity`` is."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def format_metric(value: Any) -> str:
     """Format a value for display: floats, including numpy's and those in scalar tensors, with six digits."""
     value = to_number(value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else visible(value)
 
 
 def format_value(value: Any, scientific: bool = False) -> str:

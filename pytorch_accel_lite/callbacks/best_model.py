@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.checkpoint.files import check_is_no_url, load_plain, read_checkpoint
+from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 
 
@@ -65,8 +67,8 @@ class SaveBestModelCallback(MetricWatcher):
         trainable_only: bool = False,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
-        check_is_no_url("save_path", save_path)
-        self.save_path = save_path
+        path = file_path("save_path", save_path, "a checkpoint")
+        self.save_path = os.fspath(path) if isinstance(save_path, str) else path
         self.save_optimizer = save_optimizer
         self.save_scheduler = save_scheduler
         self.load_saved_checkpoint = load_saved_checkpoint
@@ -137,7 +139,7 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.best_metric is None and trainer.progress.epochs_completed:
-            trainer.print(f"No best model was saved: {self.watch_metric} never had a numeric value.")
+            trainer.print(f"No best model was saved: {visible(self.watch_metric)} never had a numeric value.")
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
         best = self._describe_best()
@@ -163,7 +165,7 @@ class SaveBestModelCallback(MetricWatcher):
             return True
 
     def _describe_best(self) -> str:
-        value = f"{self.watch_metric}: {self.best_metric:.6g}"
+        value = f"{visible(self.watch_metric)}: {self.best_metric:.6g}"
         return f"epoch {self.best_metric_epoch}, {value} ({self._watched.direction})"
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:

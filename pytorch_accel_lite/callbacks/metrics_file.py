@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.base.intervals import Interval
+from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.text import as_cell, from_cell
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.checkpoint.files import no_link, write_text
 
 Row = dict[str, Any]
 
@@ -26,7 +28,8 @@ class MetricsFileCallback(StepLogger):
     Each epoch appends its row in a single write, so a run that is killed leaves whole rows; a resumed run replaces the
     file atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations
     within it, shows its last value; a :class:`TrackerCallback` logs all of them. Non-finite numbers are written as the
-    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings.
+    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names
+    and texts that a spreadsheet would take for formulas begin with a quote.
 
     :param path: the file to write; missing directories are created. A run that is not resumed replaces the file.
     :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
@@ -45,7 +48,7 @@ class MetricsFileCallback(StepLogger):
         every: str | Interval | None = None,
     ) -> None:
         super().__init__(every_n_updates, every)
-        self.path = Path(path)
+        self.path = file_path("path", path)
         if self.path.suffix not in (".jsonl", ".csv"):
             raise ValueError(f"path={os.fspath(path)!r} must end in .jsonl (JSON lines) or .csv.")
         self.updates_path = self.path.with_name(f"{self.path.stem}_updates{self.path.suffix}")
@@ -116,8 +119,7 @@ class _RowFile:
     def replace(self, rows: list[Row]) -> None:
         """Replace the file atomically with one that has these rows."""
         self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        with replacing(self._path) as temporary:
-            temporary.write_text(self._as_text(rows, header=bool(rows)))
+        write_text(self._path, self._as_text(rows, header=bool(rows)))
         self.last_row = rows[-1] if rows else {}
 
     def append(self, rows: list[Row]) -> None:
@@ -127,7 +129,7 @@ class _RowFile:
         if self._path.suffix == ".csv" and any(not row.keys() <= {*self._columns} for row in rows):
             self.replace([*self.read(), *rows])
             return
-        with self._path.open("a") as file:
+        with open(self._path, "a", encoding="utf-8", errors="backslashreplace", opener=no_link) as file:
             file.write(self._as_text(rows))
         self.last_row = rows[-1]
 
@@ -135,19 +137,21 @@ class _RowFile:
         """Read the complete rows of the file, whose last row may be partial."""
         if not self._path.is_file():
             return []
-        text = self._path.read_text()
+        text = self._path.read_text(encoding="utf-8", errors="replace")
         lines = text[: text.rfind("\n") + 1].splitlines()
-        return list(csv.DictReader(lines)) if self._path.suffix == ".csv" else [json.loads(line) for line in lines]
+        if self._path.suffix == ".jsonl":
+            return [json.loads(line) for line in lines]
+        return [{from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(lines)]
 
     def _as_text(self, rows: list[Row], header: bool = False) -> str:
         rows = [{name: plain(value) for name, value in row.items()} for row in rows]
         if self._path.suffix == ".jsonl":
             return "".join(json.dumps(row) + "\n" for row in rows)
         text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
+        writer = csv.writer(text, lineterminator="\n")
         if header:
-            writer.writeheader()
-        writer.writerows(rows)
+            writer.writerow(map(as_cell, self._columns))
+        writer.writerows([as_cell(row.get(name, "")) for name in self._columns] for row in rows)
         return text.getvalue()
 
 

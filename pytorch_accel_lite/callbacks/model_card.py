@@ -14,12 +14,13 @@ from typing import Any
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import format_metric, format_value, to_number
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback, describe_model, setup_of
 from pytorch_accel_lite.callbacks.run_page import environment_facts, training_facts
-from pytorch_accel_lite.checkpoint.files import StrPath, parse_location, replacing
+from pytorch_accel_lite.checkpoint.files import replacing, write_text
 from pytorch_accel_lite.checkpoint.saving import save_weights
 from pytorch_accel_lite.checkpoint.weights import CARD, LoadedWeights
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
@@ -118,8 +119,7 @@ def _write_card(
         settings=[Column("setting", [name for name, _ in settings]), Column("value", [text for _, text in settings])],
         model=model,
     )
-    with replacing(card) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(card, text)
 
 
 def _row_of_weights(history: InMemoryRunHistory, loaded: LoadedWeights | None) -> dict[str, Any]:

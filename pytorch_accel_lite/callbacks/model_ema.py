@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback, set_listening
 from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
@@ -71,7 +72,7 @@ class ModelEmaCallback(MetricWatcher):
         super().__init__(watch_metric, greater_is_better, reset_on_train=True)
         self.decay = check_range("decay", decay, most=1)
         self.evaluate_during_training = evaluate_during_training
-        self.save_path = save_path
+        self.save_path = None if save_path is None else file_path("save_path", save_path, "a checkpoint")
         self.model_ema = model_ema
         self.update_every = update_every
         self.warmup = warmup

@@ -20,8 +20,10 @@ from torch import nn
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.optimizers.gradients import total_norm
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
@@ -161,7 +163,7 @@ class NaNReportCallback(TrainerCallback):
     """
 
     def __init__(self, directory: str | os.PathLike[str] = "nan_reports", check_gradients: bool = True) -> None:
-        self.directory = Path(directory)
+        self.directory = folder_path("directory", directory)
         self.check_gradients = check_gradients
         self.report: Path | None = None
         self._hooks = ExitStack()
@@ -239,9 +241,8 @@ class NaNReportCallback(TrainerCallback):
             "origin": asdict(origin),
             "parameters_with_such_gradients": gradients,
         }
-        self.directory.mkdir(parents=True, exist_ok=True)
         self.report = self.directory / f"epoch-{progress.epoch}-step-{progress.step}-rank-{rank}.json"
-        self.report.write_text(json.dumps(summary, indent=2, default=str) + "\n")
+        write_text(self.report, json.dumps(summary, indent=2, default=str) + "\n")
         raise NonFiniteLossError(
             f"A {what} is not finite in epoch {progress.epoch}, step {progress.step}. {origin} Report written to "
             f"{os.fspath(self.report)!r}."

@@ -9,12 +9,13 @@ from typing import Any
 from pytorch_accel_lite.base.environment import import_extra, in_notebook
 from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
+from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.base.validation import optional
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.plotting import NothingToPlotError
+from pytorch_accel_lite.plotting import NothingToPlotError, new_figure
 
 
 class PlotMetricsCallback(TrainerCallback):
@@ -37,7 +38,8 @@ class PlotMetricsCallback(TrainerCallback):
         every: str | Interval | None = None,
     ) -> None:
         import_extra("matplotlib.figure", "plot", "PlotMetricsCallback")
-        self.path = Path(path)
+        self.path = file_path("path", path)
+        _check_format(self.path)
         self.metrics = metrics
         self.every = optional(parse_interval, "every", every)
         self._restart()
@@ -82,7 +84,7 @@ class PlotMetricsCallback(TrainerCallback):
             except NothingToPlotError:  # yet
                 return
             with replacing(self.path) as temporary, temporary.open("wb") as file:
-                figure.savefig(file, format=self.path.suffix[1:] or "png")
+                figure.savefig(file, format=_format_of(self.path))
             if in_notebook():
                 self._show(figure)
 
@@ -94,3 +96,19 @@ class PlotMetricsCallback(TrainerCallback):
             self._display = display(figure, display_id=True)
         else:
             self._display.update(figure)
+
+
+def _format_of(path: Path) -> str:
+    return path.suffix[1:].lower() or "png"
+
+
+def _check_format(path: Path) -> None:
+    """Check that matplotlib can draw pictures of a format.
+
+    :raises ValueError: if it cannot; lists the formats
+    """
+    formats = new_figure((1, 1)).canvas.get_supported_filetypes()
+    if _format_of(path) not in formats:
+        raise ValueError(
+            f"path={os.fspath(path)!r} must end in a format of pictures: {', '.join(f'.{name}' for name in formats)}."
+        )

@@ -14,11 +14,13 @@ from typing import Any
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.paths import folder_path, local_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, replacing, write_checkpoint
+from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, write_checkpoint, write_text
+from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.optimizers import attributes
@@ -49,7 +51,7 @@ class PredictionWriterCallback(TrainerCallback):
     def __init__(
         self, directory: str | os.PathLike[str] = "predictions", shard_size: int = 1024, overwrite: bool = False
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = folder_path("directory", directory)
         self.shard_size = check_positive_int("shard_size", shard_size)
         self.overwrite = overwrite
         self._clear()
@@ -67,7 +69,7 @@ class PredictionWriterCallback(TrainerCallback):
             raise TypeError("PredictionWriterCallback needs a dataset with a length.")
         weights = _fingerprint(trainer)
         check_is_shared(self.directory, f"directory={os.fspath(self.directory)!r}", trainer.ranks)
-        start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(length, weights))
+        start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(trainer, length, weights))
         request.first_sample = start
         if replaced:
             trainer.print(
@@ -77,12 +79,14 @@ class PredictionWriterCallback(TrainerCallback):
         if start:
             trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
 
-    def _begin(self, length: int, weights: str) -> tuple[int, bool]:
-        """Remove predictions of other weights, and return the number of leading samples that have all been written.
+    def _begin(self, trainer: TrainerLike, length: int, weights: str) -> tuple[int, bool]:
+        """Lock the directory, remove predictions of other weights, count the leading samples that are written.
 
         :param weights: fingerprint of the weights
         :return: that number, and whether predictions of other or unknown weights were removed
         """
+        if (lock := lock_path("directory", self.directory)) is not None:
+            trainer.current_run.locks.callback(lock.release)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _DESCRIPTION
         existing = json.loads(path.read_text()) if path.exists() else {}
@@ -96,8 +100,7 @@ class PredictionWriterCallback(TrainerCallback):
         if self.overwrite or existing != description:
             for shard in shards:  # before the new fingerprint is written, which is not that of the shards
                 shard.unlink()
-            with replacing(path) as temporary:
-                temporary.write_text(json.dumps(description) + "\n")
+            write_text(path, json.dumps(description) + "\n")
             return 0, bool(shards) and not self.overwrite
         written = _remove_damaged(shards)
         done = set(chain.from_iterable(written.values()))
@@ -186,7 +189,7 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     :raises FileNotFoundError: if the directory contains no predictions
     :raises ValueError: if some are missing because the prediction did not finish, or a file is damaged
     """
-    description = Path(directory) / _DESCRIPTION
+    description = local_path("directory", directory) / _DESCRIPTION
     if not description.is_file():
         raise FileNotFoundError(f"{os.fspath(directory)!r} contains no predictions.")
     length = json.loads(description.read_text())["length"]
@@ -208,6 +211,6 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:
     """Yield the shards in a directory: sample indices and outputs."""
-    for path in _find_shards(Path(directory)):
+    for path in _find_shards(local_path("directory", directory)):
         shard = load_verified(path)
         yield shard["indices"], _outputs_of(shard)

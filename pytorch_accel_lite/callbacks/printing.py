@@ -7,7 +7,7 @@ from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.base.text import format_metric, visible
 from pytorch_accel_lite.engine.history import NewMetrics
 from pytorch_accel_lite.optimizers.operations import parts_of
 
@@ -78,7 +78,7 @@ class LogMetricsCallback(TrainerCallback):
 
         :param metrics: new values by name
         """
-        trainer.print("  " + ", ".join(f"{name}: {format_metric(value)}" for name, value in metrics.items()))
+        trainer.print("  " + ", ".join(f"{visible(name)}: {format_metric(value)}" for name, value in metrics.items()))
 
 
 def epoch_of(trainer: TrainerLike) -> str:

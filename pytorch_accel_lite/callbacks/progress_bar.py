@@ -14,6 +14,7 @@ from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import TrainerRunConfig
+from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
 from pytorch_accel_lite.callbacks.bars import NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.callbacks.printing import epoch_of, shown_rates
@@ -153,7 +154,7 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         name = trainer.current_run.data.eval_dataset_name
-        self._start_inference(trainer, "Evaluating" if name is None else f"Evaluating {name}")
+        self._start_inference(trainer, "Evaluating" if name is None else f"Evaluating {visible(name)}")
 
     def _start_inference(self, trainer: TrainerLike, description: str) -> None:
         self.eval_pbar = self._start(trainer, trainer.eval_dataloader, description, self.eval_pbar)

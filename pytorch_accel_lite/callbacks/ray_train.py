@@ -11,6 +11,7 @@ from typing import Any
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, optional
@@ -42,7 +43,7 @@ class RayReportCallback(TrainerCallback):
         self._ray: Any = import_extra("ray.train", "ray", "RayReportCallback")
         self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
         self.every_n_steps = optional(check_positive_int, "every_n_steps", every_n_steps)
-        self.directory = None if directory is None else Path(directory)
+        self.directory = None if directory is None else folder_path("directory", directory)
         self._resumed = ExitStack()
         self._reported: dict[str, Any] | None = None
 

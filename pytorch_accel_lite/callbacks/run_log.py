@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.environment import in_notebook
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import format_metric
@@ -32,7 +32,7 @@ from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.run_page import pages
-from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.optimizers.operations import parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
@@ -65,7 +65,7 @@ class RunLogCallback(TrainerCallback):
         *,
         name: str | None = None,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = folder_path("directory", directory)
         self.config = dict(config or {})
         folder = self.directory.resolve()
         self.name = name or (folder.parent if folder.name in ("log", "run_log") else folder).name
@@ -155,8 +155,7 @@ class RunLogCallback(TrainerCallback):
             text = json.dumps(as_json(self._record), indent=2, allow_nan=False)
             curves = _curves(trainer) if rows else []
             for name, content in {"run.json": text + "\n", **pages(json.loads(text), curves)}.items():
-                with replacing(self.directory / name) as temporary:
-                    temporary.write_text(content)
+                write_text(self.directory / name, content)
 
 
 def _now() -> str:

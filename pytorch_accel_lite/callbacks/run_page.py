@@ -10,7 +10,7 @@ from typing import Any
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.goodput import describe_fractions
 from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.base.text import format_duration, format_metric, format_value
+from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, visible
 from pytorch_accel_lite.plotting.panels import MetricPanel, best_of, direction_of, panels_by_metric
 
 _SHOWN_OUTPUTS = 20  # the latest
@@ -77,7 +77,7 @@ def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         best = best_of([row[name] for row in rows], name, panel, directions)
         value, final = (_text(rows[index][name]) for index in (-1 if best is None else best, -1))
         notes = ["final"] if best is None else [f"best, epoch {rows[best]['epoch']}", f"final {final}"]
-        results.append({"name": name.removesuffix("_epoch").replace("_", " "), "value": value, "notes": notes})
+        results.append({"name": visible(name.removesuffix("_epoch").replace("_", " ")), "value": value, "notes": notes})
     return sorted(results, key=lambda result: len(result["notes"]), reverse=True)[:12]
 
 
@@ -131,7 +131,10 @@ def _details(record: Mapping[str, Any], monitors: list[Column]) -> dict[str, lis
             Column("from update", [f"{attempt['from_update']:,}" for attempt in attempts], True),
             Column("outcome", [attempt["outcome"] for attempt in attempts]),
         ],
-        "Configuration": [Column("name", [*config]), Column("value", [format_metric(v) for v in config.values()])],
+        "Configuration": [
+            Column("name", [*map(visible, config)]),
+            Column("value", [format_metric(v) for v in config.values()]),
+        ],
     }
 
 
@@ -151,9 +154,11 @@ def _table(record: Mapping[str, Any], panels: Mapping[str, MetricPanel]) -> list
     columns = [Column("epoch", [_text(row["epoch"]) for row in record["metrics"]], True)]
     for name, panel in panels.items():
         values = [row.get(name) for row in record["metrics"]]
-        columns.append(Column(name, list(map(_text, values)), True, best_of(values, name, panel, record["directions"])))
+        columns.append(
+            Column(visible(name), list(map(_text, values)), True, best_of(values, name, panel, record["directions"]))
+        )
     return columns
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else format_value(value) or str(value)
+    return "" if value is None else format_value(value) or visible(value)

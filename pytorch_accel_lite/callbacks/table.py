@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, wrapped
+from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.bars import NotebookOutput
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
@@ -406,7 +406,7 @@ class _RunTable:
             if (changed := _modification_time(path)) and (is_resumed or changed != self._times_before.get(path))
         ]
         width = max((len(content) for content, _ in rows), default=0)
-        return [f"{content:<{width}} {path}" for content, path in rows]
+        return [f"{content:<{width}} {visible(path)}" for content, path in rows]
 
 
 def _speed(trained: Sequence[tuple[int, float]]) -> str:
@@ -453,7 +453,7 @@ def _modification_time(path: str) -> int | None:
 
 def _title(name: str) -> str:
     """Return a metric's column title, which omits common suffixes; evaluations within epochs share the columns."""
-    name = name.replace("intermediate_", "")
+    name = visible(name.replace("intermediate_", ""))
     loss = re.fullmatch(r"(.*_)?(train|eval)_(\w+?)(_epoch)?", name)
     if loss and (loss[4] or loss[2] == "eval"):
         return " ".join([*filter(None, [(loss[1] or "").rstrip("_")]), loss[2], loss[3]])

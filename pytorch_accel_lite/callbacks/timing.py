@@ -7,13 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.devices import DeviceTimer, is_asynchronous
 from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import align
@@ -196,7 +196,7 @@ class ProfilerCallback(TrainerCallback):
         repeat: int = 1,
         **profile_kwargs: Any,
     ) -> None:
-        self.output_dir = Path(output_dir)
+        self.output_dir = folder_path("output_dir", output_dir)
         check_range("wait", wait)
         check_range("warmup", warmup)
         check_positive_int("active", active)

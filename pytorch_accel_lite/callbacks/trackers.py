@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +14,14 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.intervals import Interval
+from pytorch_accel_lite.base.paths import parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.engine.history import NewMetrics
 
+_LONGEST_KEY = 240  # characters, of which MLflow allows 250
 #: Settings with which trackers that need an account write only to this machine.
 _OFFLINE = {
     "wandb": "init_kwargs={'mode': 'offline'}",
@@ -70,7 +73,7 @@ class TrackerCallback(StepLogger):
             raise TypeError(f"tracker={tracker!r} must be the name of a tracker, or an accelerate GeneralTracker.")
         self.tracker = tracker
         self.project_name = project_name
-        self.project_dir = os.fspath(project_dir)
+        self.project_dir = os.fspath(parse_location(project_dir, "project_dir"))
         self.config = dict(config or {})
         self.init_kwargs = dict(init_kwargs or {})
         self.run_id: str | None = None
@@ -79,7 +82,8 @@ class TrackerCallback(StepLogger):
         self._is_finished = True
         self._new = NewMetrics()
         self._evaluated = False
-        self._logged_steps: dict[str, set[int]] = {}  # by metric
+        self._logged_steps: dict[str, set[int]] = {}  # by key
+        self._keys: dict[str, str] = {}  # names of metrics by key
         self._first_update = 0
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -93,7 +97,8 @@ class TrackerCallback(StepLogger):
         self._evaluated = False
         if self.tracker == "tensorboard":
             folder = os.path.join(self.project_dir, self.project_name)
-            trainer.ranks.run_together(lambda: os.makedirs(folder, exist_ok=True), only_first=True)
+            if "://" not in folder:
+                trainer.ranks.run_together(lambda: os.makedirs(folder, exist_ok=True), only_first=True)
 
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a job in the background, or immediately for a user's own tracker, which may be bound to this thread."""
@@ -126,7 +131,7 @@ class TrackerCallback(StepLogger):
         if not self._first_update:
             configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
             self._active.store_init_configuration(
-                {name: as_number_or_text(value) for name, value in {**configuration, **self.config}.items()}
+                {self._key(name): as_number_or_text(value) for name, value in {**configuration, **self.config}.items()}
             )
         self._note_run()
 
@@ -157,6 +162,17 @@ class TrackerCallback(StepLogger):
             for name in self._client.get_run(self.run_id).data.metrics:
                 history = self._client.get_metric_history(self.run_id, name)
                 self._logged_steps[name] = {metric.step for metric in history}
+
+    def _key(self, name: str) -> str:
+        """Return the name under which the tracker has a metric or a setting; MLflow refuses some characters."""
+        if self.tracker != "mlflow":
+            return name
+        key = re.sub(r"[^\w. :/-]", "_", name)
+        key = key if posixpath.normpath(key) == key and not key.startswith((".", "/")) else re.sub("[./]", "_", key)
+        key = key[:_LONGEST_KEY]
+        while self._keys.setdefault(key, name) != name:  # of another name
+            key += "_"
+        return key
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         self._log({"epoch": epoch, **values}, update)
@@ -191,6 +207,7 @@ class TrackerCallback(StepLogger):
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         """Log values that the tracker does not have yet, also not from an earlier attempt. Runs in the background."""
+        values = {self._key(name): value for name, value in values.items()}
         new = {name: value for name, value in values.items() if step not in self._logged_steps.setdefault(name, set())}
         for name in new:
             self._logged_steps[name].add(step)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pytorch_accel_lite.base.events import RunPausedError, TrainerCallback, set_listening
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import add_note, wrapped
@@ -20,7 +21,6 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.files import StrPath, parse_location
 from pytorch_accel_lite.checkpoint.remote import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
@@ -125,7 +125,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
         if not isinstance(sharded, bool) and sharded != "auto":
             raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
-        self.save_dir = parse_location(save_dir)
+        self.save_dir = parse_location(save_dir, "save_dir")
         self.save_every_n_epochs = optional(check_positive_int, "save_every_n_epochs", save_every_n_epochs)
         self.save_every_n_steps = optional(check_positive_int, "save_every_n_steps", save_every_n_steps)
         self.save_every_n_minutes = optional(check_positive_number, "save_every_n_minutes", save_every_n_minutes)
@@ -159,7 +159,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         request.saves_training_states = True
         request.ends_at_signals = request.ends_at_signals or self.save_on_signal
         request.state_sources.append(self)
-        request.claim_path(self, "save_dir", self.save_dir, "training states")
+        request.claim_path(self, "save_dir", self.save_dir, "training states", locks=False)  # the store does
 
     def _claim(self, trainer: TrainerLike) -> None:
         """Lock the place of the states, and check that all processes reach it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.paths import folder_path, local_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 
 _PRE = "pre_decay"
@@ -38,10 +39,12 @@ class WSDCheckpointCallback(TrainerCallback):
         save_scheduler: bool = True,
         initial_checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.save_dir = Path(save_dir)
+        self.save_dir = folder_path("save_dir", save_dir, "a checkpoint")
         self.save_optimizer = save_optimizer
         self.save_scheduler = save_scheduler
-        self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
+        self.initial_checkpoint = (
+            None if initial_checkpoint is None else local_path("initial_checkpoint", initial_checkpoint)
+        )
         self._due: set[tuple[int, str]] = set()  # updates after which to save, and kinds of checkpoints
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:

@@ -1,12 +1,21 @@
 """Writing, verifying, finding and loading portable checkpoints of weights and training states."""
 
-from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, try_lock, write_checkpoint
+from pytorch_accel_lite.base.paths import as_file_name, file_path, folder_path, local_path
+from pytorch_accel_lite.checkpoint.files import (
+    no_link,
+    read_checkpoint,
+    replacing,
+    try_lock,
+    write_checkpoint,
+    write_text,
+)
 from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.summary import print_contents
 from pytorch_accel_lite.checkpoint.training_state import read_learned
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, model_state
 
 __all__ = [
+    "as_file_name", "file_path", "folder_path", "local_path", "no_link",
     "DamagedStateError", "fit_model_state", "model_state", "print_contents", "read_checkpoint", "read_learned",
-    "replacing", "try_lock", "verify_state", "write_checkpoint",
+    "replacing", "try_lock", "verify_state", "write_checkpoint", "write_text",
 ]  # fmt: skip

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.checkpoint.files import StrPath
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.optimizers import attributes
 

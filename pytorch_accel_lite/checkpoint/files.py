@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +24,13 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.paths import StrPath, local_path
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.distributed import Ranks
 
+_LONGEST_NAME = 230  # bytes, which leaves room for what is added to hidden names: file systems allow 255
 _SECONDS_TO_APPEAR = 3.0  # on a shared disk
 _SECONDS_UNTIL_STALE = 600  # a process that is still writing a temporary file has modified it more recently
-StrPath = str | os.PathLike[str]
 #: The entry of a checkpoint with the fingerprints of weights that were left out.
 FROZEN = "frozen_weights"
 # Needed to load numpy numbers, but not allowed by torch by default; they run no code from a file.
@@ -38,27 +41,6 @@ _NUMPY_NUMBERS: list[Any] = [
     *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
 ]
 _PLAIN = frozenset({torch.Tensor, str, bytes, bool, int, float, complex, type(None)})
-
-
-def parse_location(path: StrPath) -> Path | str:
-    """Return a path as a ``Path``, and the URL of a folder in a remote store as text without a final slash."""
-    text = os.fspath(path)
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return Path(path)
-    return Path(rest) if scheme in ("file", "local") else text.rstrip("/")
-
-
-def check_is_no_url(argument: str, path: StrPath) -> None:
-    """Check that a checkpoint is to be written to a disk.
-
-    :raises ValueError: if the path is the URL of a remote store; names the argument
-    """
-    if isinstance(parse_location(path), str):
-        raise ValueError(
-            f"{argument}={os.fspath(path)!r} is a URL, but checkpoints are files on a disk. Pass a path. save_model() "
-            "and SaveTrainingStateCallback take URLs."
-        )
 
 
 def sync(path: Path) -> None:
@@ -145,14 +127,40 @@ def require_shared(path: Path, name: str) -> None:
         time.sleep(0.05)
 
 
+def no_link(path: str, flags: int) -> int:
+    """Open a file for ``open(..., opener=no_link)``, but not through a link, which others may have put in its place.
+
+    :raises OSError: if the path is a symbolic link, though links among its folders are followed, or no regular file
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(error.errno, "Links are not followed here. Remove this one", path) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "This is no file that can be written. Remove it", path)
+    return descriptor
+
+
+def hidden_name(name: str, suffix: str) -> str:
+    """Return the name of a hidden file that belongs to another one, also if that has the longest possible name."""
+    encoded = os.fsencode(name)
+    if len(encoded) > _LONGEST_NAME:
+        name = hashlib.sha256(encoded).hexdigest()[:32]
+    return f".{name}.{suffix}"
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path that is synced and replaces ``target``, or is removed when the block fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale_files(target)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(hidden_name(target.name, f"{secrets.token_hex(4)}.tmp"))
     try:
         with naming(target):
+            temporary.touch(exist_ok=False)
             yield temporary
             sync(temporary)
             temporary.replace(target)
@@ -175,9 +183,15 @@ def try_lock(file: IO[Any]) -> bool:
     return True
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically, in UTF-8; what that cannot hold, as in file names that are no text, is escaped."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
 def _remove_stale_files(target: Path) -> None:
     """Remove temporary files of processes that were killed while writing a file."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.tmp")
+    name = re.compile(re.escape(hidden_name(target.name, "")) + r"[0-9a-f]{8}\.tmp")
     for path in target.parent.iterdir():
         if name.fullmatch(path.name):
             with suppress(OSError):
@@ -303,9 +317,9 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
     :raises TypeError: if an entry could not be loaded again without running code; names the path to it
     :raises OSError: if it cannot be written; the previous file is left unchanged
     """
-    check_is_no_url("path", path)
+    target = local_path("path", path, "a checkpoint")
     content = storable(checkpoint, "checkpoint")
-    with replacing(Path(path)) as temporary:
+    with replacing(target) as temporary:
         write_plain(content, temporary)
 
 

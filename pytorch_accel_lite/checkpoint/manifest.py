@@ -12,8 +12,9 @@ from typing import Any
 import accelerate
 import torch
 
+from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, checksum, hash_files
-from pytorch_accel_lite.checkpoint.files import StrPath
+from pytorch_accel_lite.checkpoint.files import hidden_name
 
 #: Since version 2, checksums are those of pieces, and large tensors besides the weights are in a separate file.
 FORMAT_VERSION = 2
@@ -42,7 +43,7 @@ def manifest_text(entries: list[dict[str, Any]], metadata: dict[str, Any]) -> st
 
 def previous_path(directory: Path) -> Path:
     """Return the path to which a state is moved while a new one of the same name replaces it."""
-    return directory.with_name(f".{directory.name}.previous")
+    return directory.with_name(hidden_name(directory.name, "previous"))
 
 
 def recover(directory: Path) -> None:

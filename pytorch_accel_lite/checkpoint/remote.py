@@ -45,7 +45,7 @@ from pytorch_accel_lite.checkpoint.weights import CARD, WEIGHTS
 from pytorch_accel_lite.distributed import Ranks
 
 _OWNER = ".owner.json"  # names the run that saves here
-_PREFIX = "training-state-"
+_PREFIX = "pytorch_accel_lite-state-"  # so that no folder of anybody else is removed with the remains of killed runs
 _SECONDS_UNTIL_REMOVED = 24 * 60 * 60  # far more than it takes to upload a state
 
 

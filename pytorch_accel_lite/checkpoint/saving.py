@@ -13,6 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError
+from pytorch_accel_lite.base.paths import StrPath, file_path, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
@@ -22,15 +23,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
-from pytorch_accel_lite.checkpoint.files import (
-    FROZEN,
-    StrPath,
-    parse_location,
-    read_checkpoint,
-    replacing,
-    write_checkpoint,
-    write_tensors,
-)
+from pytorch_accel_lite.checkpoint.files import FROZEN, read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
@@ -93,6 +86,7 @@ def save_checkpoint(
     :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
     :raises ValueError: if ``trainable_only`` would leave out everything
     """
+    target = file_path("save_path", save_path, "a checkpoint")
     model = self.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -114,7 +108,7 @@ def save_checkpoint(
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs or {})
         self.ranks.barrier()  # others may still be reading the file that is replaced
-        self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if writes else None)
+        self.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
 
 def load_checkpoint(
@@ -143,7 +137,7 @@ def load_checkpoint(
     with self.ranks.naming("load_checkpoint()"):
         self.ranks.barrier()
     model = self.get_model(keep_torch_compile=False)
-    location = parse_location(checkpoint_path)
+    location = parse_location(checkpoint_path, "checkpoint_path")
     if isinstance(location, Path) and (location / MANIFEST).is_file() and (load_optimizer or load_scheduler):
         raise ValueError(
             f"{os.fspath(checkpoint_path)!r} is a training state. Load it with "
@@ -189,6 +183,14 @@ def _read(location: Path | str, model: nn.Module) -> dict[str, Any]:
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
+def _split(location: Path | str) -> tuple[Path | str, str]:
+    """Return the folder and the name of a file on a disk or in a remote store."""
+    if isinstance(location, Path):
+        return location.parent, location.name
+    folder, _, name = location.rpartition("/")
+    return folder, name
+
+
 def save_weights(
     trainer: TrainerLike, path: StrPath, trainable_only: bool, describe: Callable[[Path], object] | None
 ) -> None:
@@ -198,7 +200,7 @@ def save_weights(
     :param describe: called on the first process with the directory, once the weights are in it; ``None`` for one file
     """
     location = parse_location(path)
-    folder, name = (location, WEIGHTS) if describe is not None else os.path.split(location)
+    folder, name = (location, WEIGHTS) if describe is not None else _split(location)
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -213,7 +215,7 @@ def save_weights(
                     "another path, or move the file."
                 )
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
-            with open_folder(parse_location(folder)) as directory:
+            with open_folder(folder) as directory:
                 with replacing(directory / name) as temporary:
                     frozen = {FROZEN: json.dumps(left_out)} if left_out else {}
                     write_tensors(weights, temporary, UNSEALED | frozen)
@@ -286,6 +288,7 @@ def save_training_state(
     :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
         whose order does not follow from a seed
     """
+    location = parse_location(output_dir, "output_dir")
     if not self.current_run.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
@@ -304,7 +307,7 @@ def save_training_state(
         ranks = self.ranks if writer is None else writer.ranks
 
         def write() -> None:
-            write_state(parse_location(output_dir), ranks, captured)
+            write_state(location, ranks, captured)
             if then is not None:
                 then()
 
@@ -323,12 +326,12 @@ def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]
     :raises DamagedStateError: if the state is damaged; names the file
     :raises ValueError: if it does not fit the model or the optimizer
     """
-    resumed = self.current_run.resumed
-    if resumed is not None and resumed.directory == parse_location(input_dir):  # the run has read it, and finishes it
+    resumed, location = self.current_run.resumed, parse_location(input_dir, "input_dir")
+    if resumed is not None and resumed.directory == location:  # the run has read it, and finishes it
         state = resumed
         restore(self, state, with_scheduler=not self.current_run.schedule.is_recreated)
     else:
-        state = read_state(parse_location(input_dir), self.ranks)
+        state = read_state(location, self.ranks)
         restore(self, state)
         finish_restoring(self, state)
         prepared = self.prepared_model

@@ -8,11 +8,10 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from pytorch_accel_lite.checkpoint.files import check_is_shared, remove, try_lock
+from pytorch_accel_lite.checkpoint.files import check_is_shared, remove
+from pytorch_accel_lite.checkpoint.locks import FileLock, LockedError
 from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, read_manifest, recover
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_directory
 from pytorch_accel_lite.distributed import Ranks
@@ -28,16 +27,15 @@ def state_name(update: int) -> str:
     return f"update-{update:09d}"
 
 
-def _send_heartbeats(path: str, is_unlocked: threading.Event) -> None:
-    """Touch a file at intervals, so that its time shows when the run was last alive."""
+def _send_heartbeats(lock: FileLock, is_unlocked: threading.Event) -> None:
+    """Touch a lock at intervals, so that its time shows when the run was last alive."""
     while not is_unlocked.wait(_HEARTBEAT_SECONDS):
-        with suppress(OSError):
-            os.utime(path)
+        lock.touch()
 
 
-def _release(lock: Any, is_unlocked: threading.Event) -> None:
+def _release(lock: FileLock, is_unlocked: threading.Event) -> None:
     is_unlocked.set()
-    lock.close()
+    lock.release()
 
 
 class StateStore(ABC):
@@ -148,7 +146,7 @@ class DirectoryStore(StateStore):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.location = Path(directory)
-        self._lock: Any = None
+        self._lock: FileLock | None = None
         self._is_unlocked = threading.Event()
 
     def _path(self, name: str) -> Path:
@@ -187,27 +185,20 @@ class DirectoryStore(StateStore):
                 f"save_dir={os.fspath(self.location)!r} is not a directory, but training states need one. Pass "
                 "another save_dir, or move what is there."
             ) from None
-        file = open(self.location / _LOCK, "a+")  # noqa: SIM115
-        if not try_lock(file):
-            file.seek(0)
-            owner = file.read().strip() or "unknown"
-            file.close()
+        try:
+            lock = FileLock(self.location / _LOCK)
+        except LockedError as error:
             raise RuntimeError(
-                f"Another run (process {owner}) is saving its training states in {os.fspath(self.location)!r}. Wait "
-                "for it, end it, or give this run another save_dir."
-            )
-        if file.tell():  # written by an earlier run
-            self.alive_at = os.stat(file.name).st_mtime
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        self._lock = file
+                f"Another run (process {error.owner}) is saving its training states in {os.fspath(self.location)!r}. "
+                "Wait for it, end it, or give this run another save_dir."
+            ) from None
+        self._lock, self.alive_at = lock, lock.alive_at
         self._is_unlocked = threading.Event()
         threading.Thread(
-            target=_send_heartbeats, args=(file.name, self._is_unlocked), daemon=True, name="signs-of-life"
+            target=_send_heartbeats, args=(lock, self._is_unlocked), daemon=True, name="signs-of-life"
         ).start()
         # A run that fails before it begins never unlocks.
-        self._finalizer = weakref.finalize(self, _release, file, self._is_unlocked)
+        self._finalizer = weakref.finalize(self, _release, lock, self._is_unlocked)
         for path in self.location.iterdir():
             if match := _REMAINS.fullmatch(path.name):
                 recover(self._path(match[1]))
@@ -227,8 +218,6 @@ class DirectoryStore(StateStore):
 
     def _check_lock(self) -> None:
         """Lock the directory again if it was removed."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.location / _LOCK)):
-                return
-        self.unlock()
-        self.lock()
+        if self._lock is None or not self._lock.is_held():
+            self.unlock()
+            self.lock()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, parse_location
+from pytorch_accel_lite.checkpoint.files import FROZEN
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST, read_manifest, stored_checksum, verify_state
 from pytorch_accel_lite.checkpoint.remote import local_copy
 from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state
@@ -35,7 +36,7 @@ def print_contents(state: StrPath) -> None:
 
     :param state: its directory, or its URL in a remote store; or a folder of states, of a run, or of runs
     """
-    location = parse_location(state)
+    location = parse_location(state, "state")
     if isinstance(location, Path) and not (location / MANIFEST).exists() and (lines := _states_in(location)):
         print("\n".join(lines))
         return

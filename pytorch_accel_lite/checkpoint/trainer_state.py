@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import PLAIN
+from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
 from pytorch_accel_lite.checkpoint.attribute_states import (
@@ -24,7 +25,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     load_state,
     loss_state,
 )
-from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, parse_location, storable, untie
+from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.remote import read_state
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
@@ -204,7 +205,7 @@ def find_state(trainer: TrainerLike, sources: list[Any], resume_from: StrPath) -
     :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
     if resume_from != "latest":
-        state = read_state(parse_location(resume_from), trainer.ranks)
+        state = read_state(parse_location(resume_from, "resume_from"), trainer.ranks)
     elif not sources:
         raise ValueError(
             "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir is searched. Add one to the "

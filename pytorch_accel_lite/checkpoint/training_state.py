@@ -18,11 +18,12 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
-    StrPath,
+    hidden_name,
     load_plain,
     naming,
     open_tensors,
@@ -124,7 +125,7 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
 
     :raises OSError: if it cannot be written; an existing state is left unchanged
     """
-    temporary = directory.with_name(f".{directory.name}.tmp")
+    temporary = directory.with_name(hidden_name(directory.name, "tmp"))
 
     def make_empty() -> None:
         remove(temporary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
@@ -58,6 +59,7 @@ def find_data(
     if trainer.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
     trainer.callback_handler.configure_run(trainer, request)
+    _lock_paths(trainer, run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # with their changes
     _check_metrics(trainer, run)
     if request.saves_training_states or resume_from is not None:
@@ -81,6 +83,21 @@ def find_data(
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+
+
+def _lock_paths(trainer: TrainerLike, run: Run) -> None:
+    """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
+
+    :raises RuntimeError: on all processes, if another run writes to one of them
+    """
+
+    def lock() -> None:
+        for path, argument in run.request.locked_paths.items():
+            if (held := lock_path(argument, path)) is not None:
+                run.locks.callback(held.release)
+
+    if run.request.locked_paths:
+        trainer.ranks.run_together(lock, only_first=True)
 
 
 def _check_metrics(trainer: TrainerLike, run: Run) -> None:
@@ -278,7 +295,11 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         is_alone = trainer.ranks.world_size == 1
-        with computing(trainer), nullcontext() if is_alone else gathering_uneven_batches(trainer):
+        with (
+            ExitStack() as run.locks,
+            computing(trainer),
+            nullcontext() if is_alone else gathering_uneven_batches(trainer),
+        ):
             if not is_alone:
                 check_same_call(trainer, call, run.data.train_dataset, run.data.eval_dataset)
             if run.outer is None and (not is_alone or is_overridden(trainer, "parallelize_model")):

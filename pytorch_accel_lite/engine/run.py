@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -195,6 +196,7 @@ class Run:
     :ivar before: the run that is restored when this one ends
     :ivar outer: the run within which this one was started, if any
     :ivar accumulation: how many batches there are in an update
+    :ivar locks: what frees the paths that the run writes to
     :ivar goodput: how the time of the job is spent
     :ivar evaluations: how often the run evaluates
     :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
@@ -223,6 +225,7 @@ class Run:
     before: Run | None = None
     outer: Run | None = None
     accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
+    locks: ExitStack = field(default_factory=ExitStack)
     goodput: Goodput = field(default_factory=Goodput)
     evaluations: Interval | None = None
     acts_after_updates: bool = False

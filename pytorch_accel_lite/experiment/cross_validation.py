@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import weakref
@@ -21,6 +22,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.experiment.results import (
     Results,
     as_number,
@@ -170,7 +172,7 @@ def cross_validate(
     :raises ValueError: if the splitter cannot split the dataset, or a fold tests what it trains on; if ``make_trainer``
         returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
-    folder = Path(save_dir)
+    folder = folder_path("save_dir", save_dir)
     named = described(splitter) if hasattr(splitter, "split") else "the given indices"
     if seed is not None:
         set_seed(seed)
@@ -225,7 +227,7 @@ def _find_splits(
     splits = create()
     if path.exists():
         for old in folder.glob("fold-*"):
-            if old.is_dir():  # not a plot of them, say
+            if re.fullmatch(r"fold-\d+", old.name) and old.is_dir():  # not a plot of them, say
                 shutil.rmtree(old)
     write_json(path, {"about": settings, "splits": splits})
     return splits

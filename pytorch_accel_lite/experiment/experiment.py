@@ -20,9 +20,10 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite.checkpoint import folder_path, local_path, write_text
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.parsing import TOOLS, Parser
-from pytorch_accel_lite.experiment.results import write_json, write_text
+from pytorch_accel_lite.experiment.results import write_json
 from pytorch_accel_lite.experiment.run_folders import folders_of, new_folder
 from pytorch_accel_lite.experiment.yaml_files import (
     DIRECTIONS,
@@ -104,10 +105,10 @@ class Experiment:
         return Path(result_of_first(lambda: os.fspath(self._folder or self._find_folder())))
 
     def _find_folder(self) -> Path:
-        base = Path(self.config["output_dir"])
+        base = folder_path("output_dir", self.config["output_dir"])
         runs, is_new = [*folders_of(base).values()], self._is_new
         if self._resume_from not in (None, "latest") and "://" not in str(self._resume_from):
-            state = Path(self._resume_from).resolve()
+            state = local_path("resume_from", self._resume_from).resolve()
             runs = [folder for folder in runs if state.is_relative_to(folder.resolve())]
             is_new = not runs
         if not is_new:
@@ -337,7 +338,7 @@ def _move_outputs(kind: Any, item: Any, folder: Path) -> None:
         name, value = parameter.name, arguments.get(parameter.name)
         is_output = re.search(r"\bPath(Like)?\b", str(parameter.annotation)) and not name.startswith(_INPUT_PREFIXES)
         if is_output and isinstance(value, (str, os.PathLike)) and "://" not in str(value):
-            arguments[name] = os.fspath(folder / value)
+            arguments[name] = os.fspath(folder / local_path(name, value))
 
 
 def _instantiate(kind: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, RunPausedError, TrainerCallback
-from pytorch_accel_lite.checkpoint import replacing
+from pytorch_accel_lite.checkpoint import write_text
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra
 
@@ -51,12 +51,6 @@ def text_table(columns: Sequence[Sequence[str]]) -> list[str]:
             blocks.append(labels)
         blocks[-1] = [line + "  " + cell.rjust(width) for line, cell in zip(blocks[-1], cells, strict=True)]
     return [line.rstrip() for block in blocks for line in ["", *block]][1:]
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file, atomically."""
-    with replacing(Path(path)) as temporary:
-        temporary.write_text(text)
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.experiment.results import Results, text_table, write_text
+from pytorch_accel_lite.checkpoint import file_path, write_text
+from pytorch_accel_lite.experiment.results import Results, text_table
 from pytorch_accel_lite.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.experiment.yaml_files import ClassPath
 from pytorch_accel_lite.plotting import Column, is_monitor, overlay_style, render, svg_overlays
@@ -83,8 +84,9 @@ class RunComparison(Results):
 
         :return: its path
         """
-        write_text(path, self._page())
-        return Path(path)
+        target = file_path("path", path)
+        write_text(target, self._page())
+        return target
 
     def _metric_columns(self) -> list[Column]:
         """Return a table of the metrics, in which the best run of each is marked."""

@@ -16,6 +16,7 @@ import yaml
 
 from pytorch_accel_lite.experiment.results import Row
 from pytorch_accel_lite.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
+from pytorch_accel_lite.utils import from_cell
 
 #: Callbacks that only observe a run and do not affect it.
 _OBSERVERS = (
@@ -153,7 +154,8 @@ def _run_in(folder: Path) -> RecordedRun | None:
 def _read_rows(path: Path) -> list[Row]:
     lines = path.read_text().splitlines()
     if path.suffix == ".csv":
-        return [_as_numbers(row) for row in csv.DictReader(lines)]
+        cells = ({from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(lines))
+        return [_as_numbers(row) for row in cells]
     rows = []
     for number, line in enumerate(lines, 1):
         try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.experiment.experiment import Experiment
 from pytorch_accel_lite.experiment.results import Results, check_is_same, described, text_table, write_json
 from pytorch_accel_lite.experiment.run_folders import settings_of
@@ -209,7 +210,7 @@ def compare_seeds(
         _check_processes(processes, (a, b))
     if overrides and callable(a) and callable(b):
         raise ValueError(f"overrides={overrides!r} are those of files, but a and b are functions. Omit them.")
-    folder = Path(save_dir)
+    folder = folder_path("save_dir", save_dir)
     makes: list[Any] = [_FromFile(x, overrides) if isinstance(x, (str, os.PathLike)) else x for x in (a, b)]
     about = {part: _settings_of(part, make, numbers[0], folder) for part, make in zip("ab", makes, strict=True)}
     first, second = about.values()

@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, TrainerCallback
+from pytorch_accel_lite.checkpoint import no_link
 from pytorch_accel_lite.experiment.experiment import Experiment
 from pytorch_accel_lite.experiment.results import (
     added_callbacks,
@@ -163,5 +164,5 @@ def _train_quietly(run: SeedRun, device: str) -> dict[str, Any]:
     if device:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # before anything uses them
     run.folder.mkdir(parents=True, exist_ok=True)
-    with open(run.folder / OUTPUT, "a") as output, redirect_stdout(output), redirect_stderr(output):
+    with open(run.folder / OUTPUT, "a", opener=no_link) as output, redirect_stdout(output), redirect_stderr(output):
         return run.train(weakref.WeakSet())

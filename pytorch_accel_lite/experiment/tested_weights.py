@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import read_checkpoint, read_learned, write_checkpoint
+from pytorch_accel_lite.checkpoint import local_path, read_checkpoint, read_learned, write_checkpoint, write_text
 from pytorch_accel_lite.trainer import Trainer
 
 _AVERAGE = re.compile(r"average_(best|last)_([1-9]\d*)")
@@ -34,9 +34,10 @@ def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> list[Path]:
     if average or name in ("best", "last"):
         kind, count = (average[1], int(average[2])) if average else (os.fspath(name), 1)
         return trainer.ranks.broadcast_object(lambda: _find_several(trainer, kind, count))
-    if not Path(name).exists():
+    path = local_path("weights", name, "what is read")
+    if not path.exists():
         raise FileNotFoundError(f"There are no weights at {os.fspath(name)!r}. Pass best, last, or another path.")
-    return [Path(name)]
+    return [path]
 
 
 def _find_several(trainer: Trainer, kind: str, count: int) -> list[Path]:
@@ -123,7 +124,7 @@ def predictions_of(
         if not (settings_file.is_file() and settings_file.read_text() == text):
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
-            settings_file.write_text(text)
+            write_text(settings_file, text)
 
     trainer.ranks.run_together(clear, only_first=True)
     return PredictionWriterCallback(directory, shard_size)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.callbacks import WorstSamplesCallback
-from pytorch_accel_lite.experiment.results import Row, added_callbacks, write_json, write_predictions, write_text
+from pytorch_accel_lite.checkpoint import as_file_name, folder_path, local_path, write_text
+from pytorch_accel_lite.experiment.results import Row, added_callbacks, write_json, write_predictions
 from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of, source_of
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import as_json
+from pytorch_accel_lite.utils import as_cell, as_json
 
 
 def run_tests(
@@ -74,7 +75,7 @@ def run_tests(
         "dataloader_kwargs": dataloader_kwargs,
         "collate_fn": collate_fn,
     }
-    folder = Path(save_dir)
+    folder = folder_path("save_dir", save_dir)
     test = _Test(trainer, folder, reading, worst, worst_by, predictions, shard_size)
     rows: list[Row] = []
     for checkpoint, paths in weights.items():
@@ -83,7 +84,8 @@ def run_tests(
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
                 depends = {"inference": dict(attributes), "depends_on": depends_on}
                 with _attributes(trainer, setting, attributes):
-                    rows.append(row | test.run(paths, dataset, folder / checkpoint / setting / name, depends))
+                    part = folder / checkpoint / as_file_name(setting) / as_file_name(name)
+                    rows.append(row | test.run(paths, dataset, part, depends))
     trainer.ranks.run_together(lambda: _write_table(rows, folder), only_first=True)
     return rows
 
@@ -101,8 +103,11 @@ def _owner(trainer: Trainer, setting: str, attribute: str) -> tuple[Any, str]:
 
 def _folder_name(checkpoint: str) -> str:
     """Return a name for the results of a checkpoint: its name, or the last parts of a path."""
-    path = Path(checkpoint)
-    return "_".join(path.with_suffix("").parts[-2:]).replace("/", "") if path.exists() else checkpoint
+    path = local_path("checkpoints", checkpoint, "what is read")
+    if not path.exists():
+        return checkpoint
+    path = path.resolve() if path.name in ("", "..") else path
+    return as_file_name("_".join(path.with_suffix("").parts[-2:]).replace("/", ""))
 
 
 @contextmanager
@@ -192,7 +197,7 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
 def _write_table(rows: list[Row], folder: Path) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(as_cell, columns))
+    writer.writerows([as_cell(row.get(name, "")) for name in columns] for row in rows)
     write_text(folder / "results.csv", text.getvalue())

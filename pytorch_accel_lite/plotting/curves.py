@@ -7,14 +7,17 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.plotting.figures import (
     COLOURS,
     GRID,
     INK,
     choose_scale,
+    cut,
     finish,
     legend_height,
     line_style,
@@ -79,7 +82,7 @@ def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[flo
             for number, (epochs, values) in enumerate(runs)
             if any(map(math.isfinite, values))
         ]
-        title = name.removesuffix("_epoch").replace("_", " ")
+        title = visible(name.removesuffix("_epoch").replace("_", " "))
         panels += [Panel(title, curves=drawn[::-1], has_legend=False)] if drawn else []  # the first run on top
     numbers = range(max(map(len, curves.values()), default=0))
     styles = {f"run-{number}": line_style(number) | {"gid": f"run-{number}"} for number in numbers}
@@ -114,7 +117,7 @@ def _for_a_page(svg: str, title: str) -> str:
     variables = {INK: "--ink", GRID: "--grid"} | {colour: f"--series-{i}" for i, colour in enumerate(COLOURS, 1)}
     for colour, name in variables.items():
         svg = svg.replace(colour, f"var({name})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{title.replace(chr(34), "")}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
 def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
@@ -142,10 +145,10 @@ def _labels(panel: Panel) -> list[str]:
     entries = []
     for curve in panel.curves:
         if curve.best is None or len(panel.curves) > _MOST_WITH_BEST:
-            entries.append(curve.label)
+            entries.append(cut(curve.label))
         else:
             value, epoch = curve.values[curve.best], curve.epochs[curve.best]
-            entries.append(f"{curve.label}: best {value:.4g} in epoch {epoch:.3g}")
+            entries.append(f"{cut(curve.label)}: best {value:.4g} in epoch {epoch:.3g}")
     return [] if len(entries) == 1 and panel.curves[0].best is None else entries
 
 

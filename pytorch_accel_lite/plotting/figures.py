@@ -6,10 +6,10 @@ import io
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.paths import file_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,6 +23,7 @@ GRID = "#dddddd"
 _LEGEND_LINE = 0.154  # inches, like all sizes here
 _LETTER = 0.072
 _HANDLE = 0.42
+_MOST_LETTERS = 60  # of a title or a label, which would leave no room for the axes
 _MARGINS = 1.0  # left and right of axes
 
 
@@ -66,7 +67,8 @@ def finish(axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] 
     :param labels: the legend's entries; empty for no legend
     """
     width = axis.figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols - _MARGINS
-    axis.set_title(title, loc="left", fontsize=10, color=INK, pad=9 + 72 * legend_height(labels, width))
+    text = axis.set_title(cut(title), loc="left", fontsize=10, color=INK, pad=9 + 72 * legend_height(labels, width))
+    as_written(text)
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -75,7 +77,7 @@ def finish(axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] 
     for label in (axis.xaxis.label, axis.yaxis.label):
         label.set(fontsize=8.5, color=INK)
     if labels:
-        axis.legend(
+        legend = axis.legend(
             handles,
             labels,
             loc="lower left",
@@ -90,13 +92,27 @@ def finish(axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] 
             handlelength=1.8,
             columnspacing=1.2,
         )
+        as_written(*legend.get_texts())
+
+
+def cut(text: str) -> str:
+    """Return a text that fits beside the axes, or its beginning."""
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
+
+
+def as_written(*texts: Any) -> None:
+    """Draw the names in some texts as they are written, even if they have dollar signs, which begin a formula."""
+    for text in texts:
+        text.set_parse_math(False)
+        text.set_usetex(False)
 
 
 def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     """Save a figure in the format of the path's suffix, unless the path is ``None``, and return it."""
     if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        target = file_path("path", path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target)
     return figure
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pytorch_accel_lite.plotting.figures import INK, new_figure, save
+from pytorch_accel_lite.base.text import visible
+from pytorch_accel_lite.plotting.figures import INK, as_written, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +31,7 @@ def plot_sheet(
     for number, (image, title) in enumerate(zip(images, titles, strict=True), 1):
         axis = figure.add_subplot(rows, columns, number)
         axis.imshow(_as_picture(image), cmap="gray")
-        axis.set_title(title, fontsize=8.5, color=INK, linespacing=1.3)
+        as_written(axis.set_title(visible(title, keeps="\n"), fontsize=8.5, color=INK, linespacing=1.3))
         axis.set_axis_off()
     return save(figure, path)
 

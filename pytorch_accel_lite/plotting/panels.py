@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pytorch_accel_lite.base.text import visible
+
 # Prefix of the monitors' names, title of the panel they share, and its unit.
 _MONITORS = (
     ("lr", "learning rate", ""),
@@ -121,7 +123,7 @@ def _monitor(name: str) -> MetricPanel | None:
         if name == start or name.startswith(f"{start}_"):
             label = re.sub("_mib$", "", name.removeprefix(start)).strip("_").replace("_", " ")
             label = {"data max": "data, slowest process", "": title, "epoch": title}.get(label, label)
-            return MetricPanel(title, unit, True, f"group {label}" if label.isdigit() else label)
+            return MetricPanel(title, unit, True, f"group {label}" if label.isdigit() else visible(label))
     return None
 
 
@@ -135,7 +137,7 @@ def _quality(name: str, prefixes: Sequence[str]) -> MetricPanel:
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         title = name.removeprefix(prefix)
         label = prefix.strip("_") or "eval"
-    return MetricPanel(title.replace("_", " "), "", False, label.replace("_", " "))
+    return MetricPanel(visible(title.replace("_", " ")), "", False, visible(label.replace("_", " ")))
 
 
 def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:

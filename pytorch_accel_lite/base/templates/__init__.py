@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
+import re
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytorch_accel_lite.base.text import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -26,7 +29,7 @@ class Column(NamedTuple):
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-    return Environment(
+    environment = Environment(
         loader=PackageLoader(__name__, ""),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
@@ -34,6 +37,18 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters |= {"line": _as_line, "fence": _fence_of, "visible": partial(visible, keeps="\n\t")}
+    return environment
+
+
+def _as_line(text: object) -> str:
+    """Escape in Markdown, for a line or the cell of a table, what would be shown as something else than it is."""
+    return re.sub(r"[|`$]|\](?=\()", r"\\\g<0>", " ".join(visible(text, keeps="\n").split("\n"))).replace("<", "&lt;")
+
+
+def _fence_of(text: str) -> str:
+    """Return a fence for a block of code in Markdown that its text does not end."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def render(template: str, **values: Any) -> str:

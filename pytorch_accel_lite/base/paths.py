@@ -1,0 +1,106 @@
+"""Paths and URLs that users pass, checked before anything is computed, and names of files made from names of theirs."""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import quote
+
+StrPath = str | os.PathLike[str]
+_LONGEST_NAME = 255  # bytes, on all common file systems
+_LONGEST_PART = 150  # of a name that is put together from several
+
+
+def parse_location(path: StrPath, argument: str = "path") -> Path | str:
+    """Return a path as a ``Path``, without ``~``, and the URL of a folder in a remote store without a final slash.
+
+    :param argument: name of the argument, for the error
+    :raises TypeError: if it is neither text nor a path
+    :raises ValueError: if it names nothing
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise TypeError(f"{argument}={path!r} must be a path, as text or a Path, not {type(path).__name__}.")
+    scheme, separator, rest = text.partition("://")
+    is_remote = bool(separator) and scheme not in ("file", "local")
+    local = rest if separator else text
+    if not local or (separator and not local.strip("/")) or "\0" in local:
+        raise ValueError(f"{argument}={text!r} names nothing to read or write. Pass a path, such as 'runs/first'.")
+    return text.rstrip("/") if is_remote else _expand(local, argument)
+
+
+def _expand(text: str, argument: str) -> Path:
+    """Return a path with the home directory in place of ``~``, which only a shell would insert."""
+    first, *_ = text.split("/", 1)
+    if not first.startswith("~"):
+        return Path(text)
+    expanded = os.path.expanduser(text)
+    if expanded == text or os.path.lexists(first):
+        meaning = "no user has that name" if expanded == text else f"there is also a folder {first!r} here"
+        raise ValueError(
+            f"{argument}={text!r} begins with a home directory, but {meaning}. Write {f'./{text}'!r} for the one in "
+            "the working directory, or the whole path."
+        )
+    return Path(expanded)
+
+
+def local_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
+    """Return a path on a disk, without ``~``.
+
+    :param what: what it is the path of, for the error
+    :raises ValueError: if it is the URL of a remote store, names nothing, or lies below a file
+    """
+    location = parse_location(path, argument)
+    if isinstance(location, str):
+        raise ValueError(
+            f"{argument}={os.fspath(path)!r} is a URL, but {what} is on a disk. Pass a path. save_model() and "
+            "SaveTrainingStateCallback take URLs."
+        )
+    for part in location.parts:
+        if len(os.fsencode(part)) > _LONGEST_NAME:
+            raise ValueError(f"{argument}={os.fspath(path)!r} has a name of more than {_LONGEST_NAME} bytes.")
+    for parent in location.parents:
+        if os.path.lexists(parent):
+            if not parent.is_dir():
+                raise ValueError(f"{argument}={os.fspath(path)!r} lies below {str(parent)!r}, which is no folder.")
+            break
+    return location
+
+
+def file_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
+    """Return the path of a file to write.
+
+    :raises ValueError: if it cannot be that of a file on a disk; names the argument
+    """
+    location = local_path(argument, path, what)
+    text = os.fspath(path)
+    if text.endswith(os.sep) or location.name in ("", ".", "..") or location.is_dir():
+        raise ValueError(f"{argument}={text!r} is a folder, but should be a file. Pass the path of a file in it.")
+    return location
+
+
+def folder_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
+    """Return the path of a folder to write to, which need not exist.
+
+    :raises ValueError: if it cannot be that of a folder on a disk; names the argument
+    """
+    location = local_path(argument, path, what)
+    if os.path.lexists(location) and not location.is_dir():
+        raise ValueError(f"{argument}={os.fspath(path)!r} is no folder. Pass another path, or move what is there.")
+    return location
+
+
+def as_file_name(name: str) -> str:
+    """Return the name of a file or folder for a name of the user's, unchanged if possible.
+
+    What would lead to another folder, such as ``..`` or ``a/b``, is written as in a URL, and long names are cut.
+    """
+    is_plain = name.isprintable() and "/" not in name and name.strip(".") and len(os.fsencode(name)) <= _LONGEST_PART
+    if is_plain:
+        return name
+    quoted = quote(os.fsencode(name), safe=" ()[]{}=,+@&'") or "%"
+    quoted = quoted.replace(".", "%2E") if not name.strip(".") else quoted
+    if len(quoted) > _LONGEST_PART:
+        quoted = f"{quoted[: _LONGEST_PART - 20]}-{sha256(os.fsencode(name)).hexdigest()[:16]}"
+    return quoted

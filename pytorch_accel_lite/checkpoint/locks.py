@@ -1,0 +1,149 @@
+"""Locks on what a run writes, so that two runs never write to the same place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from pytorch_accel_lite.checkpoint.files import hidden_name, no_link, try_lock
+
+_OF_A_LOCK = re.compile(rb"[\d\s\0]{0,64}")
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+# A lock of the system belongs to a process. A second run of the same process would also get it, and would free it for
+# both by closing the file, so this process remembers which files it has locked, by device and inode, and never opens
+# one of them a second time.
+_held: dict[tuple[int, int], int] = {}
+_guard = threading.RLock()  # also taken by finalizers, which run at any time
+
+
+class LockedError(RuntimeError):
+    """Another run holds the lock.
+
+    :ivar owner: the number of its process, or ``"unknown"``
+    """
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(owner)
+        self.owner = owner
+
+
+class FileLock:
+    """A lock that is held until :meth:`release`, or until the process ends however it may.
+
+    :param path: a file that exists for the lock alone; created if missing. A link is not followed, and the content of a
+        file that is no lock is not touched.
+    :param is_temporary: whether to remove it when the lock is released
+    :ivar alive_at: when an earlier holder was last known to be alive, if at all
+    :raises LockedError: if another run of this or any other process holds it
+    :raises OSError: if the file cannot be created, or is no lock
+    """
+
+    alive_at: float | None = None
+
+    def __init__(self, path: Path, is_temporary: bool = False) -> None:
+        self.path = path
+        self._is_temporary = is_temporary
+        with _guard:
+            file = self._open()
+            while not self._is_in_place(file):  # its holder has removed it in the meantime
+                file.close()
+                file = self._open()
+            self._file = file
+            _held[self._key] = os.getpid()
+        file.seek(0)
+        if file.read(1):
+            self.alive_at = os.fstat(file.fileno()).st_mtime
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+
+    @property
+    def _key(self) -> tuple[int, int]:
+        return _identity(os.fstat(self._file.fileno()))
+
+    def _open(self) -> IO[Any]:
+        """Open the file and lock it."""
+        with suppress(FileNotFoundError):
+            if _held.get(_identity(os.lstat(self.path))) == os.getpid():
+                raise LockedError(f"{os.getpid()}, which is this one")
+        file = open(self.path, "a+", opener=no_link)  # noqa: SIM115
+        try:
+            if not _OF_A_LOCK.fullmatch(_content(file)):
+                raise OSError(errno.EEXIST, "This file has the name of a lock, but is none. Move it", str(self.path))
+            if not try_lock(file):
+                raise LockedError(_content(file).decode(errors="replace").strip() or "unknown")
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _is_in_place(self, file: IO[Any]) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file.fileno()), os.lstat(self.path))
+        return False
+
+    def is_held(self) -> bool:
+        """Whether the lock is still this one's, as it is not once somebody has removed the file.
+
+        It is taken again if this process has lost it by closing a copy of the file, as a program that copies the folder
+        does.
+        """
+        return self._is_in_place(self._file) and try_lock(self._file)
+
+    def touch(self) -> None:
+        """Let the time of the file show that the holder is alive."""
+        with suppress(OSError):
+            os.utime(self.path, follow_symlinks=False)
+
+    def release(self) -> None:
+        """Give up the lock, in the process that has taken it."""
+        if self._file.closed:
+            return
+        with _guard:
+            is_own = _held.get(self._key) == os.getpid()
+            if is_own:
+                del _held[self._key]
+                if self._is_temporary and self._is_in_place(self._file):
+                    with suppress(OSError):
+                        self.path.unlink()
+            self._file.close()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _content(file: IO[Any]) -> bytes:
+    return os.pread(file.fileno(), 1 << 10, 0)
+
+
+def lock_path(argument: str, path: str | os.PathLike[str]) -> FileLock | None:
+    """Lock a path to which a run writes, by a hidden file beside it that is removed with the lock.
+
+    Where the folder beside it cannot be written, the file lies within, and without either there is no lock: who writes
+    there reports it.
+
+    :param argument: name of the argument with the path, for the error
+    :raises RuntimeError: if another run writes there
+    """
+    target = Path(os.path.realpath(path))
+    beside, within = target.parent / hidden_name(target.name, "lock"), target / ".run.lock"
+    for place in (beside, within) if target.is_dir() else (beside,):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            return FileLock(place, is_temporary=True)
+        except LockedError as error:
+            raise RuntimeError(
+                f"{argument}={os.fspath(path)!r}: another run (process {error.owner}) writes there. Wait for it, end "
+                f"it, or give this run another {argument}."
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_ACCESS:
+                raise
+    return None

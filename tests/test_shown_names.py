@@ -1,0 +1,108 @@
+"""Names and texts of the user's, whatever they hold, where they are drawn, written, printed or sent."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from pytorch_accel_lite.base.templates import Column, render
+from pytorch_accel_lite.base.text import as_cell, format_metric, from_cell, visible
+from pytorch_accel_lite.callbacks import (
+    LogMetricsCallback,
+    MetricsFileCallback,
+    PlotMetricsCallback,
+    ProgressTableCallback,
+    TrackerCallback,
+)
+from pytorch_accel_lite.experiment import compare_runs
+from tests.tasks import listener, make_trainer, train
+
+NAMES = ["cost_$x^{$", "=1+1", "a|b", "<b>&", "two\nlines", "\x1b[2J", "\udcff", "x" * 300]
+
+
+def record(trainer: Any, **kwargs: Any) -> None:
+    for number, name in enumerate(NAMES):
+        trainer.run_history.update_metric(name, number + trainer.progress.epoch)
+    trainer.run_history.update_metric("note", "=cmd()\n\x1b[31m")
+
+
+def run(*callbacks: Any, epochs: int = 1) -> Any:
+    return train(make_trainer([listener(on_train_epoch_end=record), *callbacks]), epochs)
+
+
+def test_any_name_is_drawn(tmp_path):
+    run(PlotMetricsCallback(tmp_path / "metrics.svg"))
+    drawn = (tmp_path / "metrics.svg").read_text()
+    assert "cost $x^{$" in drawn
+    ElementTree.fromstring(drawn)
+
+
+@pytest.mark.parametrize("callback", [LogMetricsCallback(), ProgressTableCallback(show_always=True)])
+def test_any_name_is_printed_in_a_line(capsys, callback):
+    run(callback)
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "\udcff" not in said
+    assert not [line for line in said.splitlines() if line.startswith("lines")]
+
+
+def test_a_table_of_numbers_holds_no_formulas(tmp_path):
+    run(MetricsFileCallback(tmp_path / "metrics.csv"), MetricsFileCallback(tmp_path / "metrics.jsonl"), epochs=2)
+    head, *rows = csv.reader((tmp_path / "metrics.csv").read_text().splitlines())
+    assert head[2:] == ["cost_$x^{$", "'=1+1", *map(visible, NAMES[2:]), "note"]
+    assert [row[-1] for row in rows] == [r"'=cmd()\n\x1b[31m"] * 2
+    assert [float(row[3]) for row in rows] == [2, 3]
+    exact = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["=1+1"] for row in exact] == [2, 3]
+    assert list(exact[0])[2:] == [*NAMES, "note"]
+    (compared,) = compare_runs(tmp_path).runs
+    assert compared.rows[1]["=1+1"] == 3
+
+
+def test_new_columns_keep_those_that_look_like_formulas(tmp_path):
+    def add(trainer: Any, **kwargs: Any) -> None:
+        trainer.run_history.update_metric(["=a", "-b"][trainer.progress.epoch - 1], -1.5)
+
+    train(make_trainer([listener(on_train_epoch_end=add), MetricsFileCallback(tmp_path / "m.csv")]), 2)
+    head, *rows = csv.reader((tmp_path / "m.csv").read_text().splitlines())
+    assert head[2:] == ["'=a", "'-b"]
+    assert [row[2:] for row in rows] == [["-1.5", ""], ["", "-1.5"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["=1", "+x", "-y", "@z", "'=1", "''@", "'", "-Infinity", "-1.5", "plain", "", 3.5, None]
+)
+def test_cells_are_read_as_they_were_written(text):
+    assert from_cell(as_cell(text)) == text
+
+
+def test_markdown_shows_names_as_they_are():
+    table = [Column("a|b", ["<b>", "`x`", "$y$", "[l](u)"])]
+    outputs = [{"update": 1, "texts": {"o": "a\n````\nb"}}]
+    empty = dict.fromkeys(("lead", "reason", "command", "error", "how_to_resume"), "")
+    empty |= {"facts": (), "results": ()}
+    page = render("run.md", **empty, name="# x\n<i>", outcome="ended", outputs=outputs, tables={"T": table}, details={})
+    assert "| a\\|b |" in page
+    assert all(cell in page for cell in ("| &lt;b> |", "| \\`x\\` |", "| \\$y\\$ |", "| [l\\](u) |"))
+    assert "# # x &lt;i>" in page
+    assert "``````text\na\n````\nb\n``````\n" in page
+
+
+def test_texts_among_metrics_are_shown_in_a_line():
+    assert format_metric("a\nb\x1b[0m é") == r"a\nb\x1b[0m é"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database
+def test_mlflow_gets_names_that_it_accepts(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    tracker = TrackerCallback("mlflow", project_dir=tmp_path, config={"=a": 1, "_a": 2})
+    run(tracker)
+    logged = mlflow.get_run(tracker.run_id).data
+    assert logged.metrics["cost__x___"] == 1
+    assert logged.metrics["_1_1"] == 2
+    assert {logged.params["_a"], logged.params["_a_"]} == {"1", "2"}
