@@ -93,7 +93,7 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
 
 def _version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been changed in place, which only tensors made in inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _mark_of_array(array: Any, compares_address: bool = True) -> Any:
