@@ -65,17 +65,12 @@ def _reported_size(batch: Any, expected: int | None) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def find_size_of_output(batch: Any, num_samples: int | None) -> int:
-    """Return what is taken for the size of a batch in the output of a step; of a filler batch, any number.
-
-    :param num_samples: number of samples collated into the batch, 0 for a filler batch, or ``None`` if unknown
-    """
-    if num_samples != 0:
-        return find_batch_size(batch, num_samples)
+def size_of_filler(batch: Any) -> int:
+    """Return a size for a filler batch, which does not count, so that it need not be known."""
     try:
         return find_batch_size(batch)
     except ValueError:
-        return 1  # does not count
+        return 1
 
 
 def is_single_sample(item: Any) -> bool:
@@ -173,7 +168,7 @@ class BatchAdapter:
         else:
             output = self._other_outputs_and_loss(model, loss_func, batch)
         num_samples = read.num_samples if read is not None and batch is read.data else None
-        output["batch_size"] = find_size_of_output(batch, num_samples)
+        output["batch_size"] = size_of_filler(batch) if num_samples == 0 else find_batch_size(batch, num_samples)
         return output
 
     def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:
@@ -306,7 +301,7 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
         check_loss(output, method, training)  # the usual case needs no slow checks of abstract types
         losses = output["loss"] = as_scalars(output["loss"]) if training else output["loss"]
     if "batch_size" not in output:
-        output["batch_size"] = find_size_of_output(data, num_samples)
+        output["batch_size"] = size_of_filler(data) if num_samples == 0 else find_batch_size(data, num_samples)
     size = output["batch_size"]
     if type(size) is not int and not isinstance(size, (numbers.Real, torch.Tensor)):
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
