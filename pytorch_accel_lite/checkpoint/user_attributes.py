@@ -318,6 +318,8 @@ def _library_names(owner: Any) -> set[str]:
     ours = [kind for kind in type(owner).__mro__ if is_ours(kind)]
     if isinstance(owner, TrainerCallback):
         ours_has = set(chain.from_iterable(map(vars, ours)))
+        if ours != [TrainerCallback]:  # a subclass of one that is shipped, which may create private ones later
+            ours_has |= {name for name in vars(owner) if name.startswith("_")}
         return ours_has | {LIBRARY_ATTRIBUTES, "_constructor_arguments", *vars(owner).get(LIBRARY_ATTRIBUTES, ())}
     return {*owner._library_attributes, LIBRARY_ATTRIBUTES}  # noqa: SLF001
 
