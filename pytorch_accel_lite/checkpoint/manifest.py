@@ -125,7 +125,7 @@ def _is_progress(value: Any) -> bool:
 
 
 #: The checks of the fields that every state has, and of those that only newer ones have.
-_REQUIRED = {
+_REQUIRED: dict[str, Callable[[Any], bool]] = {
     "saved_at": _is_time,
     "progress": _is_progress,
     "world_size": lambda value: _is_integer(value) and value > 0,
@@ -134,7 +134,7 @@ _REQUIRED = {
     "stop_reason": _is_text_or_none,
     "run_config": _is_dict,
 }
-_OPTIONAL = {
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "versions": _is_dict,
     "goodput": lambda value: isinstance(value, dict) and all(map(_is_time, value.values())),
     "machine": _is_dict,

@@ -137,7 +137,7 @@ def describe_optimizers(trainer: TrainerLike, initial: list[dict[str, Any]] | No
 def _running(optimizer: Any) -> set[str]:
     """Return what an optimizer keeps in its groups although it is no argument: its own progress."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    return set(getattr(optimizer, "defaults", {})) - _parameters(type(optimizer))
+    return set(getattr(optimizer, "defaults", {})) - _parameters(type(optimizer))  # type: ignore[arg-type]
 
 
 def _schedule(trainer: TrainerLike) -> dict[str, str]:
@@ -267,7 +267,8 @@ def _object(value: Any, depth: int) -> str:
         if text and " at 0x" not in text and len(text) < 1000 and "\n" not in text:
             return text
         own = getattr(value, "__dict__", {})
-    names = [name for name in own if name in _parameters(kind) and not _ELSEWHERE.fullmatch(name)]
+    taken = _parameters(kind)  # type: ignore[arg-type]
+    names = [name for name in own if name in taken and not _ELSEWHERE.fullmatch(name)]
     parts = [f"{name}={described(own[name], name, depth)}" for name in sorted(names)]
     return f"{kind.__name__}({', '.join(parts)})"
 

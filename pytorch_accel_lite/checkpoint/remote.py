@@ -251,7 +251,7 @@ class RemoteStore(StateStore):
     def saved_at(self, name: str) -> float:
         """Return when a state was saved; the current time if unknown, so that a damaged state is reported first."""
         saved_at = (self._manifest(name) or {}).get("saved_at")
-        return float(saved_at) if type(saved_at) in (int, float) else time.time()
+        return float(saved_at) if isinstance(saved_at, (int, float)) else time.time()
 
     def read(self, name: str, ranks: Ranks) -> TrainingState:
         """Verify and read a state. All ranks take part."""

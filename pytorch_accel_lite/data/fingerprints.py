@@ -81,7 +81,8 @@ def _is_alike(part: Part, other: Part) -> bool:
     pairs = list(zip(part[1:], other[1:], strict=True))
     if not all(isinstance(value, float) for pair in pairs for value in pair):
         return False
-    return np.allclose(*zip(*pairs, strict=True), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    these, those = np.array(pairs).T
+    return np.allclose(these, those, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
 
 
 def _read(dataset: Any, index: int) -> list[Part] | None:

@@ -187,7 +187,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+        content: Any = json.loads((folder / "metrics.json").read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict):
