@@ -89,8 +89,8 @@ NAMED = {
     "seed": ({}, {"seed": 2}, "Kept as in the state: seed=1 (not 2)."),
     "no seed": ({}, {"seed": None}, "Kept as in the state: seed=1 (not None)."),
     "schedule": ({"train": steps(2)}, {"train": steps(3)}, "StepLR(step_size=2) (not StepLR(step_size=3))."),
-    "samples": ({}, {"data": shifted}, "Changed from here on: train_dataset: other samples (such as"),
-    "length": ({}, {"data": partial(make_data, 8)}, "train_dataset: 8 samples (was 6 samples)."),
+    "samples": ({}, {"data": shifted}, "Changed from here on: train_dataset: other rows in tensors[0]."),
+    "length": ({}, {"data": partial(make_data, 8)}, "train_dataset: 8 samples instead of 6."),
     "loss": ({}, {"loss": nn.L1Loss}, "loss_func=L1Loss(reduction='mean') (was MSELoss(reduction='mean'))"),
     "argument of the loss": (
         {"loss": partial(nn.HuberLoss, delta=1.0)},
@@ -118,7 +118,7 @@ NAMED = {
     "evaluation data": (
         {"train": {"eval_dataset": make_data()}},
         {"train": {"eval_dataset": shifted()}},
-        "Changed from here on: eval_dataset: other samples",
+        "Changed from here on: eval_dataset: other rows in tensors[0]",
     ),
     "nothing": ({}, {}, ""),
     "workers": ({}, {"train": {"train_dataloader_kwargs": {"num_workers": 1}}}, ""),

@@ -30,7 +30,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed, to_number
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
-from pytorch_accel_lite.data.fingerprints import describe_change, fingerprint
+from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_created, parts_of, schedulers_in
@@ -99,7 +99,7 @@ def record_settings(trainer: TrainerLike, reads_data: bool = True) -> dict[str, 
         **_modules("model", trainer.get_model(keep_torch_compile=False)),
         **_callbacks(trainer),
         **_order(trainer),
-        _DATA: {name: fingerprint(data) for name, data in _datasets(trainer).items()} if reads_data else {},
+        _DATA: {name: fingerprint_of(data) for name, data in _datasets(trainer).items()} if reads_data else {},
     }
 
 
@@ -402,7 +402,7 @@ def _change(key: str, other: str, holds: str, word: str = "was") -> str:
 def _changed_data(trainer: TrainerLike, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     datasets = _datasets(trainer)
     names = [name for name in now if name in before] if before else []
-    changes = {name: describe_change(before[name], now[name], datasets[name]) for name in names}
+    changes = {name: difference(before[name], now[name], datasets[name]) for name in names}
     others = [name for name in {**before, **now} if (name in before) != (name in now)] if before and now else []
     found = [f"{name}: {change}" for name, change in changes.items() if change]
     return found + [f"{name} is {'new' if name in now else 'missing'}" for name in others]

@@ -31,6 +31,7 @@ _MOST_PARTS = 16  # of a sample, or of a row, at each level
 _MOST_VALUES = 64  # of a tensor or an array
 _LONG = 1000  # elements of a list or a dict that is not kept while samples are read
 _SECONDS_OF_READING = 0.05
+_MORE_READINGS = 20  # of a sample that differs
 _UNKNOWN = b"?"
 
 
@@ -44,21 +45,31 @@ def fingerprint_of(data: Any) -> Fingerprint:
     """
     length = None if isinstance(data, IterableDataset) else find_length(data)
     rows = {name: number for name, held in _held_by(data) if (number := _checksum_of_rows(held)) is not None}
-    samples = _read_samples(data, length) if length and not rows else {}
+    samples = _read_samples(data, _positions(length)[::2]) if length and not rows else {}
     return {"kind": type(data).__qualname__, "length": length, "rows": rows, "samples": samples}
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what differs between two fingerprints, as part of a sentence; empty if nothing is known to differ."""
+def difference(before: Mapping[str, Any], now: Mapping[str, Any], data: Any = None) -> str:
+    """Return what differs between two fingerprints, as part of a sentence; empty if nothing is known to differ.
+
+    :param data: the data of the second one, whose samples are read again if they seem to be others: their augmentation
+        may draw from generators that no seed reaches
+    """
     if before["length"] != now["length"] and None not in (before["length"], now["length"]):
         return f"{now['length']} samples instead of {before['length']}"
     if before["kind"] != now["kind"]:
         return f"a {now['kind']} instead of a {before['kind']}"
     for kind, name_of in (("rows", "other rows in {}"), ("samples", "another sample at index {}")):
         for name, number in now[kind].items():
-            if before[kind].get(name, number) != number:
+            known = before[kind].get(name, number)
+            if known != number and not (kind == "samples" and data is not None and _can_be(known, data, int(name))):
                 return name_of.format(name)
     return ""
+
+
+def _can_be(checksum: int, data: Any, index: int) -> bool:
+    """Whether a sample has a checksum at one of several readings."""
+    return any(_read_samples(data, [index]).get(str(index)) == checksum for _ in range(_MORE_READINGS))
 
 
 def _held_by(data: Any) -> Iterator[tuple[str, Any]]:
@@ -149,7 +160,7 @@ def _few_values(tensor: torch.Tensor) -> Any:
     return [str(tensor.dtype), *tensor.shape, few.view(torch.uint8).numpy().tobytes()]
 
 
-def _read_samples(data: Any, length: int) -> dict[str, int]:
+def _read_samples(data: Any, indices: list[int]) -> dict[str, int]:
     """Return checksums of the samples at a few indices: as many as can be read in a short time, at least one."""
     samples: dict[str, int] = {}
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
@@ -158,7 +169,7 @@ def _read_samples(data: Any, length: int) -> dict[str, int]:
     generators = find_generators([data])
     end = time.perf_counter() + _SECONDS_OF_READING
     with suppress(Exception), preserving_generators(), preserving_found(generators), _preserving_attributes(held):
-        for index in _positions(length)[::2]:
+        for index in indices:
             twice = []
             for seed in (1, 2):
                 seed_generators(seed)
@@ -175,10 +186,17 @@ def _read_samples(data: Any, length: int) -> dict[str, int]:
 def _parts_of(sample: Any) -> dict[str, bytes]:
     """Return the values of a sample by names of its parts."""
     if isinstance(sample, Mapping):
-        return {str(key): _bytes_of(sample[key]) for key in islice(sample, _MOST_PARTS)}
+        return {str(key): _bytes_of(_rounded(sample[key])) for key in islice(sample, _MOST_PARTS)}
     if isinstance(sample, (list, tuple)):
-        return {str(number): _bytes_of(part) for number, part in enumerate(sample[:_MOST_PARTS])}
-    return {"": _bytes_of(sample)}
+        return {str(number): _bytes_of(_rounded(part)) for number, part in enumerate(sample[:_MOST_PARTS])}
+    return {"": _bytes_of(_rounded(sample))}
+
+
+def _rounded(part: Any) -> Any:
+    """Return floats without their last bits, which a transform may compute differently on another machine."""
+    if isinstance(part, np.ndarray) and part.dtype.kind == "f":
+        return part.astype(np.float16)
+    return part.to(torch.bfloat16) if isinstance(part, torch.Tensor) and part.is_floating_point() else part
 
 
 @contextmanager
