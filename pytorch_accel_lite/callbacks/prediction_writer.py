@@ -85,8 +85,7 @@ class PredictionWriterCallback(TrainerCallback):
         :param weights: fingerprint of the weights
         :return: that number, and whether predictions of other or unknown weights were removed
         """
-        if (lock := lock_path("directory", self.directory)) is not None:
-            trainer.current_run.locks.callback(lock.release)
+        trainer.current_run.locks.callback(lock_path("directory", self.directory).release)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _DESCRIPTION
         existing = {} if self.overwrite or not path.exists() else _read_description(path)

@@ -167,7 +167,8 @@ def replacing(target: Path) -> Iterator[Path]:
             sync(temporary)
             temporary.replace(target)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that cannot be written at all
+            temporary.unlink()
         raise
 
 

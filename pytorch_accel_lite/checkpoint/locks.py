@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.checkpoint.files import hidden_name, no_link, try_lock
 
 _OF_A_LOCK = re.compile(rb"[\d\s\0]{0,64}")
@@ -123,15 +124,16 @@ def _content(file: IO[Any]) -> bytes:
     return os.pread(file.fileno(), 1 << 10, 0)
 
 
-def lock_path(argument: str, path: str | os.PathLike[str]) -> FileLock | None:
+def lock_path(argument: str, path: str | os.PathLike[str]) -> FileLock:
     """Lock a path to which a run writes, by a hidden file beside it that is removed with the lock.
 
-    Where the folder beside it cannot be written, the file lies within, and without either there is no lock: who writes
-    there reports it.
+    Where the folder beside it cannot be written, the file lies within.
 
     :param argument: name of the argument with the path, for the error
     :raises RuntimeError: if another run writes there
+    :raises OSError: if neither folder can be written, so that training would end with that error
     """
+    refused: OSError | None = None
     target = Path(os.path.realpath(path))
     beside, within = target.parent / hidden_name(target.name, "lock"), target / ".run.lock"
     for place in (beside, within) if target.is_dir() else (beside,):
@@ -146,4 +148,8 @@ def lock_path(argument: str, path: str | os.PathLike[str]) -> FileLock | None:
         except OSError as error:
             if error.errno not in _NO_ACCESS:
                 raise
-    return None
+            refused = error
+    assert refused is not None
+    refused.filename = os.fspath(path)
+    add_note(refused, f"{argument}={os.fspath(path)!r} must be in a folder that can be written.")
+    raise refused

@@ -98,8 +98,7 @@ def _lock_paths(trainer: TrainerLike, run: Run) -> None:
 
     def lock() -> None:
         for path, argument in run.request.locked_paths.items():
-            if (held := lock_path(argument, path)) is not None:
-                run.locks.callback(held.release)
+            run.locks.callback(lock_path(argument, path).release)
 
     if run.request.locked_paths:
         trainer.ranks.run_together(lock, only_first=True)
