@@ -13,7 +13,7 @@ import torch
 
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import ROOT, EarlyFork, run_elastic_script, run_forked
-from tests.scripts.own_iterable import EPOCHS, KINDS, by_hand, train
+from tests.scripts.own_iterable import EPOCHS, by_hand, train
 from tests.tasks import equal
 
 SCRIPT = "tests/scripts/own_iterable.py"
@@ -69,11 +69,18 @@ def check_resumed(folder: Path, processes: int, kind: str, seed: int) -> None:
         assert equal(after["weights"], before["weights"])
 
 
-@pytest.mark.parametrize("kind", ["generator", "in place"])
-def test_a_resumed_run_warns_if_an_iterable_gives_other_batches_than_before(tmp_path, kind):
-    def run(folder, **kwargs):
-        train(kind, [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)], **kwargs)
+def train_and_save(kind: str, folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
+    return train(kind, [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)], **kwargs)
 
-    run(tmp_path)
-    with pytest.warns(UserWarning, match=f"The training data, a {KINDS[kind].__name__}, give other batches than when"):
-        run(tmp_path / "again", resume_from=tmp_path / "update-000000011")
+
+@pytest.mark.parametrize("seed", [5, None])
+def test_an_iterable_that_draws_from_its_own_generator_resumes(tmp_path, seed):
+    whole = train_and_save("generator", tmp_path, seed=seed)
+    state = tmp_path / "update-000000011"
+    assert equal(train_and_save("generator", tmp_path / "again", seed=seed, resume_from=state), whole)
+
+
+def test_a_resumed_run_warns_if_an_iterable_gives_other_batches_than_before(tmp_path):
+    train_and_save("in place", tmp_path)
+    with pytest.warns(UserWarning, match="The training data, a ShufflesInPlace, give other batches than when"):
+        train_and_save("in place", tmp_path / "again", resume_from=tmp_path / "update-000000011")

@@ -70,6 +70,7 @@ from tests.tasks import (
     regression_data,
     small_model,
     train,
+    unsaved_list,
     weights,
 )
 
@@ -1318,6 +1319,7 @@ class Counting(Trainer):
     """Sees numbers; counts as samples what it is told to."""
 
     count = staticmethod(len)
+    seen = unsaved_list()
 
     def calculate_train_batch_loss(self, batch):
         self.seen.append(batch[0].tolist())
@@ -1343,7 +1345,7 @@ def seen_batches(source: Any, batch_size: int, count: Any = len, callbacks: Any 
     model = nn.Linear(1, 1)
     trainer_class = Counting if isinstance(source, IterableDataset) else Own
     trainer = trainer_class(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks, seed=0)
-    trainer.seen, trainer.count = [], count
+    trainer.count = count
     trainer.train(source, 1, per_device_batch_size=batch_size, **kwargs)
     return trainer.seen
 

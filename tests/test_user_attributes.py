@@ -18,7 +18,7 @@ import torchmetrics
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import ModelSummaryCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests import shipped
 from tests.launching import two_are_enough
@@ -342,6 +342,34 @@ def test_a_setting_that_is_new_holds_and_is_named(tmp_path, capsys):
     assert trainer.alpha == 0.25
 
 
+class Warming(TrainerCallback):
+    """Has a setting that nothing changes, one that the run changes, and places."""
+
+    def __init__(self, factor: float, heat: float, folder: Any, notes: str) -> None:
+        self.factor, self.heat, self.folder, self.notes_path = factor, heat, folder, notes
+
+    def on_update_end(self, trainer, **kwargs):
+        self.heat += 1
+
+
+def test_a_difference_is_said_once_and_a_moved_folder_never(tmp_path, capsys):
+    def train(epochs: int, *arguments: Any, **held: Any) -> Warming:
+        warming = Warming(*arguments)
+        trainer = Holder([warming, SaveTrainingStateCallback(tmp_path)], **held)
+        trainer.train(DATA, epochs, per_device_batch_size=8, resume_from="latest")
+        return warming
+
+    train(1, 0.5, 1.0, Path("a"), "a/notes", output_dir="a", places=[Path("a/x"), Path("a/y")])
+    capsys.readouterr()
+    warming = train(2, 0.25, 2.0, Path("b"), "b/notes", output_dir="b", places=[Path("b/x"), Path("b/y")])
+    said = capsys.readouterr().out
+    assert "Kept as in the state: Warming.heat=1.0 (not 2.0)" in said
+    assert "Changed from here on: Warming.factor=0.25 (was 0.5)" in said
+    assert said.count("factor") == said.count("heat") == 1
+    assert "Unlike in the run" not in said
+    assert (warming.factor, warming.heat, warming.folder) == (0.25, 7.0, Path("b"))
+
+
 def test_random_tensors_that_never_change_are_those_of_the_first_run(tmp_path, capsys):
     def train(epochs: int, seed: int) -> Holder:
         noise = torch.randn(4, generator=torch.Generator().manual_seed(seed))
@@ -396,6 +424,8 @@ def test_the_best_model_has_the_teacher_that_it_was_trained_with(tmp_path):
 def test_a_shipped_callback_has_no_attributes_that_look_like_a_users(kind, tmp_path, monkeypatch):
     """Its constructor creates all of them, so those of a user's subclass can be told from ours."""
     monkeypatch.chdir(tmp_path)
+    if kind is ModelSummaryCallback:
+        pytest.importorskip("torchinfo")
     callback = shipped.build(type(kind.__name__, (kind,), {}))
     callback.of_the_user = 1
     trainer = Holder([callback])

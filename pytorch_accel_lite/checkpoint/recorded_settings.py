@@ -73,6 +73,11 @@ _ABSENT = ""
 _DATA = "data"
 
 
+def tells_where(name: str) -> bool:
+    """Return whether a setting has the name of a place or a device, which may be another for a resumed run."""
+    return _ELSEWHERE.fullmatch(name) is not None
+
+
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Any]:
     """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
     named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
@@ -177,7 +182,7 @@ def _arguments(callback: Any) -> Iterator[tuple[str, Any]]:
         return
     bound.apply_defaults()
     for name, value in bound.arguments.items():
-        if not _ELSEWHERE.fullmatch(name) and not isinstance(value, os.PathLike):
+        if not tells_where(name) and not isinstance(value, os.PathLike):
             yield name, value
 
 
@@ -268,7 +273,7 @@ def _object(value: Any, depth: int) -> str:
             return text
         own = getattr(value, "__dict__", {})
     taken = _parameters(kind)  # type: ignore[arg-type]
-    names = [name for name in own if name in taken and not _ELSEWHERE.fullmatch(name)]
+    names = [name for name in own if name in taken and not tells_where(name)]
     parts = [f"{name}={described(own[name], name, depth)}" for name in sorted(names)]
     return f"{kind.__name__}({', '.join(parts)})"
 
@@ -322,12 +327,14 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
     if not before or not now:
         return ""
     changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
+    run.created.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
+    held = _held(state)
     loaded = describe_optimizers(trainer)
     restored: list[str] = []
     new: list[str] = []
     for key in changed:
         was, this = before.get(key, _ABSENT), now.get(key, _ABSENT)
-        if not _is_restored(trainer, key):
+        if _argument_of_callback(key) not in held and not _is_restored(trainer, key):
             new.append(_change(key, was, this))
         elif this != loaded.get(key):
             now[key] = was
@@ -367,6 +374,19 @@ def _is_same(before: str | None, now: str | None) -> bool:
         return False
     versions = [match for text in (before, now) for match in _CODE.findall(text)]
     return len(set(versions)) > 1  # bytecode of other versions of Python cannot be compared
+
+
+def _argument_of_callback(key: str) -> tuple[str, str] | None:
+    """Return the callback and the argument that a setting is of."""
+    part, _, rest = key.partition(".")
+    owner, _, name = rest.partition(".")
+    return (owner, name) if part == "callbacks" and name else None
+
+
+def _held(state: TrainingState) -> set[tuple[str, str]]:
+    """Return the attributes that a state holds, since the run had changed them, by owner and name."""
+    saved = state.shared.get("user_attributes", {})
+    return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
 
 
 def _is_restored(trainer: TrainerLike, key: str) -> bool:

@@ -34,6 +34,7 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
     is_setting,
     tensors_in,
 )
+from pytorch_accel_lite.checkpoint.recorded_settings import tells_where
 from pytorch_accel_lite.checkpoint.trainability import trainability
 from pytorch_accel_lite.optimizers import attributes
 
@@ -55,6 +56,7 @@ class CreatedAttributes:
     :ivar settings: of each attribute that holds only numbers and texts, its node
     :ivar changed: attributes that are known to have changed
     :ivar told: what has been said not to be kept
+    :ivar compared: attributes whose arguments the comparison of settings has named
     :ivar trainability: which parameters are trained after the starting events
     """
 
@@ -63,6 +65,7 @@ class CreatedAttributes:
     names: dict[str, set[str]] = field(default_factory=dict)
     changed: set[Key] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
+    compared: set[Key] = field(default_factory=set)
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)
 
 
@@ -202,7 +205,8 @@ def _say_what_differs(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
         for name, before in digests.items()
         if created.digests.get((owner, name), before) != before
     ]
-    if settings := [key for key in others if key not in kept and key in created.settings]:
+    settings = [key for key in others if key not in kept and key in created.settings]
+    if settings := [key for key in settings if key not in created.compared and not _is_moved(trainer, saved, key)]:
         shown = (f"{_path(key)} is {_shown(created.settings[key])}, {_was(saved, key)}" for key in settings)
         trainer.print(f"Unlike in the run that saved the state: {'; '.join(shown)}. The new values hold.")
     if restored := [_path(key) for key in others if key in kept]:
@@ -216,9 +220,29 @@ def _say_what_differs(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
         )
 
 
+def _is_moved(trainer: TrainerLike, saved: Mapping[str, Any], key: Key) -> bool:
+    """Whether a setting differs only in where something is."""
+    before, now = _setting_before(saved, key), trainer.current_run.created.settings[key]
+    return before is not NoPlaceError and _without_places(before, key[1]) == _without_places(now, key[1])
+
+
+def _without_places(node: Node, name: str) -> Node:
+    if isinstance(node, str):
+        return "" if tells_where(name) else node
+    if isinstance(node, dict):
+        return {key: _without_places(part, key) for key, part in node.items()}
+    if isinstance(node, (tuple, list)):
+        return ["path"] if node[:1] == ("path",) else [_without_places(part, name) for part in node]
+    return node
+
+
 def _was(saved: Mapping[str, Any], key: Key) -> str:
-    before = saved.get("settings", {}).get(key[0], {}).get(key[1], NoPlaceError)
+    before = _setting_before(saved, key)
     return "which was something else" if before is NoPlaceError else f"and was {_shown(before)}"
+
+
+def _setting_before(saved: Mapping[str, Any], key: Key) -> Node:
+    return saved.get("settings", {}).get(key[0], {}).get(key[1], NoPlaceError)
 
 
 def _shown(node: Node) -> str:

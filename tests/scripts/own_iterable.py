@@ -20,7 +20,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.ranks import rank, world_size
-from tests.tasks import weights
+from tests.tasks import unsaved_list, weights
 
 EPOCHS = 3
 
@@ -146,9 +146,8 @@ class OwnBatches(Trainer):
 class Records(TrainerCallback):
     """Remembers the batch of every step and random numbers that are drawn after it."""
 
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-        self.drawn: list[float] = []
+    seen = unsaved_list()
+    drawn = unsaved_list()
 
     def on_train_step_end(self, trainer, batch, **kwargs):
         self.seen.append(batch[0].sum().item())
@@ -168,7 +167,8 @@ def main() -> None:
     records, saving = Records(), SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
     callbacks = [records, saving, Killed(folder, update)]
     trained = train(kind, callbacks, None if seed < 0 else seed, resume_from="latest")
-    torch.save({"weights": trained, "processes": world_size(), **vars(records)}, folder / f"final{rank()}.pt")
+    ended = {"weights": trained, "seen": records.seen, "drawn": records.drawn, "processes": world_size()}
+    torch.save(ended, folder / f"final{rank()}.pt")
 
 
 if __name__ == "__main__":
