@@ -174,7 +174,7 @@ class Concatenation:
     def add(self, parts: Sequence[Any]) -> None:
         """Append outputs of the same structure."""
         self._parts.extend(parts)
-        self._bytes += sum(tensor.nbytes for tensor in tensors_in(parts))
+        self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(parts))
         if self._bytes >= _BYTES_OF_A_CHUNK:
             self._end_chunk()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any
@@ -56,9 +56,10 @@ def predict(
     """
     predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
     outputs, is_empty = Concatenation(), True
-    for step in predicted:
-        outputs.add(step)
-        is_empty = False
+    with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
+        for step in predicted:
+            outputs.add(step)
+            is_empty = False
     if is_empty:
         raise ValueError(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
@@ -99,7 +100,7 @@ def _predicted(
     collate_fn: Any,
     only_first: bool,
     is_collected: bool,
-) -> Iterator[list[Any]]:
+) -> Generator[list[Any], None, None]:
     """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
 
     :param is_collected: whether the caller does nothing but collect them
