@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from torchmetrics import MeanSquaredError
@@ -17,6 +18,7 @@ SHIPPED = [
     value
     for value in (getattr(shipped, name) for name in shipped.__all__)
     if isinstance(value, type) and issubclass(value, TrainerCallback) and value is not TrainerCallback
+    if value is not shipped.ModelSummaryCallback or find_spec("torchinfo")  # of an extra
 ]
 
 

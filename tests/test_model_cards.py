@@ -300,7 +300,7 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
         trainer.save_model(tmp_path, card_data={"license": object()})
     with pytest.raises(ValueError, match=r"path='hf://me/waves/model.pt' is a URL, but .* save_model\(\) and"):
         trainer.save_checkpoint("hf://me/waves/model.pt")
-    with pytest.raises(ValueError, match=r"save_path='hf://me/waves/best.pt' is a URL, but checkpoints are files"):
+    with pytest.raises(ValueError, match=r"save_path='hf://me/waves/best.pt' is a URL, but a checkpoint is on a disk"):
         SaveBestModelCallback("hf://me/waves/best.pt")
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
 

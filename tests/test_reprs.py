@@ -76,9 +76,8 @@ def test_the_callbacks_of_a_trainer():
 
 
 def test_signatures_fit_a_screen():
-    assert "callbacks: 'Iterable[TrainerCallback | type[TrainerCallback]]' = DEFAULT_CALLBACKS, " in str(
-        inspect.signature(Trainer)
-    )
+    callbacks = "callbacks: 'Iterable[TrainerCallback | type[TrainerCallback] | None]' = DEFAULT_CALLBACKS, "
+    assert callbacks in str(inspect.signature(Trainer))
     for function in (Trainer, Trainer.train, Trainer.evaluate, Trainer.find_lr):
         assert len(str(inspect.signature(function))) < 12 * 80
     assert str(DEFAULT_CALLBACKS).startswith("(MoveModulesToDeviceCallback, TerminateOnNaNCallback, ")

@@ -83,6 +83,12 @@ class Noting(TrainerCallback):
         self.rates: list[float] = []
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # it notes what this process does
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
     def on_optimizer_step_start(self, trainer, **kwargs):
         self.rates.append(trainer.optimizer.param_groups[0]["lr"])
 

@@ -592,7 +592,7 @@ def test_a_fresh_run_keeps_a_state_that_waited_for_its_successor_when_all_was_ki
 
 
 def test_a_long_history_is_resumed_as_it_was(tmp_path):
-    odd = [1.5, 2, True, None, 2**70, float("nan"), "text"]
+    odd = [1.5, 2, True, False, 2**70, float("nan"), "text"]
 
     def record(trainer: Any) -> None:
         history, epoch = trainer.run_history, trainer.progress.epoch

@@ -445,7 +445,7 @@ def test_a_metric_that_did_not_come_is_an_error_after_the_first_evaluation(here)
         trainer = make_trainer([own, make("never", True)], seed=0)
         with pytest.raises(ValueError, match=r"Recorded: .*train_loss_epoch, eval_loss_epoch") as caught:
             train(trainer, epochs=4, eval_dataset=True, eval_every_n_epochs=2)
-        assert str(caught.value).startswith(f"{where}'never'): the run has not recorded it."), caught.value
+        assert str(caught.value).startswith(f"{where}'never'): the run has not recorded it yet."), caught.value
         assert trainer.progress.epoch == 2
 
 

@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import update_wrapper, wraps
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import warn_outside
@@ -305,7 +305,8 @@ class _AfterBackward:
     """A listener to an event after the backward pass, which must not change the loss: nothing would learn from that."""
 
     def __init__(self, listener: Listener, event: str) -> None:
-        self.__wrapped__ = listener  # as inspect.signature() and the handler look for them
+        update_wrapper(self, listener)  # as inspect.signature() and those who ask whose it is look for it
+        self.__wrapped__ = listener
         self.__self__ = getattr(listener, "__self__", listener)
         self._event = event
 

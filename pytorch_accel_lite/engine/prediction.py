@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
+from pytorch_accel_lite.base.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
@@ -220,10 +220,10 @@ def _outputs(
         if listeners["on_predict_step_end"]:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if not batch.is_filler:
-            if not is_checked:
-                is_checked = _check_rows(batch, output)
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
+            if not is_checked:
+                is_checked = _check_rows(batch, shares[-1])
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
@@ -235,6 +235,8 @@ def _check_rows(batch: Batch, output: Any) -> bool:
     if batch.num_samples is None or batch.num_samples < 2:
         return False
     sizes = {batch.num_samples, find_batch_size(batch.data, batch.num_samples)}
+    if isinstance(output, ListOfSamples):
+        return True  # as detectors return, each with as many rows as it has found
     rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]
     if rows and sizes.isdisjoint(rows):
         warn_outside(
