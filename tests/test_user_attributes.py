@@ -363,8 +363,8 @@ def test_a_difference_is_said_once_and_a_moved_folder_never(tmp_path, capsys):
     capsys.readouterr()
     warming = train(2, 0.25, 2.0, Path("b"), "b/notes", output_dir="b", places=[Path("b/x"), Path("b/y")])
     said = capsys.readouterr().out
-    assert "Kept as in the state: Warming.heat=1.0 (not 2.0)" in said
-    assert "Changed from here on: Warming.factor=0.25 (was 0.5)" in said
+    assert "Kept as in the state: callbacks.Warming.heat=1.0 (not 2.0)" in said
+    assert "Changed from here on: callbacks.Warming.factor=0.25 (was 0.5)" in said
     assert said.count("factor") == said.count("heat") == 1
     assert "Unlike in the run" not in said
     assert (warming.factor, warming.heat, warming.folder) == (0.25, 7.0, Path("b"))
