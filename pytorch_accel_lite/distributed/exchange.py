@@ -78,9 +78,11 @@ class ControlGroup:
             self._explained = self._begun
             calls = self._gather(describe_call(_own_stack()) + circumstances)
             self._failure = "".join(f"\n  rank {rank}: {call}" for rank, call in zip(self.members, calls, strict=True))
+        of_updates = " Where a process has nothing to learn from, pass a loss of zero to update(): 0 * loss."
         raise OtherCallError(
             f"The processes are in different calls, each of which waits for the other processes:{self._failure}\n"
             "Make the same calls in the same order on every process, also those whose results only one of them uses."
+            f"{of_updates if ': in update()' in self._failure else ''}"
         )
 
     def _all_explain(self) -> bool:
