@@ -32,16 +32,22 @@ EPOCHS, SIZE, GLOBAL_BATCH = 3, 22, 6
 
 
 class Augmented(Rows):
+    shift = 0.0  # which each epoch changes, also for workers that are kept
+
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
-        return x + 0.1 * torch.randn(5) + 0.1 * np.random.randn() + 0.1 * random.random(), y, torch.tensor(index)
+        noise = 0.1 * torch.randn(5) + 0.1 * np.random.randn() + 0.1 * random.random()
+        return x + noise, y + self.shift, torch.tensor(index)
 
 
 class OrderCallback(TrainerCallback):
-    """Remembers the samples of every step: its state is what a resumed run is compared by."""
+    """Changes the data in each epoch, and remembers the samples of every step, by which a resumed run is compared."""
 
     def __init__(self) -> None:
         self.order: list[list[int]] = []
+
+    def on_train_epoch_start(self, trainer, **kwargs):
+        trainer.train_dataset.shift = 0.1 * trainer.progress.epoch
 
     def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
         samples = batch[2] if batch_output["batch_size"] else batch[2][:0]  # of a rank that only keeps step
