@@ -436,7 +436,7 @@ ALONE = {
     "evaluates in a callback": "rank 0: in evaluate(), called by on_train_epoch_end of unlike_ranks.py",
     "gathers": "gather_for_metrics() waits for all processes in each step of an evaluation, but some have no",
     "updates, not in step 2": "Where a process has nothing to learn from, pass a loss of zero",
-    "updates, not in step 3": "another process did not take part until the time limit of the process group.",
+    "updates, not in step 3": "different calls|another process did not take part until the time limit",
 }
 
 
@@ -446,7 +446,7 @@ def test_a_call_on_one_rank_alone_is_named(cases):
     for case, done in zip(cases, launch_together(commands, warm=True), strict=True):
         assert done.returncode != 0, case
         text = re.sub(r"\[rank\d\]:", " ", done.stderr)  # what notes wrap
-        assert ALONE[case] in " ".join(text.split()), done.stderr
+        assert any(said in " ".join(text.split()) for said in ALONE[case].split("|")), done.stderr
 
 
 def test_a_launch_that_accelerate_does_not_see_is_refused():
