@@ -95,11 +95,21 @@ class Ledger:
         self._before = now
 
 
-class First(TrainerCallback):
-    """Books what ends before the other callbacks are called."""
+class Books(TrainerCallback):
+    """Has a ledger, which is no part of the states of the run: a state that is loaded must not undo what was booked."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class First(Books):
+    """Books what ends before the other callbacks are called."""
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self.ledger.book("update" if trainer.progress.update > 1 else "start", trainer.progress.update > 1)
@@ -108,11 +118,8 @@ class First(TrainerCallback):
         self.ledger.book("end of an epoch")
 
 
-class Last(TrainerCallback):
+class Last(Books):
     """Books what ends once the other callbacks have been called."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.ledger.book("start")

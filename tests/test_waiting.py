@@ -192,11 +192,20 @@ def test_a_rank_that_works_for_long_is_named_and_nothing_ends(tmp_path, monkeypa
         while output.read_text().count(is_reported) < 2 and trainer.progress.update == 2:
             time.sleep(0.05)
 
-    codes = in_forks(lambda rank: train(callbacks=[on_rank_1("on_train_step_start", work, update=2)]), output, 2)
+    goes_on = "Rank 0 no longer waits for the other processes."
+
+    def until_said(rank: int) -> None:
+        """Train, and leave the watch the time to look once more."""
+        train(callbacks=[on_rank_1("on_train_step_start", work, update=2)])
+        latest = time.monotonic() + 30
+        while goes_on not in output.read_text() and time.monotonic() < latest:
+            time.sleep(0.05)
+
+    codes = in_forks(until_said, output, 2)
     said = output.read_text()
     assert codes == [0, 0], said
     assert re.search(r"\n  rank 1, epoch 1, step 2: in work of test_waiting.py:\d+\n", said)
-    assert "Rank 0 no longer waits for the other processes." in said
+    assert goes_on in said
 
 
 # -------------------------------------------------------------------------------------------- a process that is lost
