@@ -148,7 +148,7 @@ def absolute_error(outputs, targets):
 class KillAt(TrainerCallback):
     """Kills the process in the n-th step of whatever it does, as a machine that fails does.
 
-    It has a state of its own, an empty one: a resumed process counts its steps anew.
+    It has a state of its own, an empty one: each process that resumes starts counting again.
     """
 
     def __init__(self, step: int) -> None:
