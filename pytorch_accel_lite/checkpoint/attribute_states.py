@@ -199,7 +199,8 @@ def load_each(
         elif is_final:
             warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
     for name in states.keys() - owners.keys() if is_final else ():
-        warn_outside(f"The training state holds the state of {kind} {name!r}, which no longer exists.")
+        if states[name] != {}:  # an empty one is no loss
+            warn_outside(f"The training state holds the state of {kind} {name!r}, which no longer exists.")
 
 
 def describe_attributes(trainer: TrainerLike) -> str:
