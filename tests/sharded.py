@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -47,21 +48,30 @@ def create_model(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
+@cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return one mesh for all tests: the threads of its groups wake a hundred times a second while a job lives.
+
+    Groups cannot be destroyed after a test either: torch remembers what it worked out for equal meshes.
+    """
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def shard(model: nn.Module, how: str) -> nn.Module:
     """Shard a model in one of the ways that people use."""
     if how in ("tp", "tp_ddp", "tp_fsdp"):
         ways = 1 if how == "tp" else world_size() // 2
-        mesh = init_device_mesh("cpu", (ways, world_size() // ways), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of(ways, world_size() // ways, names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
         if how == "tp_fsdp":
             fully_shard(model, mesh=mesh["dp"])
     elif how == "layers":  # the rest is not sharded
         for layer in (model[0], model[3]):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (world_size(),)))
+            fully_shard(layer, mesh=mesh_of(world_size()))
     elif how in ("fsdp", "hsdp"):
         shape = (world_size(),) if how == "fsdp" else (2, world_size() // 2)
         names = ("dp",) if how == "fsdp" else ("dp_replicate", "dp_shard")
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = mesh_of(*shape, names=names)
         for layer in (model[0], model[3], model):
             fully_shard(layer, mesh=mesh)
     return model

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
@@ -19,7 +18,7 @@ from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestMode
 from pytorch_accel_lite.checkpoint import model_state, print_contents
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
-from tests.sharded import gathered, large_model
+from tests.sharded import gathered, large_model, mesh_of
 from tests.tasks import equal, listener, make_trainer, regression_data, train, weights
 
 
@@ -212,7 +211,7 @@ def without_what_is_frozen(folder: Path) -> Any:
         model[3].reset_parameters()
         model[0].requires_grad_(False)
         for layer in (model[0], model[3], model):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+            fully_shard(layer, mesh=mesh_of(2))
         optimizer = torch.optim.AdamW(model[3].parameters(), lr=0.01)
         saving = SaveTrainingStateCallback(folder / name, save_every_n_steps=1, trainable_only=True)
         trainer = Trainer(model, nn.MSELoss(), optimizer, [saving], accelerator=Accelerator(cpu=True), seed=3)

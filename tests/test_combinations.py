@@ -9,7 +9,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
@@ -17,7 +16,7 @@ from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
 from pytorch_accel_lite.steps.combinations import as_markdown
 from tests.launching import CAN_SHARD
 from tests.ranks import world_size
-from tests.sharded import sharding_accelerator
+from tests.sharded import mesh_of, sharding_accelerator
 from tests.tasks import make_model, make_trainer, quiet_trainer, regression_data, small_model, train
 
 PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
@@ -90,7 +89,7 @@ def logical_with_shards() -> str:
     """What is said of a model that is sharded."""
     accelerator = Accelerator(cpu=True)
     model = small_model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+    fully_shard(model, mesh=mesh_of(world_size()))
     trainer = quiet_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)
     with pytest.raises(ValueError, match="logical_processes") as caught:
         trainer.train(regression_data(16), 1, per_device_batch_size=1)

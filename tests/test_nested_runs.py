@@ -15,14 +15,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import CallbackHandler, StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsCallback, ProgressBarCallback, SaveTrainingStateCallback
 from tests.launching import CAN_SHARD
-from tests.sharded import gathered, large_model, sharding_accelerator
+from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
 from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
 
 
@@ -226,7 +225,7 @@ def by_the_user_is_used_again(folder: Path) -> Any:
     def large_trainer(callbacks: list[Any]) -> Trainer:
         model = large_model()
         for layer in (model[0], model[3], model):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+            fully_shard(layer, mesh=mesh_of(2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         return Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=Accelerator(cpu=True), seed=3)
 

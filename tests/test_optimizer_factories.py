@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW
@@ -21,7 +20,7 @@ from pytorch_accel_lite.callbacks import EarlyStoppingCallback, GradualUnfreezin
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.launching import CAN_SHARD
 from tests.ranks import check_processes, every_state, final_weights, world_size
-from tests.sharded import gathered, large_model, sharding_accelerator
+from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, two_optimizers, weights
 
 DATA = regression_data(26)
@@ -109,7 +108,7 @@ def sharded_by_the_user() -> Any:
         with torch.device("meta"):
             model = large_model()
         for layer in (model[0], model[3], model):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+            fully_shard(layer, mesh=mesh_of(2))
         model.to_empty(device="cpu")
         with torch.no_grad():
             for own, value in zip(model.parameters(), values, strict=True):

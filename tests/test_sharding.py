@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torchmetrics import MeanSquaredError
@@ -39,6 +38,7 @@ from tests.sharded import (
     create_model,
     fit,
     gathered,
+    mesh_of,
     result_of,
     shard,
     sharded_trainer,
@@ -262,7 +262,7 @@ def averaged_statistics() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
     fresh = copy.deepcopy(model)
     for part in (model[0], model[3], model):
-        fully_shard(part, mesh=init_device_mesh("cpu", (world_size(),)))
+        fully_shard(part, mesh=mesh_of(world_size()))
     states: list[dict[str, torch.Tensor]] = []
 
     def keep(trainer: Trainer, **_: Any) -> None:
@@ -448,11 +448,11 @@ def error_of(how: str) -> str:
     model = create_model()
     accelerator = None
     if how == "part":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        mesh = mesh_of(2, 2, names=("a", "b"))["b"]
         fully_shard(model, mesh=mesh)
     elif how == "meta":
         model = model.to("meta")
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+        fully_shard(model, mesh=mesh_of(world_size()))
     elif how == "accelerate_meta":
         model = model.to("meta")
         accelerator = sharding_accelerator()

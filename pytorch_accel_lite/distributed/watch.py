@@ -286,7 +286,9 @@ class Watch(threading.Thread):
         run = self._runs[-1][0] if self._runs else self.begun
         deadline = time.monotonic() + _PATIENCE
         while True:
-            time.sleep(0.05)
+            is_late = time.monotonic() > deadline
+            ended = [rank for rank in others if self._has_ended(rank)]
+            time.sleep(0.05)  # what it has noted last is on its way
             if self._verdict:
                 return self._verdict
             with suppress(RuntimeError):  # the process that serves the store has ended
@@ -295,8 +297,7 @@ class Watch(threading.Thread):
                 notes = {rank: note for rank in others if (note := self._note_of(rank)) and note[0] >= run}
                 if notes:
                     return " ".join(f"Rank {rank} {reason}" for rank, (_, reason) in notes.items())
-            ended = [rank for rank in others if self._has_ended(rank)]
-            if ended or time.monotonic() > deadline:
+            if ended or is_late:
                 break
         if ended:
             return (
