@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tests.launching import EarlyCopy, EarlyFork
+from tests.launching import SOAK, EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
 from tests.tasks import own_clock
 
@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(name))
         if "job" in used:
             item.add_marker(pytest.mark.processes)
+            if "ranks" in used:
+                item.add_marker(pytest.mark.soak)
         elif "fresh" in used or "uninterrupted" in used:
             item.add_marker(pytest.mark.programs)
 
@@ -109,9 +111,9 @@ def job() -> Iterator[Callable[[int], RankPool]]:
     assert [pool.close() for pool in jobs.values() if pool.is_usable].count(0) == len(jobs)
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, 3] if SOAK else [3])
 def ranks(request: pytest.FixtureRequest, job: Callable[[int], RankPool]) -> RankPool:
-    """2 and 3 processes: ``ranks(case)`` is what a function gave on each."""
+    """3 processes, which divide little evenly, and 2 with SOAK: ``ranks(case)`` is what a function gave on each."""
     return job(request.param)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,9 +19,14 @@ from benchmarks import comparison, gpu, scale, startup, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
-from tests.launching import CAN_SHARD, TORCHRUN, WarmPython, forget, launch, run_forked, run_module
+from tests.launching import CAN_SHARD, SOAK, TORCHRUN, WarmPython, forget, launch, run_forked, run_module
 
 pytestmark = pytest.mark.programs
+
+
+def of_a_soak(test: Callable[..., None]) -> Callable[..., None]:
+    """For benchmarks that start many interpreters, and have a like that is tried each time."""
+    return pytest.mark.soak(pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")(test))
 
 
 def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
@@ -170,6 +176,7 @@ def test_every_way_to_feed_processes_is_measured_against_the_loop_by_hand():
     assert all(float(ratio) > 0 for _, _, *ratios in rows for ratio in ratios)
 
 
+@of_a_soak
 def test_every_way_to_agree_is_measured_against_the_loop_that_exchanges_nothing():
     done = launch([*TORCHRUN, "2", "-m", "benchmarks.collectives", "--quick"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}
@@ -189,6 +196,7 @@ def test_every_path_is_measured_against_the_loop_on_the_same_data():
         assert [bool(cell) for cell in added] == [True, False, False, name in PATHS], name
 
 
+@of_a_soak
 def test_packed_texts_are_measured_against_padded_ones():
     rows = printed_rows(run_module("benchmarks.packing", "--quick", "--rounds", "1"))
     assert len(rows) == 7
@@ -204,6 +212,7 @@ def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@of_a_soak
 def test_cost_is_measured_as_it_grows():
     tables = ["--only", "steps", "epochs", "samples", "processes", "--rounds", "1"]
     sizes = ["--steps", "100", "--epochs", "100", "--samples", "1000", "--processes", "1"]
@@ -222,6 +231,7 @@ def test_the_time_to_the_first_batch_of_a_shuffled_epoch_is_measured():
     assert all(line.startswith("100,000 samples, ") and line.endswith(" MB") for line in lines)
 
 
+@of_a_soak
 def test_workers_are_measured_against_the_standard_loader():
     rows = printed_rows(run_module("benchmarks.workers", "--rounds", "1", "--workers", "1", "--megabytes", "4"))
     assert len(rows) == 8

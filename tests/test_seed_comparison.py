@@ -25,7 +25,7 @@ from pytorch_accel_lite.experiment import Experiment, SeedComparison
 from pytorch_accel_lite.experiment.command_line import main
 from tests import experiment_parts as parts
 from tests.experiment_parts import DATA, TRAINING, make, on_gpu, saving
-from tests.launching import ROOT, run_forked
+from tests.launching import ROOT, SOAK, run_forked
 from tests.ranks import shared_folder
 from tests.tasks import raises_at
 from tests.test_docs import blocks, write_files
@@ -139,8 +139,10 @@ def test_the_comparison_of_the_page(tmp_path, monkeypatch, capsys):
     assert shown_numbers == pytest.approx(expected_numbers, rel=0.3, abs=0.03)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")
 def test_new_processes_share_the_gpus_and_come_to_the_same_bits_also_after_one_was_killed(
     result, tmp_path, capfd, monkeypatch
 ):

@@ -310,7 +310,7 @@ def every_save_point(folder: Path, accumulation: int) -> Any:
 
 @pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("processes", "accumulation"), [(3, 2), *([(2, 1), (2, 3), (3, 1)] if SOAK else [])])
 def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_path, job, processes, accumulation):
     runs = job(processes).run(every_save_point, tmp_path, accumulation)
     assert len(runs) == processes
@@ -413,8 +413,10 @@ train(trainer, 9, train_dataset=Rows(make_data()), train_dataloader_kwargs={"num
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("number", "saves", "code"), [(signal.SIGINT, False, -2), (signal.SIGINT, True, -2), (signal.SIGTERM, True, 143)]
+    ("number", "saves", "code"),
+    [(signal.SIGINT, True, -2), (signal.SIGTERM, True, 143), *([(signal.SIGINT, False, -2)] if SOAK else [])],
 )
 def test_a_program_that_a_signal_ends_says_last_how_to_resume_and_exits_as_shells_expect(tmp_path, number, saves, code):
     done = subprocess.run(
