@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from tests.faulty_store import FaultyStore
-from tests.launching import EarlyFork, Fork, run_elastic
+from tests.launching import EarlyCopy, EarlyFork, Fork, run_elastic
 from tests.scripts.resumable import Lingers, run_to_the_end
 
 _PATIENCE = 3600
@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--held", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    EarlyFork.copy = EarlyCopy()
+    with tempfile.TemporaryDirectory() as folder, closing(EarlyFork.copy):
         assert_same(*soak(Path(folder), **vars(arguments)))
     print(f"{arguments.kills} kills: the same bits as the whole run")
 
