@@ -13,10 +13,9 @@ from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import RunPausedError, StopTrainingError
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.engine import training
 from pytorch_accel_lite.engine.lifecycle import close_failed
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 
 
 def run_training(trainer: TrainerLike, run: Run) -> None:

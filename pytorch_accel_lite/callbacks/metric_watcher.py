@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
+from pytorch_accel_lite.engine.run import TrainerLike
 
 
 class MetricWatcher(TrainerCallback):

@@ -13,11 +13,12 @@ from typing import Any
 
 from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import as_cell, from_cell
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import no_link, write_text
+from pytorch_accel_lite.engine.history import RunHistory
+from pytorch_accel_lite.engine.run import TrainerLike
 
 Row = dict[str, Any]
 
@@ -63,7 +64,7 @@ class MetricsFileCallback(StepLogger):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
-        if not hasattr(trainer.run_history, "rows"):
+        if type(trainer.run_history).rows is RunHistory.rows:
             raise TypeError(
                 "MetricsFileCallback needs a run history with rows(), which "
                 f"{type(trainer.run_history).__name__} lacks. Derive it from InMemoryRunHistory."

@@ -15,7 +15,6 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import class_of
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import format_metric, format_value, to_number
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback, describe_model, setup_of
@@ -24,7 +23,7 @@ from pytorch_accel_lite.checkpoint.files import replacing, write_text
 from pytorch_accel_lite.checkpoint.saving import save_weights
 from pytorch_accel_lite.checkpoint.weights import CARD, LoadedWeights
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor, panels_by_metric
 
 _MARKER = (

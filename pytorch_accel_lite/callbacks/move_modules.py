@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 
 

@@ -21,9 +21,9 @@ from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.paths import folder_path
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.files import write_text
+from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers.gradients import total_norm
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses

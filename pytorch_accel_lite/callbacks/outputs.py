@@ -10,11 +10,11 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import inference
+from pytorch_accel_lite.engine.run import TrainerLike
 
 _MAX_SHOWN = 100
 

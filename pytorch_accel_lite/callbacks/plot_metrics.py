@@ -10,11 +10,11 @@ from pytorch_accel_lite.base.environment import import_extra, in_notebook
 from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.base.validation import optional
 from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.plotting import NothingToPlotError, new_figure
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.engine.run import TrainerLike
 
 
 class StepBasedEvaluationCallback(TrainerCallback):

@@ -16,8 +16,8 @@ from pytorch_accel_lite.base.batches import is_number
 from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
 from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int, optional
+from pytorch_accel_lite.engine.run import TrainerLike
 
 # Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4

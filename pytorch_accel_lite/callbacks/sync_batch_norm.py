@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.engine.run import TrainerLike
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):

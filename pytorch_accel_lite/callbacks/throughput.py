@@ -17,12 +17,12 @@ from pytorch_accel_lite.base.devices import DeviceTimer, module_of
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
-from pytorch_accel_lite.data import FailedRead
+from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, split_into_parts
 from pytorch_accel_lite.engine.inference import unwrapped_model
+from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.engine.snapshot import StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.engine.step import loss_of
 
@@ -174,7 +174,7 @@ class ThroughputCallback(TrainerCallback):
             try:
                 part = split_into_parts(run.batch, run.step.num_microbatches)[0]
                 with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
-                    counted = _count_flops(trainer)
+                    counted = _count_flops(trainer, part)
                 samples = find_batch_size(part.data, part.num_samples)
             except Exception as error:  # unless the counter caused it, the step itself will fail as well
                 failure, is_full = f"{type(error).__name__}: {error}", is_out_of_memory(error)
@@ -246,15 +246,15 @@ class ThroughputCallback(TrainerCallback):
             trainer.run_history.update_metric("slowest_rank_factor_epoch", longest / others if others else 1.0)
 
 
-def _count_flops(trainer: TrainerLike) -> int:
-    """Return the FLOPs of a forward and a backward pass on the current batch, without compiled code."""
+def _count_flops(trainer: TrainerLike, batch: Batch) -> int:
+    """Return the FLOPs of a forward and a backward pass on a batch, without compiled code."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports triton
 
     has_compiled = "torch._dynamo" in sys.modules  # else importing it would take a second
     eager = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
     counter = FlopCounterMode(display=False)
     with eager, replaced(trainer, compiled_forward=None), unwrapped_model(trainer), counter:
-        trainer.backward_step(loss_of(trainer, trainer.current_run.batch))
+        trainer.backward_step(loss_of(trainer, batch))
     return int(counter.get_total_flops())
 
 

@@ -15,11 +15,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.paths import parse_location
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.engine.history import NewMetrics
+from pytorch_accel_lite.engine.run import TrainerLike
 
 _LONGEST_KEY = 240  # characters, of which MLflow allows 250
 #: Settings with which trackers that need an account write only to this machine.

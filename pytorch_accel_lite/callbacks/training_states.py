@@ -14,7 +14,6 @@ from pytorch_accel_lite.base.events import RunPausedError, TrainerCallback, set_
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
@@ -26,6 +25,7 @@ from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
+from pytorch_accel_lite.engine.run import TrainerLike
 
 # Seconds that the first state is expected to take, and number of states whose mean is expected of the next.
 _FIRST_PAUSE = 0.05

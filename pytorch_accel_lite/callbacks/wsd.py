@@ -8,7 +8,7 @@ from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.paths import folder_path, local_path
-from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.engine.run import TrainerLike
 
 _PRE = "pre_decay"
 _POST = "post_decay"

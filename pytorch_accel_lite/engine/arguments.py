@@ -24,7 +24,6 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback, arguments_of
 from pytorch_accel_lite.base.inspection import find_length, is_ours, is_overridden
 from pytorch_accel_lite.base.intervals import parse_interval
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
@@ -35,6 +34,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.distributed.watch import naming
 from pytorch_accel_lite.engine.history import RunHistory
+from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
 

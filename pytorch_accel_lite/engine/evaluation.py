@@ -12,7 +12,6 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import CallbackHandler
 from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, NamedData
@@ -24,7 +23,7 @@ from pytorch_accel_lite.engine.inference import compute_batches, inference, infe
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.modes import is_in_training_mode, warn_of_other_mode
-from pytorch_accel_lite.engine.run import EVALUATED, Evaluation, Run
+from pytorch_accel_lite.engine.run import EVALUATED, Evaluation, Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import replaced
 
 

@@ -17,14 +17,13 @@ from torch.utils.data import default_collate
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.engine.batch_parts import is_out_of_memory
 from pytorch_accel_lite.engine.held_memory import advise_on_memory, describe_memory
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 
 # What to do about errors whose text does not say it, by a pattern of their text.
 _ADVICE = {

@@ -9,9 +9,8 @@ import torch
 
 from pytorch_accel_lite.base.devices import capacity_of, module_of
 from pytorch_accel_lite.base.modules import local
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import format_bytes
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_created
 

@@ -27,6 +27,9 @@ class RunHistory(ABC):
     names, as with a dict. Unlike a dict, an empty history is true. Its ``repr`` shows the latest values.
     """
 
+    #: Whether greater values are better, by metric name, as far as known from the run.
+    directions: Mapping[str, bool | None] = MappingProxyType({})
+
     @abstractmethod
     def get_metric_names(self) -> Iterable[str]:
         """Return the names of all metrics that have been recorded, each once."""
@@ -100,6 +103,53 @@ class RunHistory(ABC):
     def reset(self) -> None:
         """Delete all metrics and return to epoch 1."""
 
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the values of every metric by name, oldest first, as copies."""
+        return {name: list(self.get_metric_values(name)) for name in self.get_metric_names()}
+
+    def rows(self, first_epoch: int = 0) -> list[dict[str, Any]]:
+        """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
+
+        What :meth:`Trainer.evaluate` finds after a run is in the row of the last epoch, if the run itself has not
+        recorded that metric.
+
+        :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
+            recorded in the order of their epochs.
+        :raises TypeError: if this kind of history does not know the epochs of its values
+        """
+        raise self._does_not_know_epochs("rows")
+
+    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
+        """Return the epochs and values of metrics, by name, oldest first, as copies.
+
+        What :meth:`Trainer.evaluate` finds after a run is left out, unless you name a metric that has nothing else.
+
+        :param metrics: names of the metrics; ``None`` for all that the run has recorded
+        :raises ValueError: if a metric was never recorded
+        :raises TypeError: if this kind of history does not know the epochs of its values
+        """
+        raise self._does_not_know_epochs("curves")
+
+    def _does_not_know_epochs(self, method: str) -> TypeError:
+        return TypeError(f"{type(self).__name__} has no {method}() of its own. Derive it from InMemoryRunHistory.")
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
+        pandas = import_extra("pandas", "dataframe", "to_dataframe()")
+        return pandas.DataFrame(self.rows(), columns=dict.fromkeys(["epoch", *self])).set_index("epoch")
+
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
+        """Plot every metric over the epochs, with the training and evaluation curves of a metric in one panel.
+
+        Marks the best value of an evaluation if it is known which values are better. Needs the extra ``plot``.
+
+        :param path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not
+            save it
+        :param metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see :meth:`curves`)
+        :raises ValueError: if nothing has been recorded
+        """
+        return plot_curves(self.curves(metrics), path, self.directions)
+
     def __getitem__(self, metric_name: str) -> Sequence[Any]:
         if metric_name not in self:
             raise KeyError(_no_values_of(metric_name, self))
@@ -158,8 +208,6 @@ class InMemoryRunHistory(RunHistory):
 
     metric_name_prefix: str = ""
     current_epoch: int = 1
-    #: Whether greater values are better, by metric name, as far as known from the run.
-    directions: Mapping[str, bool | None] = MappingProxyType({})
 
     def __init__(self) -> None:
         InMemoryRunHistory.reset(self)  # a subclass may have a reset() of its own, for attributes that it has not yet
@@ -272,19 +320,7 @@ class InMemoryRunHistory(RunHistory):
         self._apart = {name: set(places) for name, places in state.get("apart", {}).items()}
         self._sources = {}
 
-    def to_dict(self) -> dict[str, list[Any]]:
-        """Return the values of every metric by name, oldest first, as copies."""
-        return {name: list(values) for name, values in self._metrics.items()}
-
     def rows(self, first_epoch: int = 0) -> list[dict[str, Any]]:
-        """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
-
-        What :meth:`Trainer.evaluate` finds after a run is in the row of the last epoch, if the run itself has not
-        recorded that metric.
-
-        :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
-            recorded in the order of their epochs.
-        """
         table: dict[int, dict[str, Any]] = {}
         for name, values in self._metrics.items():
             epochs = self._epochs[name]
@@ -298,31 +334,7 @@ class InMemoryRunHistory(RunHistory):
                     table.setdefault(epoch, {"epoch": epoch})[name] = value
         return [table[epoch] | {"epoch": epoch} for epoch in sorted(table)]
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
-        pandas = import_extra("pandas", "dataframe", "to_dataframe()")
-        return pandas.DataFrame(self.rows(), columns=dict.fromkeys(["epoch", *self._metrics])).set_index("epoch")
-
-    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
-        """Plot every metric over the epochs, with the training and evaluation curves of a metric in one panel.
-
-        Marks the best value of an evaluation if it is known which values are better. Needs the extra ``plot``.
-
-        :param path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not
-            save it
-        :param metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see :meth:`curves`)
-        :raises ValueError: if nothing has been recorded
-        """
-        return plot_curves(self.curves(metrics), path, self.directions)
-
     def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
-        """Return the epochs and values of metrics, by name, oldest first, as copies.
-
-        What :meth:`Trainer.evaluate` finds after a run is left out, unless you name a metric that has nothing else.
-
-        :param metrics: names of the metrics; ``None`` for all that the run has recorded
-        :raises ValueError: if a metric was never recorded
-        """
         if metrics is None:
             recorded = [name for name, values in self._metrics.items() if len(self._apart.get(name, ())) < len(values)]
             metrics = recorded or self._metrics

@@ -14,7 +14,6 @@ from accelerate.utils.memory import clear_device_cache
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import reshard, unwrap
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch
@@ -23,7 +22,7 @@ from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_output
 from pytorch_accel_lite.engine.lifecycle import create_config, create_eval_loaders, entering
 from pytorch_accel_lite.engine.modes import leaving_as_found
 from pytorch_accel_lite.engine.prepared_model import prepare_model
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
 

@@ -16,7 +16,6 @@ from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.base.inspection import find_length, is_overridden
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.text import wrapped
@@ -38,7 +37,7 @@ from pytorch_accel_lite.engine.arguments import (
 from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.prepared_model import apply_model_options, prepare_model, release_model
-from pytorch_accel_lite.engine.run import Run, Training
+from pytorch_accel_lite.engine.run import Run, TrainerLike, Training
 from pytorch_accel_lite.engine.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
 from pytorch_accel_lite.engine.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes

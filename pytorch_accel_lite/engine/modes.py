@@ -10,9 +10,8 @@ import torch
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_ours, is_overridden
 from pytorch_accel_lite.base.modules import unwrap
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.engine.run import GlobalModes, Run
+from pytorch_accel_lite.engine.run import GlobalModes, Run, TrainerLike
 
 Phase = Literal["training", "evaluation", "prediction"]
 #: By phase, the events between two batches and the methods of a trainer that computes one.

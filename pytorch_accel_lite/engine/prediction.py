@@ -16,7 +16,6 @@ from pytorch_accel_lite.base.batches import Batch, find_batch_size, parts_in, te
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
@@ -26,7 +25,7 @@ from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.engine.lifecycle import close_failed
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 
 # Several processes gather the outputs of as many steps at once, on each process, as take about this time and memory.
 _SECONDS_AT_ONCE = 0.2

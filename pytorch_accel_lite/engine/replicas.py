@@ -10,8 +10,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.modules import unwrap
-from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import updated_parameters
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base import protocols
 from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.events import RunPausedError
 from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.progress import Progress
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.user_attributes import CreatedAttributes
@@ -31,8 +31,25 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.engine.losses import LossTrackers
+from pytorch_accel_lite.engine.prepared_model import PreparedModel
 from pytorch_accel_lite.optimizers.gradients import Accumulation, GradientWindow
 from pytorch_accel_lite.optimizers.rates import Options
+
+
+class TrainerLike(protocols.TrainerLike, Protocol):
+    """A trainer whose run is known, as the engine, steps, callbacks and tools see it."""
+
+    run_history: RunHistory
+    prepared_model: PreparedModel | None
+    open_runs: list[Run]
+    current_run: Run
+
+    @property
+    def ranks(self) -> Ranks: ...  # noqa: D102
+    @property
+    def data_ranks(self) -> Ranks: ...  # noqa: D102
+    def _create_step(self, run: Run) -> Step: ...
+
 
 #: What is over of an epoch whose steps are: its training, its evaluation, all but the final checkpoint.
 TRAINED, EVALUATED, ENDED = 1, 2, 3

@@ -15,14 +15,13 @@ from torch import nn
 
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import local
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.shards import find_tensors
 from pytorch_accel_lite.checkpoint.weights import sharded_like, verify_weights
 from pytorch_accel_lite.distributed.layout import find_data_ranks
 from pytorch_accel_lite.engine.arguments import tensor_parallel_size
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.optimizers.operations import is_created
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.inspection import distinct_elements
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 

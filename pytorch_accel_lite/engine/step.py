@@ -11,12 +11,11 @@ from accelerate.utils import recursively_apply
 from pytorch_accel_lite.base.batches import BatchOutput, as_scalars, complete_output, total_loss
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.loss_shapes import check_loss
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.explanations import examine_first_batch
-from pytorch_accel_lite.engine.run import Run, Step
+from pytorch_accel_lite.engine.run import Run, Step, TrainerLike
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
 from pytorch_accel_lite.optimizers.gradients import parameters_not_in_model
 

@@ -16,7 +16,6 @@ from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
@@ -34,7 +33,7 @@ from pytorch_accel_lite.engine.modes import (
     warn_of_other_mode,
 )
 from pytorch_accel_lite.engine.replicas import note_missing_gradients
-from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, GlobalModes, Run
+from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, GlobalModes, Run, TrainerLike
 from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes

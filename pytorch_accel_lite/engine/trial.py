@@ -13,13 +13,12 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.events import CallbackHandler
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.engine.arguments import check_data, check_training
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.lifecycle import begin_training, create_train_loader, entering
 from pytorch_accel_lite.engine.prepared_model import prepare_model, release_model
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers import attributes
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.engine.run import Run, Step
+from pytorch_accel_lite.engine.run import Run, Step, TrainerLike
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers.operations import needs_closure
 from pytorch_accel_lite.steps import combinations

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from pytorch_accel_lite.base.batches import BatchOutput
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers import attributes

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from pytorch_accel_lite.base.inspection import is_ours, is_overridden
-from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
 

@@ -17,8 +17,7 @@ from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, find_batc
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.loss_shapes import shapes_are_known
-from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.steps.combinations import Conflict
 

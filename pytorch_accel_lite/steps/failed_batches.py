@@ -12,13 +12,12 @@ from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.engine.inference import unwrapped_model
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
 from pytorch_accel_lite.engine.step import PlainStep, as_returned
 

@@ -13,13 +13,12 @@ from torch import nn
 
 from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import seed_all
 from pytorch_accel_lite.base.splitting import concatenate_if_possible
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.shares import split
 from pytorch_accel_lite.engine.batch_parts import merge_outputs
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.step import PlainStep, as_returned
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight

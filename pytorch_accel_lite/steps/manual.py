@@ -12,11 +12,10 @@ import torch
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.engine.run import Run, Step
+from pytorch_accel_lite.engine.run import Run, Step, TrainerLike
 from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.engine.step import announce_backward
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in

@@ -16,14 +16,13 @@ from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.devices import module_of
 from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.advice import faster_data, unfused_class
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import train_step

@@ -22,12 +22,11 @@ from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size, tensor
 from pytorch_accel_lite.base.events import CallbackHandler
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded, local, unwrap
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.engine.lifecycle import begin_training
 from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.sharded_models import shard_model
 from pytorch_accel_lite.engine.snapshot import replaced
 from pytorch_accel_lite.engine.training import train_step

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from accelerate.utils.memory import clear_device_cache
 
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedData, NamedDatasets
@@ -23,7 +22,7 @@ from pytorch_accel_lite.engine.batch_parts import is_out_of_memory
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import smallest_share, train_step
 from pytorch_accel_lite.engine.trial import trial

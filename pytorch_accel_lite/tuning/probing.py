@@ -30,12 +30,11 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.progress import Progress
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import mix, seed_all
 from pytorch_accel_lite.base.splitting import select_samples
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import keep_training

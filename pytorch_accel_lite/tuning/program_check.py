@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_number
 from pytorch_accel_lite.engine.lifecycle import create_eval_loaders
+from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.schedulers.named_schedules import resolve_names
