@@ -211,3 +211,847 @@ def test_the_sections_that_are_linked_exist():
     for target, anchor in re.findall(r"\]\((\w+\.md)#([\w-]+)\)", PAGE.read_text()):
         headings = re.findall(r"^#+ (.*)$", (PAGE.parent / target).read_text(), re.MULTILINE)
         assert anchor in {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}, anchor
+
+
+# ------------------------------------------------------------------------------------- a run that many look at
+
+
+class Noted(Trainer):
+    """Notes which of its methods are called, and what a few of them see."""
+
+    calls: Any = None
+    seen: Any = None
+
+    def calculate_train_batch_loss(self, batch):
+        return super().calculate_train_batch_loss(batch) | {"mine": 7}
+
+    def calculate_eval_batch_loss(self, batch):
+        output = super().calculate_eval_batch_loss(batch)
+        self.seen["needs gradients"] = output["loss"].requires_grad
+        return output
+
+    def train_epoch_end(self):
+        self.seen["recorded before"] = "train_loss_epoch" in self.run_history.get_metric_names()
+
+
+METHODS = """training_run_start train_epoch_start calculate_train_batch_loss backward_step optimizer_step scheduler_step
+optimizer_zero_grad train_epoch_end eval_epoch_start calculate_eval_batch_loss eval_epoch_end training_run_epoch_end
+training_run_end evaluation_run_start evaluation_run_end""".split()
+
+
+def noted(name: str) -> Callable[..., Any]:
+    def method(self: Trainer, *args: Any) -> Any:
+        self.calls.append(name)  # type: ignore[attr-defined]
+        return getattr(Noted, name)(self, *args)
+
+    return method
+
+
+Follows = type("Follows", (Noted,), {name: noted(name) for name in METHODS})
+
+
+def note_event(event: str) -> Callable[..., None]:
+    def note(trainer: Any, **kwargs: Any) -> None:
+        if trainer.calls is None:
+            trainer.calls, trainer.seen = [], {}
+        trainer.calls.append(event)
+        trainer.seen[event] = kwargs
+        if event == "on_training_run_epoch_end":
+            trainer.seen.setdefault("epochs", []).append(trainer.run_history.current_epoch)
+        if event == "on_train_epoch_end":
+            trainer.seen["mean"] = trainer._loss_tracker.average
+
+    return note
+
+
+@pytest.fixture(scope="module")
+def ran() -> Any:
+    """A run of two epochs of three batches, which accumulates two, with an evaluation and a schedule."""
+    torch.manual_seed(0)
+    trainer = make_trainer([listener(**{event: note_event(event) for event in EVENTS})], trainer_class=Follows)
+    schedule = {"create_scheduler_fn": partial(StepLR, step_size=100)}
+    return train(trainer, 2, eval_dataset=True, gradient_accumulation_steps=2, **schedule)
+
+
+@pytest.fixture(scope="module")
+def evaluated(ran: Any) -> Iterator[Any]:
+    """What an evaluation after that run calls, and the settings and the metrics before and after."""
+    before = ran.run_config, ran.run_history.to_dict(), len(ran.calls)
+    metrics = ran.evaluate(make_data(), 2)
+    calls, ran.calls[before[2] :] = ran.calls[before[2] :], []
+    yield SimpleNamespace(calls=calls, config=before[0], history=before[1], metrics=metrics)
+
+
+@contextmanager
+def said(match: str) -> Iterator[None]:
+    with pytest.warns(UserWarning, match=match):
+        yield
+
+
+# -------------------------------------------------------------------------------- pytorch-accelerated: names
+
+
+@row(
+    "imports from `callbacks`",
+    "import from `run_config`",
+    "imports from `tracking`",
+    "imports from `trainer`",
+    "placeholders from the package itself",
+)
+def test_imports():
+    from pytorch_accel_lite import TrainerPlaceholderValues as OfPackage
+    from pytorch_accel_lite import run_config, tracking
+    from pytorch_accel_lite import trainer as module
+
+    named = "CallbackHandler TrainerCallback StopTrainingError TerminateOnNaNCallback LogMetricsCallback"
+    named += " PrintProgressCallback ProgressBarCallback MoveModulesToDeviceCallback"
+    assert all(hasattr(shipped, name) for name in named.split())
+    assert run_config.TrainerRunConfig is TrainerRunConfig
+    assert (tracking.RunHistory, tracking.InMemoryRunHistory) == (RunHistory, InMemoryRunHistory)
+    assert tracking.LossTracker is LossTracker
+    assert (module.Trainer, module.TrainerWithTimmScheduler) == (Trainer, TrainerWithTimmScheduler)
+    assert module.TrainerPlaceholderValues is OfPackage
+
+
+@row("five positional arguments", "the same by keyword", "callbacks as classes or instances")
+def test_arguments_of_a_trainer():
+    model, loss, history = make_model(), nn.MSELoss(), InMemoryRunHistory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    callbacks = [TerminateOnNaNCallback, EarlyStoppingCallback(2)]
+    for trainer in (
+        Trainer(model, loss, optimizer, callbacks, history),
+        Trainer(model, loss_func=loss, optimizer=optimizer, callbacks=callbacks, run_history=history),
+    ):
+        assert (trainer.model, trainer.loss_func, trainer.run_history) == (model, loss, history)
+        assert [type(callback) for callback in trainer.callbacks] == [TerminateOnNaNCallback, EarlyStoppingCallback]
+
+
+@row("attributes that are `None` until a run", "attributes that exist at once", "the device")
+def test_attributes_of_a_trainer():
+    trainer: Any = make_trainer()
+    names = "run_config train_dataset eval_dataset _train_dataloader _eval_dataloader scheduler collate_fn"
+    names += " _train_dl_kwargs _eval_dl_kwargs create_scheduler_fn"
+    assert [getattr(trainer, name) for name in names.split()] == [None] * 10
+    assert isinstance(trainer._accelerator, Accelerator)
+    assert isinstance(trainer._loss_tracker, LossTracker)
+    assert isinstance(trainer.callback_handler, CallbackHandler)
+    assert isinstance(trainer.run_history, RunHistory)
+    assert trainer.device == torch.device("cpu")
+
+
+@row("an event at the end of the constructor")
+def test_the_first_event(ran):
+    assert ran.calls[0] == "on_init_end"
+
+
+@row("an accelerator of your own, by a method", "the trainer wraps an accelerator, which prepares the rest")
+def test_an_accelerator_by_a_method():
+    own = Accelerator(cpu=True)
+    trainer = make_trainer(trainer_class=type("Other", (Trainer,), {"_create_accelerator": lambda self: own}))
+    assert trainer.accelerator is trainer._accelerator is own
+    inside: list[Any] = []
+    trainer.callback_handler.add_callback(listener(on_train_step_start=lambda trainer: inside.append(trainer)))
+    assert train(trainer).accelerator.device == inside[0].device
+
+
+class FromScratch(RunHistory):
+    """A history of a user."""
+
+    def __init__(self):
+        self.metrics, self.epoch = {}, 1
+
+    def get_metric_names(self):
+        return set(self.metrics)
+
+    def get_metric_values(self, name):
+        return self.metrics[name]
+
+    def get_latest_metric(self, name):
+        return self.metrics[name][-1]
+
+    def update_metric(self, name, value):
+        self.metrics.setdefault(name, []).append(value)
+
+    @property
+    def current_epoch(self):
+        return self.epoch
+
+    def _increment_epoch(self):
+        self.epoch += 1
+
+    def reset(self):
+        self.metrics, self.epoch = {}, 1
+
+
+class Extended(InMemoryRunHistory):
+    """A history that resets more."""
+
+    def reset(self):
+        super().reset()
+        self.extra = []
+
+
+@row("a history written from scratch", "a history that extends `reset`")
+def test_histories():
+    trainer = train(make_trainer(run_history=FromScratch()), 2)
+    assert (len(trainer.run_history.get_metric_values("train_loss_epoch")), trainer.run_history.current_epoch) == (2, 3)
+    assert train(make_trainer(run_history=Extended())).run_history.extra == []  # type: ignore[attr-defined]
+
+
+@row(
+    "a history whose values a callback adds to",
+    "names, values and the latest value of a metric",
+    "the number of the epoch, from 1",
+)
+def test_metrics_of_a_history():
+    epochs: list[int] = []
+
+    def add(trainer: Trainer) -> None:
+        epochs.append(trainer.run_history.current_epoch)
+        trainer.run_history.update_metric("mine", len(epochs) / 2)
+
+    history = train(make_trainer([listener(on_train_epoch_end=add)]), 2).run_history
+    assert history.get_metric_names() == {"train_loss_epoch", "mine"}
+    assert list(history.get_metric_values("mine")) == [0.5, 1.0]
+    assert history.get_latest_metric("mine") == 1.0
+    assert epochs == [1, 2]
+
+
+@row("a mean of losses that weighs by samples", "the mean loss of the epoch in its last event")
+def test_means_of_losses(ran):
+    tracker: Any = LossTracker()
+    tracker.update(torch.tensor(1.0), 3)
+    tracker.update(torch.tensor(5.0), 1)
+    assert (tracker.average, tracker.total_loss, tracker.running_count, tracker.loss_value) == (2.0, 8.0, 4, 5.0)
+    tracker.reset()
+    assert tracker.running_count == 0
+    assert ran.seen["mean"] == pytest.approx(ran.run_history.get_latest_metric("train_loss_epoch"))
+
+
+# ---------------------------------------------------------------------------- pytorch-accelerated: callbacks
+
+
+@row("five callbacks by default")
+def test_default_callbacks():
+    names = [callback.__name__.removesuffix("Callback") for callback in DEFAULT_CALLBACKS]
+    assert names == ["MoveModulesToDevice", "TerminateOnNaN", "ProgressTable", "ProgressBar", "Advice"]
+
+
+@row("modules of the trainer are moved to the device, but not the model", "they are moved for an evaluation, too")
+def test_modules_are_moved():
+    class Wrapped(nn.Linear):
+        moved = 0
+
+        def to(self, *args, **kwargs):
+            self.moved += 1
+            return super().to(*args, **kwargs)
+
+    trainer: Any = make_trainer([MoveModulesToDeviceCallback])
+    trainer.teacher = Wrapped(2, 2)
+    train(trainer)
+    assert trainer.teacher.moved == 1
+    trainer.evaluate(make_data())
+    assert trainer.teacher.moved == 2
+
+
+@row("an end when the loss is NaN", "NaN is an error with the iteration and the losses")
+def test_nan():
+    broken = TensorDataset(make_data().tensors[0] * torch.nan, make_data().tensors[1])
+    with pytest.raises(NonFiniteLossError, match=r"(?s)nan.*epoch 1.*|epoch 1.*nan"):
+        train(make_trainer([TerminateOnNaNCallback]), train_dataset=broken)
+
+
+@row(
+    "lines at the start and end of runs and epochs",
+    "new metrics are printed",
+    "your own way to log metrics",
+    "printed epochs in a second run",
+)
+def test_lines(capsys):
+    logged: list[set[str]] = []
+
+    class Own(LogMetricsCallback):
+        def log_metrics(self, trainer, metrics):
+            logged.append(set(metrics))
+
+    trainer = train(make_trainer([PrintProgressCallback, LogMetricsCallback, Own]), 2, eval_dataset=True)
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[:2] == ["Starting training run", "Starting epoch 1/2"]
+    assert "Finishing training run" in lines
+    assert any(line.strip().startswith("eval_loss_epoch: ") for line in lines)
+    trainer.evaluate(make_data())
+    assert "Finishing evaluation run\n  evaluation_loss: " in capsys.readouterr().out
+    assert logged == [{"train_loss_epoch"}, {"eval_loss_epoch"}] * 2 + [{"evaluation_loss"}]
+    train(trainer, 3, reset_run_history=False)
+    assert re.findall(r"Starting epoch (\S+)", capsys.readouterr().out) == ["1/3", "2/3", "3/3"]
+    assert trainer.run_history.current_epoch == 6
+
+
+@row("a bar", "progress that can be turned off")
+def test_bars():
+    assert ProgressBarCallback in get_default_callbacks()
+    assert ProgressBarCallback not in get_default_callbacks(progress_bar=False)
+    assert train(make_trainer([ProgressBarCallback])).progress.update == 3
+
+
+@row(
+    "early stopping by position and keyword",
+    "patience of early stopping",
+    "an absolute threshold",
+    "a threshold as a part of the best value",
+    "metrics decide when to stop",
+)
+def test_early_stopping():
+    def epochs(*args: Any, **kwargs: Any) -> int:
+        values = iter([1.0, 0.99, 0.98, 0.97, 0.96, 0.95])
+        record = listener(on_train_epoch_end=lambda trainer: trainer.run_history.update_metric("mine", next(values)))
+        stop = EarlyStoppingCallback(*args, watch_metric="mine", greater_is_better=False, **kwargs)
+        return train(make_trainer([record, stop]), 5).progress.epochs_completed
+
+    assert epochs(2) == epochs(early_stopping_patience=2, early_stopping_threshold=0.1) == 3
+    assert epochs(1, 0.1) == 2
+    assert epochs(1, 0.001) == 5
+    assert epochs(1, 0.05, threshold_mode="relative") == 2
+
+
+@row("the best model by a metric that should grow", "the best n models by several metrics")
+def test_best_models(tmp_path):
+    values = iter([1.0, 3.0, 2.0])
+    seen: list[Any] = []
+
+    def record(trainer: Trainer) -> None:
+        trainer.run_history.update_metric("accuracy", next(values))
+        seen.append(weights(trainer.model))
+
+    best = SaveBestModelCallback(tmp_path / "best.pt", "accuracy", greater_is_better=True)
+    other = SaveBestModelCallback(tmp_path / "other.pt", "train_loss_epoch", keep=2, load_saved_checkpoint=False)
+    trainer = train(make_trainer([listener(on_train_epoch_end=record), best, other]), 3)
+    assert equal(weights(trainer.model), seen[1])
+    assert len(other.find_saved()) == 2
+
+
+@row(
+    "order of the events of `train`",
+    "a method for the schedule, called only if there is one",
+    "every part of a step can be overridden",
+    "methods at the start and end of a run",
+)
+def test_the_order_of_a_run(ran):
+    assert {*METHODS} - {"evaluation_run_start", "evaluation_run_end"} <= {*ran.calls}
+    step = ["on_train_step_start", "calculate_train_batch_loss", "on_backward_start", "backward_step"]
+    epoch = ran.calls[ran.calls.index("train_epoch_start") : ran.calls.index("training_run_epoch_end")]
+    assert epoch[:3] == ["train_epoch_start", "on_train_epoch_start", "on_train_step_start"]
+    assert epoch[2:6] == step
+    assert epoch.index("optimizer_step") < epoch.index("scheduler_step") < epoch.index("optimizer_zero_grad")
+    assert epoch.count("scheduler_step") == epoch.count("optimizer_step") == 2
+    assert ran.calls.index("training_run_start") < ran.calls.index("on_training_run_start")
+    assert ran.calls.index("training_run_end") < ran.calls.index("on_training_run_end")
+    without = make_trainer(trainer_class=type("Plain", (Trainer,), {"scheduler_step": lambda self: 1 / 0}))
+    with pytest.raises(ZeroDivisionError):
+        train(without, create_scheduler_fn=partial(StepLR, step_size=1))
+
+
+@row("order of the events of `evaluate`", "methods around `evaluate`", "the metric of `evaluate`")
+def test_the_order_of_an_evaluation(evaluated):
+    steps = ["on_eval_step_start", "calculate_eval_batch_loss", "on_eval_step_end"] * 3
+    start = ["evaluation_run_start", "on_evaluation_run_start", "eval_epoch_start", "on_eval_epoch_start"]
+    end = ["eval_epoch_end", "on_eval_epoch_end", "evaluation_run_end", "on_evaluation_run_end"]
+    own = [name for name in evaluated.calls if name != "on_dataloaders_created"]
+    assert own == [*start, *steps, *end]
+    assert evaluated.metrics.keys() == {"evaluation_loss"}
+
+
+@row(
+    "events carry the batch and what the step returned",
+    "keys that a step adds to its result reach callbacks",
+    "a hook that gets outputs, labels and loss",
+    "a method that computes the loss of a batch",
+)
+def test_what_events_carry(ran):
+    carried = ran.seen["on_train_step_end"]
+    inputs, targets = carried["batch"]
+    output = carried["batch_output"]
+    assert (inputs.shape, targets.shape, output["model_outputs"].shape) == ((2, 4), (2, 1), (2, 1))
+    assert (output["mine"], output["batch_size"]) == (7, 2)
+
+
+@row("callbacks see the divided loss", "a method for the backward pass gets the divided loss")
+def test_the_divided_loss():
+    divided: list[float] = []
+    whole: list[float] = []
+
+    class Divided(Trainer):
+        def backward_step(self, loss):
+            divided.append(loss.item())
+            super().backward_step(loss)
+
+    note = listener(on_train_step_end=lambda trainer, batch_output, **kwargs: whole.append(batch_output["loss"].item()))
+    train(make_trainer([note], trainer_class=Divided), size=4, gradient_accumulation_steps=2)
+    assert divided == pytest.approx([loss / 2 for loss in whole])
+
+
+@row("a callback that changes the loss before the backward pass")
+def test_a_changed_loss():
+    def double(trainer: Trainer, batch_output: Any, **kwargs: Any) -> None:
+        batch_output["loss"] = batch_output["loss"] * 0
+
+    trainer = make_trainer([listener(on_backward_start=double)])
+    before = weights(trainer.model)
+    assert equal(weights(train(trainer).model), before)
+    with pytest.raises(RuntimeError, match="on_backward_start"):
+        train(make_trainer([listener(on_train_step_end=double)]))
+
+
+@row("an event of your own", "a handler calls callbacks, also with events of yours")
+def test_own_events():
+    heard: list[int] = []
+    trainer = make_trainer([listener(on_mine=lambda trainer, **kwargs: heard.append(kwargs["x"]))])
+    trainer.callback_handler.call_event("on_mine", trainer, x=1)
+    trainer.call_event("on_mine", x=2)
+    assert heard == [1, 2]
+
+
+@row("a callback stops the run", "a callback stops an evaluation")
+def test_stops(capsys):
+    def stop(trainer: Trainer, **kwargs: Any) -> None:
+        raise StopTrainingError("enough")
+
+    heard: list[str] = []
+    note = {name: partial(lambda name, trainer: heard.append(name), name) for name in ("on_stop_training_error",)}
+    for event, call in (
+        ("on_train_step_end", lambda trainer: train(trainer, 2)),
+        ("on_eval_step_end", lambda trainer: trainer.evaluate(make_data())),
+    ):
+        trainer = make_trainer([listener(**{event: stop}), listener(**note)])
+        call(trainer)
+        assert (trainer.stop_reason, trainer.progress.update) == ("enough", int(event == "on_train_step_end"))
+        assert "enough" in capsys.readouterr().out
+    assert heard == ["on_stop_training_error"] * 2
+
+
+@row("`on_training_run_epoch_end` sees the epoch that has ended")
+def test_the_epoch_that_has_ended(ran):
+    assert ran.seen["epochs"] == [1, 2]
+    assert ran.run_history.current_epoch == 3
+
+
+# ------------------------------------------------------------------------- pytorch-accelerated: step methods
+
+
+@row("a method that sets the mode for training", "a method that sets the mode for evaluation")
+def test_modes():
+    modes: list[bool] = []
+    note = listener(
+        on_train_step_end=lambda trainer, **kwargs: modes.append(trainer.model.training),
+        on_eval_step_end=lambda trainer, **kwargs: modes.append(trainer.model.training),
+    )
+    train(make_trainer([note]), size=2, eval_dataset=True)
+    assert modes == [True, False]
+    own = {"train_epoch_start": lambda self: self.model.eval(), "eval_epoch_start": lambda self: self.model.train()}
+    train(make_trainer([note], trainer_class=type("Own", (Trainer,), own)), size=2, eval_dataset=True)
+    assert modes[2:] == [False, True]
+
+
+@row("only the first two elements of a batch are used", "the method is replaced as a whole")
+def test_batches_and_steps():
+    triples = TensorDataset(*make_data().tensors, torch.arange(6))
+    third: list[int] = []
+    note = listener(on_train_step_end=lambda trainer, batch, **kwargs: third.extend(batch[2].tolist()))
+    trainer = train(make_trainer([note]), train_dataset=triples)
+    assert equal(weights(trainer.model), weights(train(make_trainer()).model))
+    assert third == [*range(6)]
+
+    class Own(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            outputs = self.model(batch[0])
+            return {"loss": (outputs - 1).square().mean(), "model_outputs": outputs, "batch_size": len(outputs)}
+
+    assert train(make_trainer(trainer_class=Own, loss_func=None)).progress.update == 3
+
+
+@row(
+    "a method for the update",
+    "a method that clears gradients",
+    "a method before the losses of an epoch are recorded",
+    "a method for evaluation batches, without gradients",
+    "a method at the end of an evaluation",
+    "a method at the end of an epoch",
+)
+def test_methods_of_an_epoch(ran):
+    counts = {name: ran.calls.count(name) for name in METHODS}
+    assert counts["optimizer_step"] == counts["optimizer_zero_grad"] == 4
+    assert counts["calculate_eval_batch_loss"] == 6
+    assert counts["eval_epoch_end"] == counts["training_run_epoch_end"] == counts["train_epoch_end"] == 2
+    assert ran.seen["needs gradients"] is False
+    assert ran.calls.index("train_epoch_end") < ran.calls.index("on_train_epoch_end")
+    early: list[int] = []
+
+    class Early(Trainer):
+        def train_epoch_end(self):
+            early.append(len(self.run_history.get_metric_names()))
+
+    train(make_trainer(trainer_class=Early))
+    assert early == [0]
+
+
+@row("it may be empty in a timm trainer", "schedules of timm", "the number of updates of a timm trainer")
+def test_timm():
+    scheduler = pytest.importorskip("timm.scheduler")
+    create = partial(scheduler.CosineLRScheduler, t_initial=4, lr_min=0.01)
+    empty = type("Empty", (TrainerWithTimmScheduler,), {"training_run_epoch_end": lambda self: None})
+    for kind in (TrainerWithTimmScheduler, empty):
+        trainer: Any = train(make_trainer(trainer_class=kind), 4, create_scheduler_fn=create)
+        assert trainer.num_updates == 12
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.01
+
+
+@row(
+    "clipping by a method",
+    "what prepares model and loaders is overridden",
+    "an overridden `_run_evaluation`",
+    "an overridden `_perform_forward_and_backward_passes`",
+    "`build_train_loader`",
+)
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("_clip_gradients", "clip_gradients"),
+        ("_prepare_model_optimizer_and_dataloaders", "training_run_start"),
+        ("_run_evaluation", "evaluation_run_start"),
+        ("_perform_forward_and_backward_passes", "backward_step"),
+        ("build_train_loader", "create_train_dataloader"),
+    ],
+)
+def test_methods_that_nothing_calls(name, advice):
+    with said(rf"{name} is never called.*{advice}"):
+        type("Other", (Trainer,), {name: lambda self: None})
+
+
+# ------------------------------------------------------------------------------- pytorch-accelerated: loaders
+
+
+@row(
+    "a loader of training batches of your own",
+    "a loader of evaluation batches of your own",
+    "your arguments win over the defaults",
+    "the arguments of the last loaders",
+    "the device of the loader in the first event",
+)
+def test_loaders():
+    asked: list[tuple[int, Any]] = []
+    devices: list[Any] = []
+
+    class Own(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            asked.append((batch_size, train_dl_kwargs))
+            return DataLoader(self.train_dataset, batch_size=3)
+
+        def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
+            asked.append((batch_size, eval_dl_kwargs))
+            return DataLoader(self.eval_dataset, batch_size=1)
+
+    note = listener(on_training_run_start=lambda trainer: devices.append(trainer._eval_dataloader.device))
+    trainer = train(make_trainer([note], trainer_class=Own), eval_dataset=True)
+    assert (trainer.progress.update, len(trainer.eval_dataloader)) == (2, 6)
+    assert asked == [(2, {"shuffle": False}), (2, None)]
+    assert devices == [torch.device("cpu")]
+    trainer = train(make_trainer(), train_dataloader_kwargs={"batch_size": 3})
+    assert trainer.progress.update == 2
+    assert trainer._train_dl_kwargs["batch_size"] == 3
+
+
+@row("the default arguments of loaders", "one worker per core")
+def test_default_arguments_of_loaders():
+    trainer: Any = make_trainer()
+    trainer.train_dataset = trainer.eval_dataset = make_data()
+    found = trainer.get_default_train_dl_kwargs(2), trainer.get_default_eval_dl_kwargs(2)
+    assert [kwargs["shuffle"] for kwargs in found] == [True, False]
+    assert found[0] | {"shuffle": False} == found[1]
+    assert found[1] == {"batch_size": 2, "shuffle": False, "pin_memory": False, "num_workers": 0}
+
+
+# ---------------------------------------------------------- pytorch-accelerated: train, evaluate and settings
+
+
+@row("the twelve arguments of `train`, in order", "batches of 8 by default", "accumulation of gradients")
+def test_arguments_of_train():
+    def create(optimizer: Any) -> Any:
+        return StepLR(optimizer, 1)
+
+    arguments = (make_data(), 2, make_data(), 2, None, 3, 1.0, create, {"shuffle": False}, {"batch_size": 3}, True)
+    trainer = make_trainer()
+    trainer.train(*arguments, torch.utils.data.default_collate)
+    config = trainer.run_config
+    assert (config.num_epochs, config.gradient_accumulation_steps, config.gradient_clip_value) == (2, 3, 1.0)
+    assert (config.eval_per_device_batch_size, trainer.progress.update) == (3, 2)
+    assert trainer.collate_fn is torch.utils.data.default_collate
+    trainer.train(make_data(), 1)
+    assert trainer.run_config.train_per_device_batch_size == 8
+
+
+@row(
+    "a limit of updates decides the number of epochs",
+    "a limit of steps ends within an epoch",
+    "clipping by value",
+    "clipping by norm",
+)
+def test_limits_and_clipping():
+    trainer = train(make_trainer(), 1, max_num_train_steps=4)
+    assert (trainer.progress.update, trainer.run_config.num_epochs, trainer.progress.step) == (4, 2, 1)
+    largest: list[float] = []
+
+    def note(trainer: Trainer) -> None:
+        gradients = [p.grad for p in trainer.model.parameters()]
+        largest.append(max(g.abs().max().item() for g in gradients))
+        largest.append(torch.cat([g.flatten() for g in gradients]).norm().item())
+
+    for option in ({"gradient_clip_value": 1e-3}, {"gradient_clip_norm": 1e-3}):
+        train(make_trainer([listener(on_optimizer_step_start=note)]), size=2, **option)
+    assert largest[0] == pytest.approx(1e-3)
+    assert largest[3] == pytest.approx(1e-3, rel=1e-3)
+
+
+@row(
+    "a collate function",
+    "several runs of one trainer, with one history",
+    "the four arguments of `evaluate`",
+    "`evaluate` clears the history",
+)
+def test_collating_and_several_runs():
+    sizes: list[int] = []
+
+    def collate(samples: Any) -> Any:
+        sizes.append(len(samples))
+        return torch.utils.data.default_collate(samples)
+
+    data = [make_data()[i] for i in range(6)]
+    trainer = train(make_trainer(), train_dataset=data, collate_fn=collate)
+    assert sizes == [2, 2, 2]
+    trainer.evaluate(data, 3, {"shuffle": False}, collate)
+    assert sizes[3:] == [3, 3]
+    assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 1
+    train(trainer, reset_run_history=False)
+    assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
+    train(trainer)
+    assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 1
+
+
+@row("`evaluate` keeps the settings of the training", "settings of an evaluation alone")
+def test_settings_after_an_evaluation(ran, evaluated):
+    assert ran.run_config is evaluated.config
+    assert ran.run_config.num_update_steps_per_epoch == 2
+    trainer = make_trainer()
+    trainer.evaluate(make_data(), 3)
+    assert trainer.run_config.num_update_steps_per_epoch == 0
+    assert trainer.run_config.eval_per_device_batch_size == 3
+
+
+FIELDS = """num_epochs train_per_device_batch_size train_dl_kwargs eval_per_device_batch_size eval_dl_kwargs
+gradient_accumulation_steps gradient_clip_value train_total_batch_size eval_total_batch_size num_update_steps_per_epoch
+max_num_train_steps is_local_process_zero is_world_process_zero is_distributed mixed_precision""".split()
+
+
+@row("the fifteen fields and their values", "settings cannot be changed", "batch size of evaluations")
+def test_settings(ran):
+    config = ran.run_config
+    values = {name: getattr(config, name) for name in FIELDS if not name.endswith("kwargs")}
+    assert list(values.values()) == [2, 2, 2, 2, None, 4, 2, 2, 4, True, True, False, "no"]
+    assert config.train_dl_kwargs["batch_size"] == 2
+    with pytest.raises(FrozenInstanceError):
+        config.num_epochs = 3
+
+
+@row("settings are made of fifteen fields")
+def test_settings_of_fifteen_fields(ran):
+    config = TrainerRunConfig(**{name: getattr(ran.run_config, name) for name in FIELDS})
+    assert config.num_local_update_steps_per_epoch == config.num_update_steps_per_epoch == 2
+    assert config.num_processes == 1
+
+
+@row("settings by a method")
+def test_settings_by_a_method():
+    asked: list[Any] = []
+
+    class Own(Trainer):
+        def _create_run_config(self, per_device_batch_size, **asked_for):
+            asked.append((per_device_batch_size, set(asked_for)))
+            return super()._create_run_config(per_device_batch_size, **asked_for)
+
+    train(make_trainer(trainer_class=Own))
+    names = "num_epochs gradient_accumulation_steps max_num_train_steps gradient_clip_value"
+    assert asked[0][0] == 2
+    assert {*names.split()} <= asked[0][1]
+
+
+@row("the metrics of a run", "losses are weighed by the size of batches")
+def test_metrics_of_a_run(ran, evaluated):
+    assert evaluated.history.keys() == {"train_loss_epoch", "eval_loss_epoch"}
+    losses: list[float] = []
+    note = listener(on_eval_step_end=lambda trainer, batch_output, **kwargs: losses.append(batch_output["loss"].item()))
+    found = make_trainer([note]).evaluate(make_data(3), 2)["evaluation_loss"]
+    assert found == pytest.approx((2 * losses[0] + losses[1]) / 3)
+
+
+# ----------------------------------------------------------------- pytorch-accelerated: loops and placeholders
+
+
+class OwnLoop(Trainer):
+    """Runs as a subclass written for pytorch-accelerated does."""
+
+    def _run_training(self):
+        for _ in range(self.run_config.num_epochs):
+            self._run_train_epoch(self._train_dataloader)
+            if self._eval_dataloader is not None:
+                self._run_eval_epoch(self._eval_dataloader)
+            self.training_run_epoch_end()
+            self.callback_handler.call_event("on_training_run_epoch_end", self)
+            self.run_history._increment_epoch()
+
+
+class OwnEpoch(Trainer):
+    """Its epoch is a loop of its own."""
+
+    def _run_train_epoch(self, train_dl):
+        self.model.train()
+        for batch in train_dl:
+            self.calculate_train_batch_loss(batch)["loss"].backward()
+            self.optimizer_step()
+            self.optimizer_zero_grad()
+
+
+class OwnEvaluation(Trainer):
+    """Takes no newer arguments."""
+
+    def _run_eval_epoch(self, valid_dl, is_training=True):
+        super()._run_eval_epoch(valid_dl, is_training)
+
+
+@row(
+    "a `_run_training` with the body from there",
+    "a `_run_train_epoch` with a loop of its own",
+    "a `_run_eval_epoch(valid_dl, is_training=True)`",
+)
+def test_own_loops():
+    plain = train(make_trainer(), 2, eval_dataset=True)
+    for kind in (OwnLoop, OwnEpoch, OwnEvaluation):
+        own = train(make_trainer(trainer_class=kind), 2, eval_dataset=True)
+        assert equal(weights(own.model), weights(plain.model))
+        assert own.run_history.get_metric_values("eval_loss_epoch") == plain.run_history.get_metric_values(
+            "eval_loss_epoch"
+        )
+
+
+@pytest.fixture(scope="module")
+def value(ran) -> Callable[[Any], Any]:
+    """The value of an expression in that run."""
+    return lambda expression: replace_trainer_placeholder_values(ran, partial(dict, it=expression)).keywords["it"]
+
+
+@row(
+    "number of epochs",
+    "number of updates in an epoch",
+    "number of training batches",
+    "number of evaluation batches",
+    "a placeholder times a number",
+    "a placeholder plus a number",
+    "subtracting is an error",
+)
+def test_values_of_placeholders(value):
+    assert value(P.NUM_EPOCHS) == 2
+    assert value(P.NUM_UPDATE_STEPS_PER_EPOCH) == 2
+    assert value(P.TRAIN_DATALOADER_LEN) == 3
+    assert value(P.EVAL_DATALOADER_LEN) == 3
+    assert value(P.NUM_EPOCHS * 2) == 4
+    assert value(P.NUM_EPOCHS + 1) == 3
+    assert value((P.NUM_EPOCHS - 1) / 2) == 0.5
+
+
+@row(
+    "placeholders are the members of an `Enum`",
+    "the name of a placeholder",
+    "the value of a placeholder, as an expression",
+    "the set of their names",
+    "an expression has the name of its placeholder",
+)
+def test_placeholders_are_listed():
+    assert isinstance(P.NUM_EPOCHS, P)
+    assert P["NUM_EPOCHS"] is P.NUM_EPOCHS
+    assert list(P) == list(P.__members__.values())
+    assert P.NUM_EPOCHS.name == "NUM_EPOCHS"
+    assert P.NUM_EPOCHS.value == "trainer.run_config.num_epochs"
+    assert P.placeholder_set() == {member.name for member in P}
+    assert (P.NUM_EPOCHS * 2).name == "NUM_EPOCHS"
+
+
+@row(
+    "placeholders in a partial are replaced",
+    "what is no partial is returned as it is",
+    "a stand-in for the trainer",
+    "settings that depend on the run are given before it",
+)
+def test_placeholders_are_replaced(ran):
+    create = partial(StepLR, step_size=P.NUM_UPDATE_STEPS_PER_EPOCH)
+    assert replace_trainer_placeholder_values(ran, create).keywords == {"step_size": 2}
+    assert replace_trainer_placeholder_values(ran, StepLR) is StepLR
+    alike = SimpleNamespace(_train_dataloader=[1, 2, 3], run_config=SimpleNamespace(num_epochs=4))
+    found = replace_trainer_placeholder_values(alike, partial(dict, a=P.TRAIN_DATALOADER_LEN, b=P.NUM_EPOCHS))
+    assert found() == {"a": 3, "b": 4}
+
+
+@row(
+    "a factory of the schedule gets the optimizer",
+    "a method makes the schedule",
+    "schedules are stepped per update",
+    "a one-cycle schedule with placeholders",
+    "a factor for fine-tuning rates",
+    "schedule, metrics, saving and evaluation as parts",
+)
+def test_schedules():
+    rates: list[float] = []
+    note = listener(on_train_epoch_end=lambda trainer: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    create = partial(StepLR, step_size=P.NUM_UPDATE_STEPS_PER_EPOCH * 2)
+    train(make_trainer([note]), 4, create_scheduler_fn=create)
+    assert rates == pytest.approx([0.1, 0.01, 0.01, 0.001])
+    own = {"create_scheduler": lambda self: StepLR(self.optimizer, step_size=3)}
+    trainer = train(make_trainer(trainer_class=type("Own", (Trainer,), own)))
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    cycle = partial(OneCycleLR, max_lr=0.1, epochs=P.NUM_EPOCHS, steps_per_epoch=P.NUM_UPDATE_STEPS_PER_EPOCH)
+    assert train(make_trainer(), 2, create_scheduler_fn=cycle).scheduler.total_steps == 6
+    train(make_trainer([note]), create_scheduler_fn=partial(LambdaLR, lr_lambda=lambda update: 0.1))
+    assert rates[4:] == pytest.approx([0.01])
+
+
+# ------------------------------------------------------------------------------- pytorch-accelerated: saving
+
+
+@row(
+    "a checkpoint holds weights, optimizer and what you add",
+    "a checkpoint without the optimizer",
+    "weights and optimizer are loaded",
+    "only weights are loaded",
+    "loading an optimizer that is not there is an error",
+)
+def test_checkpoints(tmp_path):
+    model = make_model()
+    trainer = train(make_trainer(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1)))
+    trainer.save_checkpoint(tmp_path / "all.pt", {"mine": 1})
+    assert {"model_state_dict", "optimizer_state_dict", "mine"} <= torch.load(tmp_path / "all.pt").keys()
+    trainer.save_checkpoint(tmp_path / "weights.pt", save_optimizer=False)
+    assert "optimizer_state_dict" not in torch.load(tmp_path / "weights.pt")
+    other = make_model(seed=1)
+    second = make_trainer(model=other, optimizer=torch.optim.AdamW(other.parameters(), lr=0.5))
+    second.load_checkpoint(tmp_path / "all.pt", load_optimizer=False)
+    assert equal(weights(other), weights(model))
+    assert second.optimizer.param_groups[0]["lr"] == 0.5
+    second.load_checkpoint(tmp_path / "all.pt")
+    assert second.optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match="load_optimizer=False"):
+        make_trainer(optimizer=None).load_checkpoint(tmp_path / "all.pt")
+
+
+@row("tensors of all processes, nested", "printing once per machine")
+def test_gathering_and_printing(ran, capsys):
+    nested = ran.gather({"a": (torch.ones(2), torch.zeros(1))})
+    assert torch.equal(nested["a"][0], torch.ones(2))
+    ran.print("once")
+    assert capsys.readouterr().out == "once\n"
