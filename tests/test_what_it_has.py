@@ -158,12 +158,15 @@ HELD = {
     "test_each_combination_has_its_results_and_the_tables_list_all",
     "an interrupted test is resumed": "test_testing.py::test_a_killed_test_leaves_the_same_files_as_one_that_was_not",
 }
-#: Rows without a test here: what is left out on purpose, and what only a GPU shows.
+#: Rows without a test: what is left out on purpose, and what only a GPU shows.
 UNTRIED = {
     "a copy of pytorch-accelerated's own `Trainer` class",
     "a state without the model",
     "copies that do not block",
     "pinned memory",
+}
+#: Rows whose code is on its way: each belongs into one of the above when it has come.
+COMING = {
     "attributes of Accelerate's loaders",
     "equal batches on all processes, samples repeated",
     "saving into a buffer in memory",
@@ -184,7 +187,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 def test_each_row_is_tried_once():
-    named = [*TRIED, *HELD, *UNTRIED]
+    named = [*TRIED, *HELD, *UNTRIED, *COMING]
     assert sorted(named) == sorted(rows_of_the_page())
     assert len(set(named)) == len(named)
     assert len(TRIED) > 150
