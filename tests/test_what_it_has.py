@@ -153,7 +153,6 @@ HELD = {
     "test_each_combination_has_its_results_and_the_tables_list_all",
     "the n worst samples": "test_testing.py::test_samples_are_ranked_by_any_function_of_outputs_and_targets",
     "several settings of inference": "test_testing.py::test_each_combination_has_its_results_and_the_tables_list_all",
-    "settings that share arguments": "test_testing.py::test_the_command_tests_as_the_file_says",
     "results by model, setting and dataset": "test_testing.py::"
     "test_each_combination_has_its_results_and_the_tables_list_all",
     "an interrupted test is resumed": "test_testing.py::test_a_killed_test_leaves_the_same_files_as_one_that_was_not",
@@ -1667,3 +1666,12 @@ def test_snapshots(tmp_path, capsys):
 def test_a_summary(ran):
     pytest.importorskip("torchinfo")
     assert "Linear" in str(ran.summary(make_data(), 2))
+
+
+@row("settings that share arguments")
+def test_settings_that_share_arguments():
+    pytest.importorskip("jsonargparse")
+    from pytorch_accel_lite.experiment import load_yaml
+
+    found: Any = load_yaml("greedy: &shared {max_length: 200}\nbeam: {<<: *shared, beam_width: 8}")
+    assert found["beam"] == {"max_length": 200, "beam_width": 8}
