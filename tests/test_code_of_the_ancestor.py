@@ -537,9 +537,9 @@ def test_hooks_of_a_subclass_do_what_they_do_in_the_ancestor(hook):
 
 def test_a_config_needs_the_fields_that_it_always_had():
     fields = dict.fromkeys(TrainerRunConfig.__dataclass_fields__, 1)
-    first = dict(list(fields.items())[:15])
+    first = dict(list(fields.items())[:14]) | {"num_update_steps_per_epoch": 7}
     config = TrainerRunConfig(**first)
-    assert (config.mixed_precision, config.num_processes) == ("no", 1)
+    assert (config.mixed_precision, config.num_processes, config.num_local_update_steps_per_epoch) == ("no", 1, 7)
 
 
 def test_an_evaluation_after_a_run_leaves_the_config_of_the_run():

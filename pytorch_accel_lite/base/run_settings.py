@@ -124,13 +124,13 @@ class TrainerRunConfig:
     train_total_batch_size: int
     eval_total_batch_size: int
     num_update_steps_per_epoch: int | None
-    num_local_update_steps_per_epoch: int | None
     max_num_train_steps: int | None
     is_local_process_zero: bool
     is_world_process_zero: bool
     is_distributed: bool
     mixed_precision: str = "no"
     num_processes: int = 1
+    num_local_update_steps_per_epoch: int | None = None
     seed: int | None = None
     gradient_clip_norm: float | None = None
     scheduler_interval: Literal["update", "epoch"] = "update"
@@ -140,6 +140,10 @@ class TrainerRunConfig:
     auto_microbatch: bool = False
     logical_processes: int | None = None
     deterministic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_local_update_steps_per_epoch is None:
+            object.__setattr__(self, "num_local_update_steps_per_epoch", self.num_update_steps_per_epoch)
 
     def __repr__(self) -> str:
         return call(type(self).__name__, self.notable())

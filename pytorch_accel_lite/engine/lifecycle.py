@@ -243,7 +243,6 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
         train_total_batch_size=train_batch_size * processes * accumulation.after(0),
         eval_total_batch_size=eval_batch_size * processes,
         num_update_steps_per_epoch=updates_per_epoch,
-        num_local_update_steps_per_epoch=updates_per_epoch,
         is_local_process_zero=accelerator.is_local_main_process,
         is_world_process_zero=accelerator.is_main_process,
         is_distributed=accelerator.num_processes > 1,

@@ -49,7 +49,6 @@ def values_of_groups(
             num_epochs=num_epochs,
             gradient_accumulation_steps=1,
             num_update_steps_per_epoch=per_epoch,
-            num_local_update_steps_per_epoch=per_epoch,
             max_num_train_steps=num_updates,
         ),
         train_dataloader=range(per_epoch),
