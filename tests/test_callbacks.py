@@ -929,6 +929,14 @@ def test_a_relative_threshold_is_a_fraction_of_the_best_value(greater, script):
     assert trainer.stop_reason.startswith("score has not improved by more than 1 % (early_stopping_threshold)")
 
 
+@pytest.mark.parametrize(("script", "epochs"), [([0.55, 0.4, 0.3], 1), ([0.45, 0.4, 0.3], 3)])
+def test_the_first_value_must_improve_on_a_baseline(script, epochs):
+    trainer = scripted(script, EarlyStoppingCallback(1, 0, "score", greater_is_better=False, baseline=0.5))
+    assert trainer.progress.epoch == epochs
+    if epochs == 1:
+        assert trainer.stop_reason.endswith("baseline 0.5, smaller is better.")
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_early_stopping_restarts_in_the_next_run_by_default(reset):
     callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="score", reset_on_train=reset)

@@ -67,6 +67,28 @@ SCHEDULES = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rate", "schedule"),
+    [
+        (0.5, partial(OneCycleLR, max_lr=0.1, total_steps=9)),
+        (0.5, partial(CyclicLR, base_lr=0.01, max_lr=0.1)),
+        (0.1, partial(OneCycleLR, max_lr=0.1, total_steps=9)),
+        (0.01, partial(CyclicLR, base_lr=0.01, max_lr=0.1)),
+        (None, partial(OneCycleLR, max_lr=0.1, total_steps=9)),  # torch's default
+    ],
+)
+def test_a_rate_that_a_schedule_replaces_is_named(rate, schedule, capsys):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **({} if rate is None else {"lr": rate}))
+    trainer = make_trainer(model=model, optimizer=optimizer)
+    train(trainer, epochs=1, create_scheduler_fn=schedule)
+    kind = schedule.func.__name__
+    said = (
+        f"learning rate 0.5 has no effect: {kind} sets rates of its own, up to max_lr=0.1." in capsys.readouterr().out
+    )
+    assert said == (rate == 0.5)
+
+
 @pytest.mark.parametrize("second", SCHEDULES, ids=lambda factory: factory.func.__name__)
 @pytest.mark.parametrize("first", SCHEDULES, ids=lambda factory: factory.func.__name__)
 def test_a_second_schedule_begins_as_with_a_new_optimizer(first, second):

@@ -51,6 +51,9 @@ TRAINER: list[tuple[dict[str, Any], str]] = [
     ({"patience": 3}, "add EarlyStoppingCallback(early_stopping_patience=...)"),
     ({"monitor": "val_loss"}, "pass watch_metric to a SaveBestModelCallback"),
     ({"loss_fn": None}, "it is called loss_func."),
+    ({"tf32": True}, "call torch.set_float32_matmul_precision('high') before training."),
+    ({"benchmark": True}, "set torch.backends.cudnn.benchmark = True before training."),
+    ({"num_sanity_val_steps": 2}, "call evaluate(Subset(eval_dataset, range(64))) before train()"),
     ({"sed": 3}, "Did you mean 'seed'?"),
     ({"zzz": 3}, "it has model, loss_func, optimizer,"),
 ]

@@ -157,6 +157,14 @@ _ADVICE = {
     "verbose progress_bar enable_progress_bar disable_tqdm": (
         "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer(), or callbacks=[] for no output."
     ),
+    "tf32 allow_tf32": "call torch.set_float32_matmul_precision('high') before training.",
+    "benchmark cudnn_benchmark": "set torch.backends.cudnn.benchmark = True before training.",
+    "num_sanity_val_steps sanity_eval_batches": (
+        "call evaluate(Subset(eval_dataset, range(64))) before train(), or check(train_dataset, eval_dataset)."
+    ),
+    "stopping_threshold divergence_threshold": (
+        "raise StopTrainingError in a callback's on_training_run_epoch_end once the metric in run_history is beyond it."
+    ),
     "limit_train_batches limit_val_batches fast_dev_run": "add LimitBatchesCallback(num_batches) to the callbacks.",
     "use_ema ema ema_decay": "add ModelEmaCallback(decay=...) to the callbacks.",
     "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",

@@ -35,6 +35,7 @@ class EarlyStoppingCallback(MetricWatcher):
     :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those
         within an epoch, see ``evaluate_every`` of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`. An epoch
         counts as an improvement if any of its values is one.
+    :param baseline: what the first value must improve on, such as that of an earlier model; ``None`` for nothing
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class EarlyStoppingCallback(MetricWatcher):
         *,
         patience_in: Literal["epochs", "evaluations"] = "epochs",
         threshold_mode: Literal["absolute", "relative"] = "absolute",
+        baseline: float | None = None,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
         if not early_stopping_threshold >= 0:
@@ -55,6 +57,7 @@ class EarlyStoppingCallback(MetricWatcher):
         self.early_stopping_threshold = early_stopping_threshold
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
+        self.baseline = None if baseline is None else float(baseline)
         self._run: Run | None = None
         self._message = ""  # printed after the metrics of the epoch
         self._stops_at_once = False  # whether the state from which the run resumed was saved when it was about to stop
@@ -87,7 +90,7 @@ class EarlyStoppingCallback(MetricWatcher):
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         """Note whether a value is an improvement, and stop the run when patience is used up."""
-        best = self.best_metric
+        best = self.baseline if self.best_metric is None else self.best_metric
         if best is None:
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:
@@ -123,8 +126,8 @@ class EarlyStoppingCallback(MetricWatcher):
         return f"{100 * threshold:.6g} %" if self.threshold_mode == "relative" else f"{threshold:.6g}"
 
     def _describe_best(self) -> str:
-        best = self.best_metric
-        return f"best {'none' if best is None else format(best, '.6g')}, {self._watched.direction}"
+        name, value = ("baseline", self.baseline) if self.best_metric is None else ("best", self.best_metric)
+        return f"{'best none' if value is None else f'{name} {value:.6g}'}, {self._watched.direction}"
 
     def _stop_if_patience_is_used_up(self) -> None:
         patience = self.early_stopping_patience

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
@@ -99,6 +100,27 @@ def _begin_from_initial_rates(
     _check_optimizer(trainer)
     if not continues:
         run.schedule.initial_options = initial
+        if run.resumed is None:
+            _print_unused_rates(trainer, initial)
+
+
+def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
+    """Name the learning rates that the user gave an optimizer, if a schedule with rates of its own replaces them."""
+    rates = {id(group): values.get("lr") for group, values in zip(trainer.optimizer.param_groups, initial, strict=True)}
+    for scheduler in schedulers_in(trainer.scheduler).values():
+        if not isinstance(scheduler, (OneCycleLR, CyclicLR)):
+            continue
+        optimizer = scheduler.optimizer
+        default = inspect.signature(type(optimizer)).parameters.get("lr")
+        groups = optimizer.param_groups
+        highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
+        used = {None, *highest, *scheduler.base_lrs, default and default.default}
+        unused = [rate for group in groups if (rate := rates.get(id(group))) not in used]
+        if unused:
+            trainer.print(
+                f"The optimizer's learning rate {_listed(unused)} has no effect: {type(scheduler).__name__} sets rates "
+                f"of its own, up to max_lr={_listed(highest)}. Pass the rate that you want as max_lr, and leave out lr."
+            )
 
 
 def _create_from(trainer: TrainerLike, options: Options) -> Any:
