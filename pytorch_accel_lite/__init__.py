@@ -14,9 +14,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.distributed.launch import notebook_launcher
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.engine.losses import LossTracker
-from pytorch_accel_lite.experiment.cross_validation import cross_validate
-from pytorch_accel_lite.experiment.run_comparison import compare_runs
-from pytorch_accel_lite.experiment.seed_comparison import compare_seeds
+from pytorch_accel_lite.extensions.experiment import compare_runs, compare_seeds, cross_validate
 from pytorch_accel_lite.trainer import Trainer, TrainerWithTimmScheduler
 
 __version__ = "0.2.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pytorch_accel_lite.experiment.command_line import main as run
+from pytorch_accel_lite.extensions.experiment.command_line import main as run
 
 
 def main() -> int:

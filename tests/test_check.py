@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, 
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.experiment.command_line import main
+from pytorch_accel_lite.extensions.experiment.command_line import main
 from pytorch_accel_lite.tuning.probing import doubt
 from pytorch_accel_lite.tuning.program_check import ProgramError
 from tests.launching import ROOT

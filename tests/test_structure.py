@@ -16,11 +16,11 @@ PACKAGE = ROOT / "pytorch_accel_lite"
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 ROOMS = (
     "base", "distributed", "optimizers", "schedulers", "plotting", "data", "checkpoint", "engine", "steps", "callbacks",
-    "tuning", "compat", "trainer", "experiment",
+    "tuning", "compat", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.base.events", "pytorch_accel_lite.trainer")}
-PUBLIC_PATHS = {"ema", "finetuning", "integrations", "placeholders", "run_config", "tracking", "utils"}
+PUBLIC_PATHS = {"ema", "experiment", "finetuning", "integrations", "placeholders", "run_config", "tracking", "utils"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -50,12 +50,10 @@ def test_a_room_imports_only_rooms_below_it():
     climbing = [
         (name, imported)
         for name, imported in EDGES
-        if room(name) in ROOMS
-        and room(imported) not in ROOMS[: ROOMS.index(room(name)) + 1]
-        and not (room(name) == "experiment" and room(imported) in PUBLIC_PATHS)
+        if room(name) in ROOMS and room(imported) not in ROOMS[: ROOMS.index(room(name)) + 1]
     ]
     assert climbing == []
-    assert {room(name) for name in FILES} - {*ROOMS} == {"", "__main__"} | PUBLIC_PATHS
+    assert {room(name) for name in FILES} - {*ROOMS} == {"", "__main__", "extensions"} | PUBLIC_PATHS
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -72,13 +70,27 @@ def test_our_own_modules_are_imported_at_the_top_of_files():
 
 def test_no_two_files_have_one_name():
     names = Counter(path.name for path in FILES.values() if not path.name.startswith("__"))
-    assert [name for name, count in names.items() if count > 1] == ["placeholders.py"]
+    assert [name for name, count in names.items() if count > 1] == ["placeholders.py", "experiment.py"]
 
 
-def test_experiments_use_only_what_users_can_import():
-    """Of the package, they import names of the public paths, as a program of a user does."""
-    public = {*PUBLIC_PATHS, "callbacks", "checkpoint", "data", "plotting", "schedulers"}
-    for path in (PACKAGE / "experiment").glob("*.py"):
+def extension(module: str) -> str:
+    """The folder of an extension that a module is in, if any."""
+    return module.split(".")[2] if room(module) == "extensions" and module.count(".") > 1 else ""
+
+
+def test_only_the_facade_names_extensions():
+    """The files beside the folder, each with one import of an extension."""
+    importing = Counter(name for name, path in FILES.items() for other, _ in imports(path) if extension(other))
+    facade = {name: count for name, count in importing.items() if not extension(name)}
+    assert all(room(name) in {"", "__main__"} | PUBLIC_PATHS for name in facade)
+
+
+def test_extensions_use_only_what_users_can_import():
+    """Of the package, they import names of the public paths, as a program of a user does, and nothing of each other."""
+    public = {*PUBLIC_PATHS, "callbacks", "checkpoint", "data", "plotting", "schedulers"} - {"experiment"}
+    for name, path in FILES.items():
+        if not extension(name):
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             if not module.startswith(f"{PACKAGE.name}."):
@@ -86,7 +98,7 @@ def test_experiments_use_only_what_users_can_import():
             if room(module) in public:
                 assert {alias.name for alias in node.names} <= {*importlib.import_module(module).__all__}, path
                 assert module.count(".") == 1, (path, module)
-            elif room(module) != "experiment":
+            elif extension(module) != extension(name):
                 assert (module, node.names[0].name) == (f"{PACKAGE.name}.trainer", "Trainer"), path
 
 

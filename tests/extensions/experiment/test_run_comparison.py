@@ -24,10 +24,10 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.experiment import Experiment, RunComparison
-from pytorch_accel_lite.experiment.command_line import main
-from tests import experiment_parts as parts
+from pytorch_accel_lite.extensions.experiment.command_line import main
+from tests.extensions.experiment import parts
+from tests.extensions.experiment.test_experiments import FILE
 from tests.tasks import listener
-from tests.test_experiments import FILE
 
 METRICS = """
 callbacks:

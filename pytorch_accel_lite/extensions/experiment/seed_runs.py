@@ -20,8 +20,8 @@ from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, TrainerCallback
 from pytorch_accel_lite.checkpoint import no_link
-from pytorch_accel_lite.experiment.experiment import Experiment
-from pytorch_accel_lite.experiment.results import (
+from pytorch_accel_lite.extensions.experiment.experiment import Experiment
+from pytorch_accel_lite.extensions.experiment.results import (
     added_callbacks,
     as_number,
     check_is_new,

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from pytorch_accel_lite.checkpoint import folder_path
-from pytorch_accel_lite.experiment.results import (
+from pytorch_accel_lite.extensions.experiment.results import (
     Results,
     as_number,
     check_is_new,

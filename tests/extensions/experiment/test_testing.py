@@ -23,13 +23,13 @@ from pytorch_accel_lite.callbacks import (
     read_predictions,
 )
 from pytorch_accel_lite.experiment import Experiment, run_tests
-from pytorch_accel_lite.experiment.command_line import main
-from pytorch_accel_lite.experiment.results import added_callbacks
-from pytorch_accel_lite.experiment.tested_weights import find_weights
-from tests import experiment_parts as parts
+from pytorch_accel_lite.extensions.experiment.command_line import main
+from pytorch_accel_lite.extensions.experiment.results import added_callbacks
+from pytorch_accel_lite.extensions.experiment.tested_weights import find_weights
+from tests.extensions.experiment import parts
+from tests.extensions.experiment.test_experiments import FILE
 from tests.launching import SOAK, run_forked
 from tests.tasks import listener
-from tests.test_experiments import FILE
 
 OPTIONS: dict[str, Any] = {"worst": 3, "per_device_batch_size": 2, "shard_size": 2}
 SETTINGS = {"plain": {}, "double": {"scale": 2.0}}
@@ -388,7 +388,7 @@ def test_a_test_of_a_process_that_was_ahead_repeats_and_loses_no_sample(trained)
 def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sections = "test:\n  checkpoints: [best]\n  worst: 2\n  inference:\n    a: {scale: 1.0}\n    b: {scale: 3.0}\n"
-    trainer = "trainer:\n  class_path: tests.experiment_parts.ScaledTrainer\n  init_args: {seed: 3}\n"
+    trainer = "trainer:\n  class_path: tests.extensions.experiment.parts.ScaledTrainer\n  init_args: {seed: 3}\n"
     text = FILE.replace("trainer: {seed: 3}\n", trainer) + sections
     Path("small.yaml").write_text(text + "callbacks: [SaveBestModelCallback]\n")
     Experiment.from_file("small.yaml").train()
@@ -406,9 +406,9 @@ def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     assert torch.equal(4 * single, scaled)
     assert main(["test", "small.yaml", "--test.wurst", "1"]) == 2
     assert "Did you mean 'worst'?" in capsys.readouterr().err
-    assert main(["test", "small.yaml", "--test.worst_by", "tests.experiment_parts.nothing"]) == 2
+    assert main(["test", "small.yaml", "--test.worst_by", "tests.extensions.experiment.parts.nothing"]) == 2
     assert "nothing' must be null. Type " in capsys.readouterr().err
-    assert main(["test", "small.yaml", "--test.worst_by", "tests.experiment_parts.absolute_error"]) == 0
+    assert main(["test", "small.yaml", "--test.worst_by", "tests.extensions.experiment.parts.absolute_error"]) == 0
     assert "absolute_error" in json.loads((folder / "a" / "eval" / "worst.json").read_text())[0]
 
 

@@ -22,9 +22,9 @@ from torch import nn
 from pytorch_accel_lite import Trainer, compare_seeds
 from pytorch_accel_lite.callbacks import RunPausedError, SaveBestModelCallback
 from pytorch_accel_lite.experiment import Experiment, SeedComparison
-from pytorch_accel_lite.experiment.command_line import main
-from tests import experiment_parts as parts
-from tests.experiment_parts import DATA, TRAINING, make, on_gpu, saving
+from pytorch_accel_lite.extensions.experiment.command_line import main
+from tests.extensions.experiment import parts
+from tests.extensions.experiment.parts import DATA, TRAINING, make, on_gpu, saving
 from tests.launching import ROOT, SOAK, run_forked
 from tests.ranks import shared_folder
 from tests.tasks import raises_at
@@ -33,12 +33,12 @@ from tests.test_docs import blocks, write_files
 pytest.importorskip("scipy")
 
 FILE = """
-model: {class_path: tests.experiment_parts.Net, init_args: {width: 5}}
+model: {class_path: tests.extensions.experiment.parts.Net, init_args: {width: 5}}
 loss_func: MSELoss
 optimizer: {class_path: SGD, init_args: {lr: 0.05}}
 data:
-  train: tests.experiment_parts.load_data
-  eval: {class_path: tests.experiment_parts.load_data, init_args: {size: 8}}
+  train: tests.extensions.experiment.parts.load_data
+  eval: {class_path: tests.extensions.experiment.parts.load_data, init_args: {size: 8}}
 train: {num_epochs: 1, per_device_batch_size: 8}
 """
 
@@ -264,7 +264,7 @@ def test_a_comparison_that_is_interrupted_continues_with_the_same_command(tmp_pa
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)
     Path("plain.yaml").write_text(FILE)
-    interrupts = "{class_path: tests.experiment_parts.InterruptAt, init_args: {update: 2}}"
+    interrupts = "{class_path: tests.extensions.experiment.parts.InterruptAt, init_args: {update: 2}}"
     Path("cut.yaml").write_text(f"base: plain.yaml\ncallbacks: [SaveTrainingStateCallback, {interrupts}]\n")
     command = ["compare-seeds", "plain.yaml", "cut.yaml", "--seeds", "2"]
     assert main(command) == 130

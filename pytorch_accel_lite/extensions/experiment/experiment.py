@@ -22,11 +22,11 @@ from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.checkpoint import folder_path, local_path, write_text
-from pytorch_accel_lite.experiment.importing import full_name, import_path
-from pytorch_accel_lite.experiment.parsing import TOOLS, Parser
-from pytorch_accel_lite.experiment.results import write_json
-from pytorch_accel_lite.experiment.run_folders import folders_of, new_folder
-from pytorch_accel_lite.experiment.yaml_files import (
+from pytorch_accel_lite.extensions.experiment.importing import full_name, import_path
+from pytorch_accel_lite.extensions.experiment.parsing import TOOLS, Parser
+from pytorch_accel_lite.extensions.experiment.results import write_json
+from pytorch_accel_lite.extensions.experiment.run_folders import folders_of, new_folder
+from pytorch_accel_lite.extensions.experiment.yaml_files import (
     DIRECTIONS,
     PARTS,
     RESOLVED,

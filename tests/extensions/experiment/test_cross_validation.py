@@ -23,8 +23,8 @@ from torchmetrics import MeanAbsoluteError
 from pytorch_accel_lite import Trainer, cross_validate
 from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import CrossValidation, Experiment
-from tests import experiment_parts as parts
-from tests.experiment_parts import Net, load_data
+from tests.extensions.experiment import parts
+from tests.extensions.experiment.parts import Net, load_data
 from tests.launching import run_forked
 from tests.ranks import shared_folder
 from tests.tasks import raises_at
@@ -234,7 +234,7 @@ def test_the_deviation_of_one_fold_is_unknown(tmp_path):
 
 def test_a_file_describes_the_trainer_of_each_fold_in_its_folder(tmp_path):
     pytest.importorskip("jsonargparse")
-    from tests.test_experiments import FILE
+    from tests.extensions.experiment.test_experiments import FILE
 
     states = "callbacks: [{class_path: SaveTrainingStateCallback, init_args: {save_every_n_epochs: 1}}]\n"
     (tmp_path / "small.yaml").write_text(FILE + states)

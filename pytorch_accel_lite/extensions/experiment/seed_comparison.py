@@ -16,10 +16,17 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import folder_path
-from pytorch_accel_lite.experiment.experiment import Experiment
-from pytorch_accel_lite.experiment.results import Results, check_is_same, described, read_json, text_table, write_json
-from pytorch_accel_lite.experiment.run_folders import settings_of
-from pytorch_accel_lite.experiment.seed_runs import OUTPUT, Made, SeedRun, results_of
+from pytorch_accel_lite.extensions.experiment.experiment import Experiment
+from pytorch_accel_lite.extensions.experiment.results import (
+    Results,
+    check_is_same,
+    described,
+    read_json,
+    text_table,
+    write_json,
+)
+from pytorch_accel_lite.extensions.experiment.run_folders import settings_of
+from pytorch_accel_lite.extensions.experiment.seed_runs import OUTPUT, Made, SeedRun, results_of
 from pytorch_accel_lite.utils import as_json, format_metric, format_value, import_extra, result_of_first
 
 Setting = str | os.PathLike[str] | Callable[[int, Path], Made]

@@ -12,7 +12,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
-from tests.experiment_parts import CrashAt, Net, load_data
+from tests.extensions.experiment.parts import CrashAt, Net, load_data
 from tests.launching import run_code
 from tests.ranks import rank
 from tests.tasks import equal
@@ -159,8 +159,8 @@ def test_a_trial_ends_in_the_same_bits_after_any_other_trials():
 def test_a_trial_does_not_silently_take_over_the_precision_of_another(first, tmp_path, no_accelerator):
     pytest.importorskip("jsonargparse")
     (tmp_path / "small.yaml").write_text(
-        "model: tests.experiment_parts.Net\nloss_func: MSELoss\noptimizer: AdamW\n"
-        "data: {train: tests.experiment_parts.load_data}\n"
+        "model: tests.extensions.experiment.parts.Net\nloss_func: MSELoss\noptimizer: AdamW\n"
+        "data: {train: tests.extensions.experiment.parts.load_data}\n"
     )
     with_bf16 = {"accelerator.mixed_precision": "bf16"}
     trials = [with_bf16, {}] if first == "bf16" else [{}, with_bf16]

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from pytorch_accel_lite.experiment.results import Row
-from pytorch_accel_lite.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
+from pytorch_accel_lite.extensions.experiment.results import Row
+from pytorch_accel_lite.extensions.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
 from pytorch_accel_lite.utils import from_cell
 
 #: Callbacks that only observe a run and do not affect it.

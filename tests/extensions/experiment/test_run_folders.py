@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
 from pytorch_accel_lite.experiment import Experiment
-from pytorch_accel_lite.experiment.command_line import main
+from pytorch_accel_lite.extensions.experiment.command_line import main
+from tests.extensions.experiment.test_experiments import FILE, run
 from tests.launching import run_elastic, run_forked
-from tests.test_experiments import FILE, run
 
 CALLBACKS = """
 callbacks:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite.callbacks import TrainerCallback
-from pytorch_accel_lite.experiment.yaml_files import Document, ExperimentError
+from pytorch_accel_lite.extensions.experiment.yaml_files import Document, ExperimentError
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import suggest
 

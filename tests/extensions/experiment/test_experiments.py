@@ -25,20 +25,20 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback, read_predictions
-from tests import experiment_parts as parts
+from tests.extensions.experiment import parts
 from tests.launching import ROOT, SOAK, run_code, run_forked, run_module
 from tests.test_docs import blocks, write_files
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
 from pytorch_accel_lite.experiment import Experiment, ExperimentError
-from pytorch_accel_lite.experiment.command_line import main
-from pytorch_accel_lite.experiment.expressions import parse
-from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights
+from pytorch_accel_lite.extensions.experiment.command_line import main
+from pytorch_accel_lite.extensions.experiment.expressions import parse
+from pytorch_accel_lite.extensions.experiment.tested_weights import find_weights, load_weights
 
 FILE = """
 model:
-  class_path: tests.experiment_parts.Net
+  class_path: tests.extensions.experiment.parts.Net
   init_args:
     width: 5
 loss_func: MSELoss
@@ -47,9 +47,9 @@ optimizer:
   init_args:
     lr: 1e-2
 data:
-  train: tests.experiment_parts.load_data
+  train: tests.extensions.experiment.parts.load_data
   eval:
-    class_path: tests.experiment_parts.load_data
+    class_path: tests.extensions.experiment.parts.load_data
     init_args: {size: 8}
 trainer: {seed: 3}
 train:
@@ -126,12 +126,12 @@ def test_python_overrides_may_be_paths_and_numbers_of_numpy(file):
 
 
 def test_nothing_is_made_before_it_is_needed(file):
-    experiment = read(file, "--data.train", "tests.experiment_parts.fails")
+    experiment = read(file, "--data.train", "tests.extensions.experiment.parts.fails")
     assert len(experiment.eval_dataset) == 8
     assert experiment.dataset("eval") is experiment.eval_dataset
     with pytest.raises(ExperimentError, match=r"data\.test: there is none"):
         experiment.dataset("test")
-    assert len(read(file, "--data.test=tests.experiment_parts.load_data").dataset("test")) == 24
+    assert len(read(file, "--data.test=tests.extensions.experiment.parts.load_data").dataset("test")) == 24
     with pytest.raises(KeyError) as caught:
         experiment.train()
     assert caught.value.__notes__ == ["This happened while command line: data.train was made."]
@@ -156,9 +156,15 @@ def test_what_a_library_refuses_is_an_error_of_its_entry(file, capsys, arguments
 
 
 def test_functions_without_types_and_with_further_arguments_make_parts(file):
-    arguments = ["--model", "tests.experiment_parts.create_model", "--model.dropout", "0.5", "--model.width=3"]
-    optimizer = ["--optimizer", "tests.experiment_parts.create_optimizer", "--optimizer.lr", "0.3"]
-    loss = ["--loss_func", "tests.experiment_parts.weighted_mse", "--loss_func.weight", "2"]
+    arguments = [
+        "--model",
+        "tests.extensions.experiment.parts.create_model",
+        "--model.dropout",
+        "0.5",
+        "--model.width=3",
+    ]
+    optimizer = ["--optimizer", "tests.extensions.experiment.parts.create_optimizer", "--optimizer.lr", "0.3"]
+    loss = ["--loss_func", "tests.extensions.experiment.parts.weighted_mse", "--loss_func.weight", "2"]
     trainer = read(file, *arguments, *optimizer, *loss).train()
     model = trainer.get_model()
     assert (model.layers[0].out_features, model.layers[2].p) == (3, 0.5)
@@ -169,9 +175,11 @@ def test_functions_without_types_and_with_further_arguments_make_parts(file):
 
 
 def test_an_argument_without_a_type_may_be_null_if_it_is_given(file):
-    overrides = {"data.eval": "tests.experiment_parts.anything", "data.eval.x": None}
+    overrides = {"data.eval": "tests.extensions.experiment.parts.anything", "data.eval.x": None}
     assert Experiment.from_file(file, overrides).eval_dataset == [None]
-    assert read(file, "--data.eval=tests.experiment_parts.anything", "--data.eval.x=null").eval_dataset == [None]
+    assert read(file, "--data.eval=tests.extensions.experiment.parts.anything", "--data.eval.x=null").eval_dataset == [
+        None
+    ]
 
 
 def test_further_arguments_do_not_hide_how_those_in_the_signature_are_changed(file):
@@ -210,8 +218,10 @@ def test_modules_beside_the_file_are_found(file, tmp_path, monkeypatch):
 
 
 def test_a_custom_trainer_may_make_its_model_and_optimizer(file):
-    file.write_text("trainer:\n  class_path: tests.experiment_parts.OwnTrainer\n  init_args: {width: 6, seed: 1}\n")
-    data = ["--data.train", "tests.experiment_parts.load_data", "--train.num_epochs", "1"]
+    file.write_text(
+        "trainer:\n  class_path: tests.extensions.experiment.parts.OwnTrainer\n  init_args: {width: 6, seed: 1}\n"
+    )
+    data = ["--data.train", "tests.extensions.experiment.parts.load_data", "--train.num_epochs", "1"]
     trainer = read(file, *data).train()
     assert type(trainer) is parts.OwnTrainer
     assert (trainer.seed, trainer.model.layers[0].out_features) == (1, 6)
@@ -219,7 +229,12 @@ def test_a_custom_trainer_may_make_its_model_and_optimizer(file):
 
 def test_callbacks_come_beside_the_default_ones_or_in_their_place(file):
     file.write_text(FILE + "callbacks:\n  - EarlyStoppingCallback\n")
-    more = ["--callbacks+=ProgressBarCallback", "--callbacks+", "tests.experiment_parts.StopAt", "--callbacks.update=4"]
+    more = [
+        "--callbacks+=ProgressBarCallback",
+        "--callbacks+",
+        "tests.extensions.experiment.parts.StopAt",
+        "--callbacks.update=4",
+    ]
     experiment = read(file, *more)
     kinds = [type(callback).__name__ for callback in experiment.trainer.callbacks]
     assert kinds[:2] == ["MoveModulesToDeviceCallback", "TerminateOnNaNCallback"]
@@ -230,7 +245,7 @@ def test_callbacks_come_beside_the_default_ones_or_in_their_place(file):
 
 
 def test_everything_that_a_run_writes_is_in_its_output_dir(file, tmp_path):
-    stop = ["--callbacks+", "tests.experiment_parts.StopAt", "--callbacks.update=99"]
+    stop = ["--callbacks+", "tests.extensions.experiment.parts.StopAt", "--callbacks.update=99"]
     best = ["--callbacks+", "SaveBestModelCallback", "--train.num_epochs=1"]
     experiment = read(file, *best, *stop, "--output_dir", "here")
     trainer = experiment.train()
@@ -265,7 +280,7 @@ def test_text_that_looks_like_a_number_stays_text_and_a_number_a_number(file):
     texts = ["1e-3", "1E3", "1.5e3", ".5e3", "1_0e2", "007", "1:30", "null"]
     quoted = ", ".join(f"'{text}'" for text in texts)
     file.write_text(f"{FILE}output_dir: '1e-3'\n".replace("{size: 8}", f"{{names: [{quoted}]}}"))
-    named = ["--data.eval.class_path=tests.experiment_parts.load_named"]
+    named = ["--data.eval.class_path=tests.extensions.experiment.parts.load_named"]
     for number in ("1e-3", "1E-3", "1.0e-3", '"1e-3"'):
         experiment = read(file, *named, f"--optimizer={{class_path: AdamW, init_args: {{lr: {number}}}}}")
         assert experiment.config["optimizer"]["init_args"]["lr"] == 0.001
@@ -377,7 +392,7 @@ def test_a_schedule_counts_in_the_units_of_the_run(file):
 
 
 def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
-    experiment = read(file, "--model=tests.experiment_parts.create_with", "--model.width=3")
+    experiment = read(file, "--model=tests.extensions.experiment.parts.create_with", "--model.width=3")
     assert experiment.config["model"]["init_args"] == {"width": 3}
     Path("again.yaml").write_text(experiment.text)
     again = Experiment.from_file("again.yaml", {"model.width": 4})
@@ -391,9 +406,9 @@ def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
     ("scheduler", "arguments", "rate"),
     [
         ("MultiStepLR", {"milestones": [1, "2 * NUM_UPDATE_STEPS_PER_EPOCH - 1"]}, 0.01 / 100),
-        ("LambdaLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**6),
-        ("LambdaLR", {"lr_lambda": ["tests.experiment_parts.half"]}, 0.01 / 2**6),
-        ("MultiplicativeLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**21),
+        ("LambdaLR", {"lr_lambda": "tests.extensions.experiment.parts.half"}, 0.01 / 2**6),
+        ("LambdaLR", {"lr_lambda": ["tests.extensions.experiment.parts.half"]}, 0.01 / 2**6),
+        ("MultiplicativeLR", {"lr_lambda": "tests.extensions.experiment.parts.half"}, 0.01 / 2**21),
     ],
 )
 def test_schedulers_whose_types_torch_imports_for_type_checkers_only_work(file, scheduler, arguments, rate):
@@ -440,7 +455,11 @@ WRONG = [
     ),
     ("model: [1]", [], "line 1: model=[1] must be a class path, or"),
     ("model: torch.nn.Linear", [], "line 1: model needs model.in_features and model.out_features, without a default."),
-    ("model: tests.experiment_parts.create_model", [], "line 1: model needs model.width, without a default."),
+    (
+        "model: tests.extensions.experiment.parts.create_model",
+        [],
+        "line 1: model needs model.width, without a default.",
+    ),
     ("model: torch.nn.Linaer", [], "'torch.nn.Linaer': the module 'torch.nn' has no 'Linaer'. Did you mean 'Linear'?"),
     (
         "model: nowhere.Net",
@@ -448,7 +467,7 @@ WRONG = [
         "there is no module 'nowhere'. Modules of your own are looked for beside the file, in the",
     ),
     ("model: Net", [], "line 1: model='Net' has no module."),
-    ("model: tests.experiment_parts.NOT_A_CLASS", [], "must be a class or a function, not int"),
+    ("model: tests.extensions.experiment.parts.NOT_A_CLASS", [], "must be a class or a function, not int"),
     ("optimizer: AdamV", [], "line 1: optimizer='AdamV' is not in torch.optim. Did you mean 'Adam"),
     ("model: a\nmodel: b", [], "small.yaml, line 2: model is there twice."),
     ("model: [", [], "small.yaml, line 1: "),
@@ -471,9 +490,9 @@ WRONG = [
     ("output_dir: 12:30:00", [], "line 1: output_dir='45000' must be str. Put it in quotes."),
     ("base: 3", [], "small.yaml, line 1: base=3 must be the path of a file, or a list of paths."),
     (
-        "model: tests.experiment_parts.MADE",
+        "model: tests.extensions.experiment.parts.MADE",
         [],
-        "'tests.experiment_parts.MADE' must be a class or a function, not partial",
+        "'tests.extensions.experiment.parts.MADE' must be a class or a function, not partial",
     ),
     (FILE, ["--scheduler=MultiStepLR"], "command line: scheduler needs scheduler.milestones, without a default."),
     (FILE, ["--scheduler=LambdaLR"], "command line: scheduler needs scheduler.lr_lambda, without a default."),
@@ -574,7 +593,7 @@ def test_checks_of_the_trainer_come_without_a_traceback_and_errors_of_the_user_w
     missing = run("evaluate", file, "--weights", "none.pt", capsys=capsys)
     assert missing[::2] == (2, "error: There are no weights at 'none.pt'. Pass best, last, or another path.\n")
     with pytest.raises(KeyError, match="no such split"):
-        main(["train", str(file), "--data.train", "tests.experiment_parts.fails"])
+        main(["train", str(file), "--data.train", "tests.extensions.experiment.parts.fails"])
 
 
 def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
@@ -593,7 +612,7 @@ def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
 
 
 def test_an_interrupt_ends_without_a_traceback_and_says_last_how_to_resume(file, capsys):
-    arguments = [*STATES, "--callbacks+", "tests.experiment_parts.InterruptAt", "--callbacks.update", "2"]
+    arguments = [*STATES, "--callbacks+", "tests.extensions.experiment.parts.InterruptAt", "--callbacks.update", "2"]
     code, printed, errors = run("train", file, *arguments, "--output_dir=run", capsys=capsys)
     assert code == 130
     assert "Traceback" not in printed + errors
@@ -605,7 +624,7 @@ def test_an_interrupt_ends_without_a_traceback_and_says_last_how_to_resume(file,
 @pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differs(file, capsys):
     whole = read(file, *STATES, "--output_dir=whole").train()
-    crash = ["--callbacks+", "tests.experiment_parts.CrashAt", "--callbacks.update"]
+    crash = ["--callbacks+", "tests.extensions.experiment.parts.CrashAt", "--callbacks.update"]
     with pytest.raises(ZeroDivisionError):
         main(["train", str(file), *STATES, *crash, "5", "--output_dir=half"])
     again = ["train", file, *STATES, *crash, "99", "--output_dir=half", "--resume", "latest"]
@@ -632,7 +651,7 @@ def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_the_whole_one(
     options = [*STATES, "--callbacks.max_checkpoints=2", "--trainer.seed=1", f"--train.num_epochs={epochs}"]
     whole = read(file, *options, "--output_dir=whole").train()
     folder = Path.cwd()
-    killed = ["--callbacks+=tests.experiment_parts.KillAt", "--callbacks.step=4", "--output_dir=killed"]
+    killed = ["--callbacks+=tests.extensions.experiment.parts.KillAt", "--callbacks.step=4", "--output_dir=killed"]
     kills = 0
 
     def again() -> None:
@@ -675,7 +694,7 @@ def test_predictions_follow_the_data_of_the_file(file, capsys):
     "option",
     [
         ["--accelerator.mixed_precision=no"],
-        ["--train.collate_fn=tests.experiment_parts.as_zeros"],
+        ["--train.collate_fn=tests.extensions.experiment.parts.as_zeros"],
         ["--train.eval_dataloader_kwargs={num_workers: 0}"],
     ],
 )
@@ -750,8 +769,10 @@ def test_the_first_file_is_complete_and_can_be_filled_in(tmp_path, monkeypatch, 
         "output_dir",
     }
     assert max(map(len, text.splitlines())) <= 90
-    filled = text.replace("my_module.MyModel", "tests.experiment_parts.Net").replace("split: train", "size: 9")
-    Path("filled.yaml").write_text(filled.replace("my_module.load_data", "tests.experiment_parts.load_data"))
+    filled = text.replace("my_module.MyModel", "tests.extensions.experiment.parts.Net").replace(
+        "split: train", "size: 9"
+    )
+    Path("filled.yaml").write_text(filled.replace("my_module.load_data", "tests.extensions.experiment.parts.load_data"))
     assert len(Experiment.from_file("filled.yaml").train_dataset) == 9
 
 
@@ -780,7 +801,7 @@ def test_without_jsonargparse_the_error_names_the_command_that_installs_it(file)
     code = f"""
 from tests.launching import forget
 forget("jsonargparse", installed=False)
-from pytorch_accel_lite.experiment.command_line import main
+from pytorch_accel_lite.extensions.experiment.command_line import main
 print(main(["train", {str(file)!r}]))
 """
     assert "An experiment file needs jsonargparse. Install it with: pip install" in run_code(code)

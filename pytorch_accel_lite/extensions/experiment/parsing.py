@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
-from pytorch_accel_lite.experiment.expressions import find_expressions, parse, replaced
-from pytorch_accel_lite.experiment.importing import check_kinds, full_name, import_path
-from pytorch_accel_lite.experiment.testing import run_tests
-from pytorch_accel_lite.experiment.yaml_files import PARTS, Document, ExperimentError, dump_yaml, load_yaml, short
+from pytorch_accel_lite.extensions.experiment.expressions import find_expressions, parse, replaced
+from pytorch_accel_lite.extensions.experiment.importing import check_kinds, full_name, import_path
+from pytorch_accel_lite.extensions.experiment.testing import run_tests
+from pytorch_accel_lite.extensions.experiment.yaml_files import (
+    PARTS,
+    Document,
+    ExperimentError,
+    dump_yaml,
+    load_yaml,
+    short,
+)
 from pytorch_accel_lite.schedulers import ScheduleName
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra, suggest
