@@ -1,5 +1,7 @@
 """An exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
 
+from typing import TYPE_CHECKING
+
 from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.base.progress import Progress
@@ -39,3 +41,17 @@ __all__ = [
     "get_default_callbacks",
     "notebook_launcher",
 ]
+
+#: What extensions define of these names, for whoever asks for one without its folder.
+_OF_EXTENSIONS = {"experiment": ("compare_runs", "compare_seeds", "cross_validate")}
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        for extension, names in _OF_EXTENSIONS.items():
+            if name in names:
+                raise AttributeError(
+                    f"{name} is of the extension {extension!r}, which is not there: the folder extensions/{extension} of "
+                    f"{__name__} has been deleted. Install the package again to have it back."
+                )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,10 +21,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, 
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.extensions.experiment.command_line import main
 from pytorch_accel_lite.tuning.probing import doubt
 from pytorch_accel_lite.tuning.program_check import ProgramError
-from tests.launching import ROOT
 from tests.tasks import Stream, same
 
 CLASSES, WORDS, PAD = 5, 20, 0
@@ -1205,13 +1203,3 @@ def test_wrong_arguments(arguments, error, message):
 def test_arguments_of_train_are_taken():
     arguments = {"num_epochs": 2, "eval_every_n_epochs": 2, "gradient_clip_norm": 1.0}
     assert check(RIGHT["classifier"](), only=["gradients"], **arguments).ok
-
-
-def test_the_command_line_exits_with_1_if_a_check_fails(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    options = ["--check.only", '["schedule", "broadcast"]']
-    assert main(["check", str(ROOT / "examples/digits.yaml"), *options]) == 0
-    assert "Checks: 2 passed" in capsys.readouterr().out
-    assert main(["check", str(ROOT / "examples/digits.yaml"), *options, "--scheduler.init_args.total_steps", "10"]) == 1
-    assert "schedule failed: The schedule raised an error: Tried to step 11 times" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []

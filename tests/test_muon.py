@@ -161,21 +161,3 @@ def test_runs_resume_to_the_same_bits_on_one_and_two_processes(two_ranks):
 def test_what_cannot_be_divided_is_an_error(create, arguments, said):
     with pytest.raises(ValueError, match=said):
         muon_with_adamw(create(), **arguments)
-
-
-def test_an_experiment_file_can_name_it(tmp_path):
-    pytest.importorskip("jsonargparse", reason="needs the extra cli")
-    from pytorch_accel_lite.experiment import Experiment
-
-    path = tmp_path / "muon.yaml"
-    path.write_text(
-        "model: tests.test_muon.deep_model\nloss_func: MSELoss\n"
-        "optimizer: {class_path: pytorch_accel_lite.optimizers.muon_with_adamw, init_args: {lr: 0.02}}\n"
-    )
-    trainer = Experiment.from_file(path).trainer
-    trainer.train(DATA, 2, per_device_batch_size=8, train_dataloader_kwargs={"shuffle": False})
-    model = deep_model()
-    Trainer(model, nn.MSELoss(), muon_with_adamw(model, lr=0.02), []).train(
-        DATA, 2, per_device_batch_size=8, train_dataloader_kwargs={"shuffle": False}
-    )
-    assert equal(weights(trainer.model), weights(model))

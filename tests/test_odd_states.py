@@ -16,7 +16,6 @@ from pytorch_accel_lite.callbacks import (
     read_predictions,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
-from pytorch_accel_lite.experiment import Experiment, ExperimentError, compare_runs
 from tests.tasks import changed_manifest, make_data, make_trainer, train
 
 FIELDS = ["format_version", "saved_at", "progress", "world_size", "seed", "data_seed", "run_config", "files"]
@@ -88,7 +87,6 @@ def test_a_record_of_another_shape_is_named_and_replaced(tmp_path, content):
     train(make_trainer()).save_training_state(tmp_path / "state")
     with pytest.warns(UserWarning, match=r"run.json' does not hold the record of a run"):
         train(make_trainer([RunLogCallback(tmp_path)]), 2, resume_from=tmp_path / "state")
-    assert compare_runs(tmp_path).rows()
 
 
 @pytest.mark.parametrize("content", OTHER)
@@ -101,16 +99,3 @@ def test_a_description_of_predictions_of_another_shape_is_named(tmp_path, conten
         read_predictions(tmp_path)
     make_trainer([PredictionWriterCallback(tmp_path, overwrite=True)]).predict(make_data())
     assert len(read_predictions(tmp_path)) == 6
-
-
-@pytest.mark.parametrize("content", ["[]", '{"metrics": 5}', '{"metrics": [1]}', '{"attempts": [1]}', '{"config": []}'])
-def test_a_record_that_cannot_be_compared_is_named(tmp_path, content):
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(ValueError, match=r"run.json|No runs found"):
-        compare_runs(tmp_path)
-
-
-@pytest.mark.parametrize("value", ["[1", "{", "{a: b: c}"])
-def test_a_command_line_that_is_no_yaml_is_named(value):
-    with pytest.raises(ExperimentError, match=r"command line: --train.train_dataloader_kwargs .* is not YAML: "):
-        Experiment.from_file(None, ["--train.train_dataloader_kwargs", value])

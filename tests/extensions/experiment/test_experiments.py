@@ -25,9 +25,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback, read_predictions
+from pytorch_accel_lite.optimizers import muon_with_adamw
 from tests.extensions.experiment import parts
-from tests.launching import ROOT, SOAK, run_code, run_forked, run_module
+from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
+from tests.tasks import equal, regression_data
 from tests.test_docs import blocks, write_files
+from tests.test_muon import deep_model
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
@@ -869,3 +872,35 @@ callbacks:
 def test_short_forms_that_cannot_be_are_named(file, arguments, error):
     with pytest.raises(ExperimentError, match=re.escape(error)):
         read(file, *arguments).trainer  # noqa: B018
+
+
+def test_the_command_line_exits_with_1_if_a_check_fails(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--check.only", '["schedule", "broadcast"]']
+    assert main(["check", str(ROOT / "examples/digits.yaml"), *options]) == 0
+    assert "Checks: 2 passed" in capsys.readouterr().out
+    assert main(["check", str(ROOT / "examples/digits.yaml"), *options, "--scheduler.init_args.total_steps", "10"]) == 1
+    assert "schedule failed: The schedule raised an error: Tried to step 11 times" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@HAS_MUON
+def test_a_file_can_name_muon_with_adamw(tmp_path):
+    data = regression_data(24)
+    arguments = {"per_device_batch_size": 8, "train_dataloader_kwargs": {"shuffle": False}}
+    path = tmp_path / "muon.yaml"
+    path.write_text(
+        "model: tests.test_muon.deep_model\nloss_func: MSELoss\n"
+        "optimizer: {class_path: pytorch_accel_lite.optimizers.muon_with_adamw, init_args: {lr: 0.02}}\n"
+    )
+    trainer = Experiment.from_file(path).trainer
+    trainer.train(data, 2, **arguments)
+    model = deep_model()
+    Trainer(model, nn.MSELoss(), muon_with_adamw(model, lr=0.02), []).train(data, 2, **arguments)
+    assert equal(model.state_dict(), trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("value", ["[1", "{", "{a: b: c}"])
+def test_a_command_line_that_is_no_yaml_is_named(value):
+    with pytest.raises(ExperimentError, match=r"command line: --train.train_dataloader_kwargs .* is not YAML: "):
+        Experiment.from_file(None, ["--train.train_dataloader_kwargs", value])

@@ -27,7 +27,7 @@ from pytorch_accel_lite.experiment import Experiment, RunComparison
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.test_experiments import FILE
-from tests.tasks import listener
+from tests.tasks import listener, make_data, make_trainer
 
 METRICS = """
 callbacks:
@@ -246,3 +246,17 @@ def test_what_cannot_be_compared_is_an_error(write, error, message, tmp_path, ca
         compare_runs(folder)
     assert main(["compare", str(folder)]) == 2
     assert re.search(f"^error: .*{message}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"metrics": 5}', '{"metrics": [1]}', '{"attempts": [1]}', '{"config": []}'])
+def test_a_record_that_cannot_be_compared_is_named(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run.json|No runs found"):
+        compare_runs(tmp_path)
+
+
+def test_names_that_look_like_formulas_are_compared_as_they_are(tmp_path):
+    named = listener(on_train_epoch_end=lambda trainer, **kwargs: trainer.run_history.update_metric("=1+1", 3))
+    make_trainer([named, MetricsFileCallback(tmp_path / "metrics.jsonl")]).train(make_data(), 2)
+    (compared,) = compare_runs(tmp_path).runs
+    assert compared.rows[1]["=1+1"] == 3
