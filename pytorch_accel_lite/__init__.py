@@ -51,7 +51,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
         for extension, names in _OF_EXTENSIONS.items():
             if name in names:
                 raise AttributeError(
-                    f"{name} is of the extension {extension!r}, which is not there: the folder extensions/{extension} of "
-                    f"{__name__} has been deleted. Install the package again to have it back."
+                    f"{name} is of the extension {extension!r}, which is not there: somebody has deleted the folder "
+                    f"{__name__}/extensions/{extension}. Install the package again to have it back."
                 )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
