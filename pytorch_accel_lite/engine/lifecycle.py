@@ -37,6 +37,7 @@ from pytorch_accel_lite.engine.arguments import (
 )
 from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
+from pytorch_accel_lite.engine.left_out import begin_leaving_out
 from pytorch_accel_lite.engine.prepared_model import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run, Training
 from pytorch_accel_lite.engine.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
@@ -62,6 +63,7 @@ def find_data(
     if trainer.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
     trainer.callback_handler.configure_run(trainer, request)
+    begin_leaving_out(trainer, run, request)
     _lock_paths(trainer, run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # with their changes
     _check_metrics(trainer, run)
@@ -153,7 +155,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=None if trainer.logical is None else trainer.logical.shares,
-        yields_failures=training and run.request.skips_failed_batches,
+        yields_failures=run.request.skips_failed_batches if training else run.left_out is not None,
         divides=training,
         first_epoch=run.data.first_epoch,
     )

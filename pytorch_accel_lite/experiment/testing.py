@@ -43,6 +43,8 @@ def run_tests(
     ``predictions/``, which :func:`~pytorch_accel_lite.callbacks.read_predictions` reads. A combination that is finished
     is skipped, unless its checkpoint or its settings have changed; predictions that were interrupted are resumed at the
     first sample that is missing, and metrics are computed again. ``results.csv`` has a row for each combination.
+    If the trainer has a :class:`~pytorch_accel_lite.callbacks.SkipFailedBatchesCallback` for evaluations and
+    predictions, batches that fail are left out, and ``metrics.json`` lists those of the evaluation as ``left_out``.
 
     :param trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
     :param datasets: datasets by name; or one, which is called ``test``
@@ -158,6 +160,9 @@ class _Test:
         collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
         with added_callbacks(trainer, collector):
             metrics: dict[str, Any] = as_json(trainer.evaluate(dataset, **self.reading))
+        skipped = trainer.current_run.left_out
+        failures = [] if skipped is None else [batch.as_failure() for batch in skipped.batches]
+        left_out = {"left_out": as_json(failures)} if failures else {}
         label = "loss" if value_name is None else value_name.rpartition(".")[2]
         worst = [] if collector is None else [sample._asdict() for sample in collector.samples]
         samples = [{label if key == "loss" else key: item for key, item in sample.items()} for sample in worst]
@@ -165,7 +170,7 @@ class _Test:
         def write() -> None:
             lines = ",\n".join(json.dumps(sample) for sample in as_json(samples))
             write_text(folder / "worst.json", f"[\n{lines}\n]\n")
-            write_json(folder / "metrics.json", {"metrics": metrics, **source}, indent=2)
+            write_json(folder / "metrics.json", {"metrics": metrics, **left_out, **source}, indent=2)
 
         trainer.ranks.run_together(write, only_first=True)
         return metrics
@@ -193,6 +198,7 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         return None
     metrics: dict[str, Any] = content.pop("metrics", {})
+    content.pop("left_out", None)
     return metrics if content == source else None
 
 
