@@ -82,6 +82,26 @@ def test_each_combination_has_its_results_and_the_tables_list_all(trained):
     assert len(trained.callbacks) == 2
 
 
+@pytest.mark.parametrize("predictions", [True, False])
+def test_an_error_names_the_batch_its_samples_and_what_is_tested(trained, predictions):
+    data = parts.load_data(10)
+    poison = data.tensors[0][5]
+
+    def refuse(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if (args[0] == poison).all(1).any():
+            raise ValueError("cannot digest this")
+
+    trained.model.register_forward_pre_hook(refuse)
+    with pytest.raises(ValueError, match="cannot digest this") as caught:
+        run_tests(trained, {"clean": data}, ["last"], SETTINGS, predictions=predictions, **OPTIONS)
+    batch, test = caught.value.__notes__
+    assert batch.startswith(f"In {'prediction' if predictions else 'evaluation'}, step 2:\n  batch: ")
+    assert "samples [4, 5]" in batch.replace("\n    ", " ")
+    assert test == "In testing checkpoint 'last', inference 'plain', dataset 'clean'."
+    with pytest.raises(ValueError, match="inference: the setting 'odd' sets 'nothing'"):
+        run_tests(trained, data, ["last"], {"odd": {"nothing": 1}})
+
+
 def test_a_test_may_leave_out_what_fails_and_lists_it(trained, capsys):
     data = parts.load_data(10)
     poison = data.tensors[0][5]

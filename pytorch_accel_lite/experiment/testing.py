@@ -85,7 +85,7 @@ def run_tests(
             for name, dataset in by_name.items():
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
                 depends = {"inference": dict(attributes), "depends_on": depends_on}
-                with _attributes(trainer, setting, attributes):
+                with _naming_test(row), _attributes(trainer, setting, attributes):
                     part = folder / checkpoint / as_file_name(setting) / as_file_name(name)
                     rows.append(row | test.run(paths, dataset, part, depends))
     trainer.ranks.run_together(lambda: _write_table(rows, folder), only_first=True)
@@ -110,6 +110,17 @@ def _folder_name(checkpoint: str) -> str:
         return checkpoint
     path = path.resolve() if path.name in ("", "..") else path
     return as_file_name("_".join(path.with_suffix("").parts[-2:]).replace("/", ""))
+
+
+@contextmanager
+def _naming_test(row: Row) -> Iterator[None]:
+    """Add a note to an error in a block, with what is being tested."""
+    try:
+        yield
+    except Exception as error:
+        names = ", ".join(f"{kind} {name!r}" for kind, name in row.items())
+        error.add_note(f"In testing {names}.")
+        raise
 
 
 @contextmanager
