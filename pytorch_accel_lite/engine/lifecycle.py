@@ -26,6 +26,7 @@ from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_stat
 from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
+from pytorch_accel_lite.data.mixtures import describe_lengths
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.engine.arguments import (
@@ -85,11 +86,18 @@ def find_data(
     if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
         restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
+    _print_lengths(trainer, run)
     if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+
+
+def _print_lengths(trainer: TrainerLike, run: Run) -> None:
+    """Print how training datasets of different lengths are read together, if there are any."""
+    if lengths := describe_lengths(getattr(run.data.train_loader, "sampler", None)):
+        trainer.print(lengths)
 
 
 def _lock_paths(trainer: TrainerLike, run: Run) -> None:
