@@ -87,17 +87,20 @@ def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
         return scope[event]
 
     step = ("batch", "batch_output", "step")
-    named = {"on_exception": ("exception",), "on_train_batch_skipped": ("failures", "error", "step")}
+    skipped = ["on_train_batch_skipped", "on_eval_batch_skipped", "on_predict_batch_skipped"]
+    named = {"on_exception": ("exception",)} | dict.fromkeys(skipped, ("failures", "error", "step"))
     named |= dict.fromkeys(["on_update_end", "on_train_step_checkpoint"], ("step",))
     named |= dict.fromkeys(["on_eval_epoch_start", "on_eval_epoch_end"], ("is_intermediate",))
     named |= dict.fromkeys(["on_backward_start", "on_backward_end", "on_train_step_end"], step)
     named |= dict.fromkeys(["on_eval_step_end", "on_predict_step_end"], step[:2])
     own = callback_class(**{event: naming(event, *named.get(event, ())) for event in EVENTS})
-    trainer = make_trainer([own, shipped.SkipFailedBatchesCallback()])
+    trainer = make_trainer([own, shipped.SkipFailedBatchesCallback(phases=["training", "evaluation", "prediction"])])
     run_everything(trainer)
     train(trainer, train_dataset=Broken(), train_dataloader_kwargs={"num_workers": 0})
-    with pytest.raises(OSError, match="unreadable"):
-        trainer.evaluate(Broken(), dataloader_kwargs={"num_workers": 0})
+    for infer in (trainer.evaluate, trainer.predict):
+        infer(Broken(), 2, {"num_workers": 0})
+        with pytest.raises(RuntimeError, match=r"All batches of the .* failed"):
+            infer(Broken(), dataloader_kwargs={"num_workers": 0})
     assert set(called) == set(EVENTS) - {"on_stop_training_error"}
 
 

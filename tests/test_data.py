@@ -1051,7 +1051,7 @@ def test_the_indices_of_a_streams_samples_are_not_known():
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_training_datasets_by_name_give_batches_by_name(seed):
+def test_training_datasets_by_name_give_batches_by_name(seed, capsys):
     data = {"a": tagged(6, 0), "b": tagged(10, 100)}
     for dataset, length in ((data, 6), (NamedDatasets(data, length="max"), 10)):
         model = small_model()
@@ -1071,6 +1071,18 @@ def test_training_datasets_by_name_give_batches_by_name(seed):
             assert set(second) <= set(range(100, 110))
         assert epochs[0] != epochs[1]
         assert {"train_a_epoch", "train_b_epoch"} <= set(trainer.run_history.get_metric_names())
+    start = "The datasets differ in length ('a' 6, 'b' 10): an epoch is as long as the "
+    assert capsys.readouterr().out.splitlines() == [
+        f"{start}shortest, 'a'; of the others, as many samples are used, drawn anew in each epoch.",
+        f"{start}longest, 'b'; the others are repeated.",
+    ]
+    trainer = TwoTasks(model, nn.MSELoss(), optimizer, callbacks=[], seed=seed)
+    trainer.seen = []
+    in_order = {"shuffle": False, "num_workers": 0}
+    trainer.train(data, 1, per_device_batch_size=4, train_dataloader_kwargs=in_order)
+    assert "as many samples are used, the first ones." in capsys.readouterr().out
+    trainer.train({"a": data["a"], "b": tagged(6, 100)}, 1, per_device_batch_size=4, train_dataloader_kwargs=in_order)
+    assert capsys.readouterr().out == ""
 
 
 def test_datasets_by_name_in_order():

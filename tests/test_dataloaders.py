@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from contextlib import redirect_stdout
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -222,6 +225,94 @@ class ReadsAhead(DataLoader[Any]):
 
     def __iter__(self):
         return iter(list(super().__iter__()))
+
+
+def sizes_of_loaders() -> Any:
+    """What the loaders of a run and those of Accelerate say of their sizes, for the same data."""
+    data = numbers(23)
+    loaders = {
+        "shuffled": DataLoader(data, 3, shuffle=True),
+        "drop_last": DataLoader(data, 4, drop_last=True),
+        "batches": DataLoader(data, batch_sampler=BatchSampler(range(20), 2, False)),
+    }
+    found = {}
+    for name, loader in loaders.items():
+        trainer = quiet_trainer(small_model())
+        prepared = trainer.accelerator.prepare_data_loader(loader)
+        trainer.train(loader, 1, loader)
+        of_run = [trainer.train_dataloader, trainer.eval_dataloader]
+        for attribute in ("total_batch_size", "total_dataset_length"):
+            found[name, attribute] = {getattr(each, attribute) for each in [prepared, *of_run]}
+    trainer = quiet_trainer(small_model())
+    trainer.train(data, 1, OwnShard([tuple(data.tensors)]), per_device_batch_size=5)
+    found["dataset"] = {trainer.train_dataloader.total_batch_size, trainer.run_config.train_total_batch_size}
+    assert trainer.train_dataloader.total_dataset_length == 23
+    assert trainer.eval_dataloader.total_batch_size is None
+    assert trainer.eval_dataloader.total_dataset_length is None
+    return found
+
+
+def check_sizes(found: Any, processes: int) -> None:
+    expected: dict[Any, set[int]] = {
+        (name, "total_dataset_length"): {23} for name in ("shuffled", "drop_last", "batches")
+    }
+    for name, size in {"shuffled": 3, "drop_last": 4, "batches": 2}.items():
+        expected[name, "total_batch_size"] = {size * processes}
+    assert found == expected | {"dataset": {5 * processes}}
+
+
+def test_loaders_have_the_sizes_that_those_of_accelerate_have():
+    check_sizes(sizes_of_loaders(), 1)
+    trainer = quiet_trainer(small_model(), logical_processes=4, seed=0)
+    trainer.train(Rows(DATA), 1, per_device_batch_size=3)
+    assert trainer.train_dataloader.total_batch_size == trainer.run_config.train_total_batch_size == 12
+
+
+@pytest.mark.processes
+def test_loaders_of_several_processes_have_the_sizes_that_those_of_accelerate_have(two_ranks):
+    for found in two_ranks(sizes_of_loaders):
+        check_sizes(found, 2)
+
+
+class Repeating(Sampler[int]):
+    """The sampler of ``docs/coming_from_fastnlp.md``: repeats the beginning of an order until all steps are full."""
+
+    def __init__(self, data: Any, multiple: int) -> None:
+        self.samples, self.multiple = len(data), multiple
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.multiple) * self.multiple
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(cycle(torch.randperm(self.samples).tolist()), len(self))
+
+
+def read_with_repeats() -> list[list[list[int]]]:
+    """The samples of each batch of this process, in two epochs."""
+    data, epochs = numbers(23), []
+    recorder = Recorder()
+    trainer = quiet_trainer(small_model(), seed=1, callbacks=[recorder])
+    sampler = Repeating(data, 4 * trainer.ranks.world_size)
+    trainer.train(data, 2, per_device_batch_size=4, train_dataloader_kwargs={"sampler": sampler})
+    batches = [batch[:, 0].int().tolist() for batch in recorder.inputs]
+    steps = len(batches) // 2
+    epochs = [batches[:steps], batches[steps:]]
+    assert trainer.progress.samples == 2 * len(sampler)
+    return epochs
+
+
+@pytest.mark.processes
+def test_a_sampler_may_repeat_samples_so_that_all_processes_have_full_batches(ranks):
+    found = ranks(read_with_repeats)
+    total = -(-23 // (4 * ranks.world_size)) * 4 * ranks.world_size
+    repeated = []
+    for epoch in range(2):
+        assert all(len(batch) == 4 for of_rank in found for batch in of_rank[epoch])
+        samples = [sample for of_rank in found for batch in of_rank[epoch] for sample in batch]
+        assert len(samples) == total
+        assert set(samples) == set(range(23))
+        repeated.append({sample for sample in samples if samples.count(sample) > 1})
+    assert total == 23 or repeated[0] != repeated[1]
 
 
 def seen(kind: str) -> Any:

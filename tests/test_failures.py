@@ -52,11 +52,11 @@ class FussyOnLastRank(nn.Module):
     def __init__(self, poison: float | None = None, alone: bool = False) -> None:
         super().__init__()
         self.inner = nn.Sequential(small_model(), nn.BatchNorm1d(1, momentum=0.5).double())
-        self.poison, self.alone = poison, alone
+        self.poison, self.alone, self.train_only = poison, alone, True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner[0](x) if self.alone else self.inner(x)
-        if rank() == world_size() - 1 and self.training:
+        if rank() == world_size() - 1 and (self.training or not self.train_only):
             if self.alone and len(x) > 1:
                 raise torch.OutOfMemoryError("out of memory.")
             if self.poison is not None and (x[:, 0] == self.poison).any():
@@ -144,9 +144,8 @@ def test_a_batch_that_fails_is_left_out_as_if_it_had_not_been_there(capsys):
     assert found.progress.update == 8
     assert found.progress.samples == 40  # what was read, not what was trained on
     error = "ValueError: cannot digest this"
-    assert skip.failures == [
-        {"epoch": epoch, "step": 2, "rank": 0, "indices": [8, 9, 10, 11], "error": error} for epoch in (1, 2)
-    ]
+    failure = {"step": 2, "rank": 0, "indices": [8, 9, 10, 11], "error": error}
+    assert skip.failures == [{"phase": "training", "epoch": epoch} | failure for epoch in (1, 2)]
     assert f"Batch skipped: epoch 1, step 2, process 0, samples [8, 9, 10, 11]: {error}" in capsys.readouterr().out
 
 
@@ -756,6 +755,204 @@ def test_one_process_splits_its_evaluation_batches_by_itself(two_ranks):
 def test_max_failures_must_be_positive():
     with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
         SkipFailedBatchesCallback(0)
+
+
+# ------------------------------------------------------------------- left out of evaluations and predictions
+
+ALL_PHASES: Any = ("training", "evaluation", "prediction")
+IN_HERE = {"num_workers": 0}
+
+
+class Logs(Trainer):
+    """Logs before the model may fail, and draws random numbers."""
+
+    def calculate_eval_batch_loss(self, batch):
+        self.log("before", batch[0].mean())
+        torch.rand(3)
+        return super().calculate_eval_batch_loss(batch)
+
+
+def inferring(poison: float | None, *callbacks: Any, trainer_class: type[Trainer] = Logs, **kwargs: Any) -> Trainer:
+    trainer = quiet_trainer(Fussy(poison, **kwargs), callbacks=[MetricsCallback(MeanSquaredError()), *callbacks])
+    trainer.__class__ = trainer_class
+    return trainer
+
+
+def test_an_evaluation_leaves_out_what_fails_and_counts_the_others_once(capsys):
+    data = regression_data(20)
+    poison = data[9][0][0].item()
+    seen: list[Any] = []
+    watch = listener(on_eval_batch_skipped=lambda t, **kwargs: seen.append(kwargs))
+    skip = SkipFailedBatchesCallback(phases=["evaluation"])
+    torch.manual_seed(1)
+    found = inferring(poison, skip, watch).evaluate(data, 4)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    others = Subset(data, [*range(8), *range(12, 20)])
+    assert found == inferring(None).evaluate(others, 4)
+    assert len(found) == 3
+    assert torch.equal(state, torch.get_rng_state())
+    failure = {"rank": 0, "indices": [8, 9, 10, 11], "error": "ValueError: cannot digest this"}
+    assert skip.failures == [{"phase": "evaluation", "epoch": 0, "step": 2} | failure]
+    (event,) = seen
+    assert (event["failures"], event["step"], str(event["error"])) == ([failure], 2, "cannot digest this")
+    assert "In evaluation, step 2:" in event["error"].__notes__[0]
+    expected = "Left out of the evaluation: 4 samples, step 2 (samples [8, 9, 10, 11]). First error: ValueError: cannot"
+    assert expected in capsys.readouterr().out
+    with pytest.raises(ValueError, match="cannot digest this"):
+        inferring(poison, SkipFailedBatchesCallback()).evaluate(data, 4)
+    with pytest.raises(ValueError, match="cannot digest this"):
+        inferring(poison, SkipFailedBatchesCallback(phases=["prediction"])).evaluate(data, 4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_prediction_lacks_what_fails_and_says_what(workers, capsys):
+    skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
+    seen: list[Any] = []
+    watch = listener(on_predict_batch_skipped=lambda t, step, **kwargs: seen.append(step))
+    trainer = make_trainer([skip, watch])
+    outputs = trainer.predict(Broken(8, 4), 2, {"num_workers": workers})
+    whole = trainer.predict(make_data(8), 2)
+    assert skip.failures == []  # of the latest
+    assert torch.equal(outputs, whole[[0, 1, 2, 3, 6, 7]])
+    said = capsys.readouterr().out
+    assert "Left out of the prediction: 2 samples, step 2 (samples [4, 5]). First error: OSError: scan 4" in said
+    assert seen == [2]
+    parts = [len(part) for part in trainer.predict_iter(Broken(8, 4), 2, {"num_workers": workers})]
+    assert parts == [2, 2, 2]
+    assert [failure["indices"] for failure in skip.failures] == [[4, 5]]
+    assert skip.failures[0]["phase"] == "prediction"
+
+
+def test_an_evaluation_or_prediction_of_which_all_fails_is_an_error_with_its_cause():
+    data = regression_data(8)
+    skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
+    for name in ("evaluate", "predict"):
+        trainer = inferring(None, skip, trainer_class=Trainer)
+        trainer.model.register_forward_pre_hook(lambda module, args: torch.zeros(1)[len(args[0])])
+        with pytest.raises(RuntimeError, match=r"All batches of the .* failed: 8 samples, step 0 \(samples") as caught:
+            getattr(trainer, name)(data, 4)
+        assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_evaluations_within_a_run_leave_out_too_until_there_are_too_many():
+    data = regression_data(20)
+    poison = data[9][0][0].item()
+    part = Subset(data, range(8))
+
+    def run(most: int) -> tuple[Trainer, SkipFailedBatchesCallback]:
+        skip = SkipFailedBatchesCallback(most, phases=["evaluation"])
+        trainer = inferring(poison, skip)
+        trainer.train(part, 2, {"clean": part, "all": data}, per_device_batch_size=4)
+        return trainer, skip
+
+    trainer, skip = run(2)
+    assert [(f["phase"], f["epoch"], f["dataset"], f["step"]) for f in skip.failures] == [
+        ("evaluation", epoch, "all", 2) for epoch in (1, 2)
+    ]
+    assert len(trainer.run_history.get_metric_values("all_eval_loss_epoch")) == 2
+    again = SkipFailedBatchesCallback()
+    again.load_state_dict(skip.state_dict())
+    assert again.failures == skip.failures
+    with pytest.raises(ValueError, match="cannot digest this"):
+        run(1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StopTrainingError])
+def test_what_ends_an_evaluation_is_not_left_out(error):
+    seen: list[Any] = []
+    watch = listener(on_eval_batch_skipped=lambda t, **kwargs: seen.append(kwargs))
+    data = regression_data(8)
+    poison = data[5][0][0].item()
+    trainer = inferring(poison, SkipFailedBatchesCallback(phases=ALL_PHASES), watch, error=error)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.evaluate(data, 4)
+    else:
+        trainer.evaluate(data, 4)
+        assert trainer.stop_reason == "cannot digest this"
+    assert not seen
+
+
+def test_a_batch_that_does_not_fit_is_split_rather_than_left_out(capsys):
+    skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
+    trainer = quiet_trainer(FullInEvaluation(), callbacks=[skip])
+    whole = quiet_trainer(FullInEvaluation(None))
+    found, expected = (each.evaluate(regression_data(12), 12, auto_microbatch=True) for each in (trainer, whole))
+    assert found == pytest.approx(expected)
+    assert not skip.failures
+    trainer.get_model().limit = 0
+    with pytest.raises(RuntimeError, match="All batches of the evaluation failed"):
+        trainer.evaluate(regression_data(4), 2, auto_microbatch=True)
+
+
+def test_what_processes_compute_together_is_not_left_out():
+    trainer = make_trainer([SkipFailedBatchesCallback(phases=["evaluation"])], logical_processes=2, seed=0)
+    for call in (trainer.evaluate, lambda data: trainer.train(data, 1)):
+        with pytest.raises(ValueError, match="'evaluation' does not work with logical_processes"):
+            call(make_data())
+    assert len(trainer.predict(make_data(4))) == 4
+
+
+@pytest.mark.parametrize("phases", [(), "evaluation", ["test"]])
+def test_phases_must_be_known(phases):
+    with pytest.raises(ValueError, match=r"phases=.* must be a tuple of one or more of 'training'"):
+        SkipFailedBatchesCallback(phases=phases)
+
+
+def left_out_on_the_last_process() -> Any:
+    """The last process leaves out its first batch; callbacks gather in each step, or only at the end."""
+    data = poisoned(26)
+    results = []
+    for gathers in (False, True):
+        seen: list[Any] = []
+
+        def gather(trainer: Trainer, batch: Any, seen: list[Any] = seen, **kwargs: Any) -> None:
+            seen += trainer.accelerator.gather_for_metrics(batch[0])[:, 0].tolist()
+
+        skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
+        watch = [listener(on_eval_step_end=gather)] if gathers else []
+        trainer = quiet_trainer(FussyOnLastRank(7.0), callbacks=[MetricsCallback(MeanSquaredError()), skip, *watch])
+        trainer.model.train_only = False
+        size = global_batch(6)
+        values = trainer.evaluate(data, size)
+        failures = skip.failures
+        outputs = trainer.predict(data, size)
+        left = [index for index in range(26) if index not in {i for f in skip.failures for i in f["indices"]}]
+        expected = quiet_trainer(FussyOnLastRank(), callbacks=[MetricsCallback(MeanSquaredError())])
+        others = Subset(data, left)
+        predicted = expected.predict(others, size)
+        results.append((values, expected.evaluate(others, size), failures, skip.failures, outputs, predicted, seen))
+    return results
+
+
+def test_each_process_leaves_out_its_own_batches_and_all_say_it(ranks):
+    last = ranks.world_size - 1
+    inputs = poisoned(26).tensors[0][:, 0]
+    for results in ranks(left_out_on_the_last_process):
+        for values, expected, failures, predicted_failures, outputs, expected_outputs, seen in results:
+            assert values == pytest.approx(expected)
+            (failure,) = failures
+            assert (failure["rank"], failure["error"]) == (last, "ValueError: cannot digest this")
+            assert 11 in failure["indices"]
+            assert failure | {"phase": "prediction"} == predicted_failures[0]
+            assert largest_difference({"": outputs}, {"": expected_outputs}) < 1e-12
+            if seen:
+                assert sorted(seen) == sorted(
+                    value.item() for index, value in enumerate(inputs) if index not in failure["indices"]
+                )
+
+
+def all_fails_on_processes() -> str:
+    trainer = quiet_trainer(FussyOnLastRank(), callbacks=[SkipFailedBatchesCallback(phases=ALL_PHASES)])
+    trainer.model.register_forward_pre_hook(lambda module, args: torch.zeros(1)[len(args[0])])
+    with pytest.raises(RuntimeError, match="All batches of the evaluation failed") as caught:
+        trainer.evaluate(regression_data(8), 2)
+    return type(caught.value.__cause__).__name__
+
+
+def test_if_all_fails_on_all_processes_each_has_its_cause(two_ranks):
+    assert two_ranks(all_fails_on_processes) == ["IndexError"] * 2
 
 
 # --------------------------------------------------------------------------------------- weights at the end

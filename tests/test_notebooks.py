@@ -58,13 +58,18 @@ trainer.train(data, 3, data)
     "callbacks = [ProgressBarCallback(), LogMetricsCallback()]\n"
     "Trainer(model, nn.MSELoss(), optimizer, callbacks).train(data, 5)",
 ]
+PICTURES = [
+    f"{SETUP}import matplotlib.pyplot as plt\nfrom pytorch_accel_lite.callbacks import ShowOutputsCallback\n"
+    "show = ShowOutputsCallback(lambda model: {'grey': torch.zeros(4, 5), 'figure': plt.subplots()[0]})\n"
+    "Trainer(model, nn.MSELoss(), optimizer, [show]).train(data, 1)"
+]
 CURVES = [f"{SETUP}Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback()]).train(data, 20)"]
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The cells of each notebook after it ran, and the folder of theirs."""
-    own = {"launched": LAUNCHED, "tables": TABLES, "curves": CURVES}
+    own = {"launched": LAUNCHED, "tables": TABLES, "curves": CURVES, "pictures": PICTURES}
     notebooks = {name: [nbformat.v4.new_code_cell(source) for source in sources] for name, sources in own.items()}
     notebooks |= {path.stem: nbformat.read(path, as_version=4).cells for path in NOTEBOOKS}
     folder = tmp_path_factory.mktemp("notebooks")
@@ -110,6 +115,13 @@ def test_curves_are_drawn_in_one_place_of_a_notebook(ran):
     (shown,) = [output for output in cell.outputs if "image/png" in output.get("data", {})]
     picture = base64.b64decode(shown["data"]["image/png"])
     assert picture == (ran[1] / "curves" / "metrics.png").read_bytes()  # the last
+
+
+def test_outputs_that_are_pictures_are_shown_once_in_a_notebook(ran):
+    (cell,) = ran[0]["pictures"]
+    shown = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+    written = [(ran[1] / "pictures" / "outputs" / f"{name}-000005.png").read_bytes() for name in ("grey", "figure")]
+    assert [*map(base64.b64decode, shown)] == written
 
 
 def test_processes_that_a_notebook_launches_show_their_progress(ran):

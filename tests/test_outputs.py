@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import base64
+import io
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate.tracking import GeneralTracker
+from matplotlib import pyplot
+from PIL import Image
 from torch import nn
 
 from pytorch_accel_lite import Trainer
@@ -103,6 +111,132 @@ def test_outputs_are_on_the_page_and_in_the_trackers(tmp_path):
     (tag,) = [tag for tag in events.Tags()["tensors"] if "prompt" in tag]
     assert [event.step for event in events.Tensors(tag)] == [4, 8, 12]
     assert events.Tensors(tag)[0].tensor_proto.string_val == [b"text & more"]
+
+
+H, W = 6, 9
+
+
+def pixels(kind: str) -> Any:
+    """A picture of 6 by 9 pixels whose left half is red, or grey, and its right half black."""
+    numbers = np.zeros((H, W, 3), np.uint8)
+    numbers[:, :4, 0] = 255
+    match kind:
+        case "array of bytes":
+            return numbers
+        case "array of floats":
+            return numbers / 255
+        case "channels first":
+            return torch.tensor(numbers).permute(2, 0, 1).bfloat16() / 255
+        case "grey":
+            return torch.tensor(numbers[:, :, 0])
+        case "one channel":
+            return torch.tensor(numbers[None, :, :, 0]) / 255
+        case "image":
+            return Image.fromarray(numbers)
+    figure = pyplot.figure(figsize=(W / 10, H / 10), dpi=10)
+    figure.add_axes((0, 0, 4 / W, 1), facecolor="red").set(xticks=[], yticks=[], frame_on=True)
+    return figure
+
+
+KINDS = ["array of bytes", "array of floats", "channels first", "grey", "one channel", "image", "figure"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_of_all_kinds_are_written(kind, tmp_path, capsys, recwarn):
+    before = pyplot.get_fignums()
+    show = ShowOutputsCallback(lambda model: {"a/b": pixels(kind), "text": "some"}, "6 updates", folder=tmp_path)
+    collect = Collect()
+    run(show, collect.callback, epochs=1)
+    path = tmp_path / "a%2Fb-000006.png"
+    written = np.asarray(Image.open(path).convert("RGB"))
+    assert written.shape == (H, W, 3)
+    red, black = (255, 255, 255) if kind in ("grey", "one channel") else (255, 0, 0), (0, 0, 0)
+    if kind == "figure":
+        assert pyplot.get_fignums() == before
+        assert tuple(written[3, 2]) == red
+    else:
+        assert tuple(written[0, 0]) == tuple(written[5, 3]) == red
+        assert tuple(written[0, 4]) == tuple(written[5, 8]) == black
+    texts = {"a/b": str(path), "text": "some"}
+    assert show.shown == [{"update": 6, "texts": texts, "pictures": {"a/b": str(path)}}]
+    assert collect.found == {6: texts}
+    assert f"Update 6\n  a/b: {path}\n  text: some\n" in capsys.readouterr().out
+    assert not recwarn
+
+
+def test_what_has_not_the_form_of_a_picture_is_shown_as_text(tmp_path):
+    values = {
+        "integers": torch.tensor([[1, 2]]),
+        "batch": torch.zeros(2, 3, 2, 2),
+        "row": torch.zeros(3),
+        "features": torch.zeros(2, 4, 5),
+        "none": np.zeros((0, 3)),
+    }
+    show = ShowOutputsCallback(lambda model: values, folder=tmp_path / "pictures")
+    run(show, epochs=1)
+    assert show.shown[0] == {"update": 6, "texts": {name: str(value) for name, value in values.items()}}
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_beyond_those_of_a_picture_are_cut_off_with_one_warning(tmp_path):
+    wide = torch.tensor([[-1.0, 0.5], [3.0, float("nan")]])
+    show = ShowOutputsCallback(lambda model: wide, "3 updates", folder=tmp_path)
+    with pytest.warns(UserWarning, match=r"'outputs' as a picture, whose values .* cut off") as said:
+        run(show)
+    assert len([each for each in said if "cut off" in str(each.message)]) == 1
+    assert np.asarray(Image.open(tmp_path / "outputs-000003.png"))[:, :, 0].tolist() == [[0, 128], [255, 0]]
+
+
+def test_pictures_are_on_the_page_and_in_trackers_that_take_images(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    show = ShowOutputsCallback(lambda model: {"half <1>": pixels("grey"), "text": "some"}, "6 updates")
+    texts: dict[str, Any] = {}
+
+    class OnlyTexts(GeneralTracker):
+        name, requires_logging_directory, tracker = "own", False, None
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step, **kwargs):
+            texts.update({name: value for name, value in values.items() if isinstance(value, str)})
+
+    trackers = TrackerCallback("tensorboard", "board", tmp_path), TrackerCallback(OnlyTexts())
+    run(show, RunLogCallback("log"), *trackers)
+    html = Path("log/summary.html").read_text()
+    data = base64.b64encode(Path("outputs/half <1>-000012.png").read_bytes()).decode()
+    assert f'<img src="data:image/png;base64,{data}" alt="half &lt;1&gt;">' in html
+    assert "![picture](../outputs/half%20%3C1%3E-000012.png)" in Path("log/summary.md").read_text()
+    assert "<pre>some</pre>" in html
+    assert json.loads(Path("log/run.json").read_text())["outputs"] == show.shown
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [event.step for event in events.Images("half <1>")] == [6, 12]
+    shown = Image.open(io.BytesIO(events.Images("half <1>")[0].encoded_image_string))
+    assert np.array_equal(np.asarray(shown), np.asarray(Image.open("outputs/half <1>-000006.png")))
+    assert not [tag for tag in events.Tags()["tensors"] if "half" in tag]
+    assert texts == {"half <1>": "outputs/half <1>-000012.png", "text": "some"}
+    Path("outputs/half <1>-000006.png").unlink()
+    trainer = run(show, RunLogCallback("log"))
+    assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
+
+
+def test_pictures_are_artifacts_of_mlflow(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    show = ShowOutputsCallback(lambda model: {"half": pixels("image")}, "6 updates")
+    run(show, TrackerCallback("mlflow", "project"), epochs=1)
+    (artifact,) = tmp_path.glob("mlruns/*/*/artifacts/**/*.*")
+    assert artifact.read_bytes() == Path("outputs/half-000006.png").read_bytes()
+    assert artifact.parts[-2:] == ("outputs", "half-000006.png")
+
+
+def test_without_the_extra_a_picture_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ImportError, match=r"A picture in ShowOutputsCallback needs pillow\. Install it with: pip"):
+        run(ShowOutputsCallback(lambda model: torch.zeros(3, 4)))
 
 
 def on_ranks() -> Any:

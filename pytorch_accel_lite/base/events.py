@@ -126,6 +126,7 @@ class TrainerCallback:
                 for each evaluation batch:
                     on_eval_step_start
                     on_eval_step_end                         batch, batch_output
+                    on_eval_batch_skipped                    failures, error, step (in place of that, of a failed batch)
                 on_eval_epoch_end                            is_intermediate
                 on_training_run_epoch_end
                 on_epoch_checkpoint                          (all callbacks have settled)
@@ -136,7 +137,8 @@ class TrainerCallback:
             on_dataloaders_created, on_evaluation_run_start, the evaluation events as above, on_evaluation_run_end
 
         predict(...)
-            on_predict_run_start, on_predict_step_end for each batch, on_predict_run_end
+            on_predict_run_start, on_predict_step_end for each batch (on_predict_batch_skipped if it is left out),
+            on_predict_run_end
 
         on_init_end fires once, when a trainer has been created; on_exception when an error ends a run.
 
@@ -241,6 +243,15 @@ class TrainerCallback:
     def on_eval_step_end(self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         """An evaluation batch is complete."""
 
+    def on_eval_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: Exception, step: int, **kwargs: Any
+    ) -> None:
+        """An evaluation batch of this rank has failed and is left out. Other ranks do not know it: do not communicate.
+
+        :param failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
+        :param step: number of the batch in this evaluation, from 0
+        """
+
     def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
         """An evaluation is complete; its losses are in the run history."""
 
@@ -264,6 +275,11 @@ class TrainerCallback:
 
     def on_predict_step_end(self, trainer: Trainer, *, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         """A batch has been predicted; ``batch_output`` holds the outputs of the model."""
+
+    def on_predict_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: Exception, step: int, **kwargs: Any
+    ) -> None:
+        """A batch of a prediction has failed and is left out; the arguments are as in an evaluation."""
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """``predict`` has ended."""

@@ -21,6 +21,8 @@ class RunRequest:
     :param kind: whether the run trains, evaluates or predicts
     :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
     :param skips_failed_batches: skip training batches that fail
+    :param skips_in_evaluation: leave out evaluation batches that fail
+    :param skips_in_prediction: leave out batches that fail in a prediction
     :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
     :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
     :param first_sample: position of the first sample to predict
@@ -44,6 +46,8 @@ class RunRequest:
     auto_microbatch: bool = False
     saves_training_states: bool = False
     skips_failed_batches: bool = False
+    skips_in_evaluation: bool = False
+    skips_in_prediction: bool = False
     ends_at_signals: bool = False
     max_batches: int | None = None
     first_sample: int = 0

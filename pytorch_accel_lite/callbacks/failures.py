@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
@@ -9,44 +10,94 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.engine.run import TrainerLike
 
+_PHASES = {"training", "evaluation", "prediction"}
+
 
 class SkipFailedBatchesCallback(TrainerCallback):
-    """Skip training batches that cannot be read or computed, on all processes together, and report them.
+    """Skip batches that cannot be read or computed, and report them: in training, and elsewhere if you ask for it.
 
-    The update uses the remaining batches of the accumulation window; if none remain, no update is made. Gradients,
-    buffers and generators are as if the batch had never been tried. Batches of a stream or of your own loader must be
-    readable.
+    In training, all processes skip the batch together. The update uses the remaining batches of the accumulation
+    window; if none remain, no update is made. Gradients, buffers and generators are as if the batch had never been
+    tried. On several processes, gradients are averaged after the backward pass instead of during it.
 
-    On several processes, gradients are averaged after the backward pass instead of during it.
+    In an evaluation or a prediction, each process leaves out its own batches. Losses and metrics are those of the other
+    samples; the outputs of ``predict`` lack the rows of these samples. At the end, a line says which samples were left
+    out, and why; it is an error if no batch is left.
+
+    Batches of a stream or of your own loader must be readable.
 
     :param max_failures: number of batches that may fail in a run; the next failure ends the run with its error
-    :ivar failures: a dict for each failed batch, with ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in
-        the dataset (``None`` if unknown) and the ``error``
+    :param phases: where batches are skipped, any of ``"training"``, ``"evaluation"`` and ``"prediction"``. Tests
+        evaluate and predict.
+    :ivar failures: a dict for each failed batch of the run, or of ``evaluate`` or ``predict`` outside one, with
+        ``phase``, ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in the dataset (``None`` if unknown)
+        and the ``error``; in an evaluation of several datasets also ``dataset``. Evaluations and predictions add theirs
+        when they end.
     """
 
-    def __init__(self, max_failures: int = 10) -> None:
+    def __init__(self, max_failures: int = 10, *, phases: Collection[str] = ("training",)) -> None:
         self.max_failures = check_positive_int("max_failures", max_failures)
+        if isinstance(phases, str) or not phases or not set(phases) <= set(_PHASES):
+            raise ValueError(
+                f"phases={phases!r} must be a tuple of one or more of 'training', 'evaluation' and 'prediction'."
+            )
+        self.phases = tuple(phases)
         self.failures: list[dict[str, Any]] = []
+        self._left_out = 0  # batches of this process in the evaluation or prediction that is in progress
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
-        request.skips_failed_batches = True
+        request.skips_failed_batches |= "training" in self.phases
+        request.skips_in_evaluation |= "evaluation" in self.phases
+        request.skips_in_prediction |= "prediction" in self.phases
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.failures = []
+        self._left_out = 0
+
+    def _begin_inference(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if trainer.current_run.outer is None:
+            self.failures = []
+        self._left_out = 0
+
+    on_evaluation_run_start = on_predict_run_start = _begin_inference
+
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._left_out = 0
 
     def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        place = {"phase": "training", "epoch": trainer.progress.epoch, "step": kwargs["step"]}
+        self.failures += [place | failure for failure in kwargs["failures"]]
         for failure in kwargs["failures"]:
-            position = {"epoch": trainer.progress.epoch, "step": kwargs["step"]}
-            self.failures.append(position | failure)
             samples = "" if failure["indices"] is None else f", samples {failure['indices']}"
             trainer.print(
-                f"Batch skipped: epoch {position['epoch']}, step {position['step']}, process {failure['rank']}{samples}"
+                f"Batch skipped: epoch {place['epoch']}, step {place['step']}, process {failure['rank']}{samples}"
                 f": {failure['error']}"
             )
-        if len(self.failures) > self.max_failures:
+        self._check_number(trainer, len(self.failures), kwargs["error"])
+
+    def _leave_out(self, trainer: TrainerLike, *, error: Exception, **kwargs: Any) -> None:
+        self._left_out += 1
+        self._check_number(trainer, len(self.failures) + self._left_out, error)
+
+    on_eval_batch_skipped = on_predict_batch_skipped = _leave_out
+
+    def _end_inference(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        left_out = trainer.current_run.left_out
+        self._left_out = 0
+        if left_out is None or not left_out.is_gathered:  # of a prediction that was not iterated to its end
+            return
+        name = trainer.current_run.data.eval_dataset_name
+        place = {"phase": left_out.phase, "epoch": trainer.progress.epoch} | ({"dataset": name} if name else {})
+        self.failures += [place | {"step": batch.step} | batch.as_failure() for batch in left_out.batches]
+        self._check_number(trainer, len(self.failures), left_out.first_error)
+
+    on_eval_epoch_end = on_predict_run_end = _end_inference
+
+    def _check_number(self, trainer: TrainerLike, number: int, error: Exception | None) -> None:
+        if number > self.max_failures:
             reason = f"More than max_failures={self.max_failures} batches have failed."
             trainer.print(reason)
-            raise kwargs["error"] or RuntimeError(f"{reason} Last failure: {self.failures[-1]}")
+            raise error or RuntimeError(f"{reason} Last failure: {self.failures[-1]}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the failures so far."""
@@ -54,4 +105,4 @@ class SkipFailedBatchesCallback(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`."""
-        self.failures = [dict(failure) for failure in state["failures"]]
+        self.failures = [{"phase": "training"} | failure for failure in state["failures"]]

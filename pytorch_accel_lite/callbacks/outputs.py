@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.environment import in_notebook, warn_outside
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.paths import as_file_name, folder_path
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
+from pytorch_accel_lite.checkpoint.files import write_bytes
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.inference import inference
 from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.plotting.pictures import Picture, as_picture
 
 _MAX_SHOWN = 100
 
 
 @suggest_arguments
 class ShowOutputsCallback(TrainerCallback):
-    """Show what a function computes with the model at intervals, such as texts generated from fixed prompts.
+    """Show what a function computes with the model at intervals: texts generated from fixed prompts, or pictures.
 
-    The texts are printed, logged to the tracker of a :class:`TrackerCallback`, and shown on the page of a
-    :class:`RunLogCallback`. The function is called in evaluation mode, without gradients and in the precision of the
-    run. Every process calls it, with random generators of the same states, so that sharded models can compute; only
-    the value of the first one is shown. Training is unaffected: its results are the same bits.
+    Texts are printed, logged to the tracker of a :class:`TrackerCallback`, and shown on the page of a
+    :class:`RunLogCallback`. Pictures are written as PNG files and shown in notebooks, on the page, and in trackers that
+    take images (TensorBoard, Weights & Biases, MLflow, Aim, ClearML, SwanLab). Elsewhere, the path of a file is shown.
+    A picture is a figure of matplotlib, an image of PIL, or an array or tensor of bytes, or floats from 0 to 1, of the
+    shape ``(height, width)``, ``(height, width, 3)`` or ``(3, height, width)``; return ``tolist()`` of one to show its
+    numbers. Pictures need the extra ``plot``.
 
-    :param function: called with the trainer's model, without wrappers; returns a text, or a dict of texts by name, such
-        as the prompt. Other values are shown as ``str`` shows them.
+    The function is called in evaluation mode, without gradients, in the precision of the run. Every process calls it,
+    with random generators of the same states, so that sharded models can compute; only the value of the first one is
+    shown. Training is unaffected: its results are the same bits.
+
+    :param function: called with the trainer's model, without wrappers; returns a text or a picture, or a dict of them
+        by name, such as the prompt. Other values are shown as ``str`` shows them.
     :param every: an :class:`~pytorch_accel_lite.Interval` between the calls, such as ``"500 updates"``
-    :param name: name of the text, if the function returns no dict
-    :param show: print the texts
-    :ivar shown: what was shown in the run, of the latest 100 times: dicts of the ``update`` and the ``texts`` by name
+    :param name: name of the text or picture, if the function returns no dict
+    :param show: print the texts, and show pictures in notebooks
+    :param folder: where pictures are written, as ``name-000500.png`` after update 500; created if there are any
+    :ivar shown: what was shown in the run, of the latest 100 times: dicts of the ``update``, the ``texts`` by name (of
+        pictures their paths) and, if there are any, the paths of ``pictures`` by name
     """
 
     def __init__(
@@ -43,6 +57,7 @@ class ShowOutputsCallback(TrainerCallback):
         *,
         name: str = "outputs",
         show: bool = True,
+        folder: str | os.PathLike[str] = "outputs",
     ) -> None:
         if not callable(function):
             raise TypeError(f"function={function!r} must be a function of the model, such as lambda model: ...")
@@ -50,7 +65,9 @@ class ShowOutputsCallback(TrainerCallback):
         self.every = parse_interval("every", every)
         self.name = name
         self.show = show
+        self.folder = folder_path("folder", folder)
         self.shown: list[dict[str, Any]] = []
+        self._has_warned = False
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.every.start(trainer.current_run, "every")
@@ -65,13 +82,42 @@ class ShowOutputsCallback(TrainerCallback):
     def _show_if_due(self, trainer: TrainerLike, ends_epoch: bool) -> None:
         if self.every.is_due(trainer.current_run, ends_epoch=ends_epoch):
             self.every.advance(trainer.current_run, ends_epoch=ends_epoch)
-            update, texts = trainer.progress.update, self._compute(trainer)
-            self.shown = [*self.shown, {"update": update, "texts": texts}][-_MAX_SHOWN:]
+            update, values = trainer.progress.update, self._compute(trainer)
+            pictures = self._find_pictures(values)
+            paths = {name: os.fspath(self.folder / f"{as_file_name(name)}-{update:06d}.png") for name in pictures}
+            if pictures and trainer.accelerator.is_main_process:
+                for name, picture in pictures.items():
+                    write_bytes(Path(paths[name]), picture.png)
+            texts = {name: paths[name] if name in paths else str(value) for name, value in values.items()}
+            shown = {"update": update, "texts": texts} | ({"pictures": paths} if paths else {})
+            self.shown = [*self.shown, shown][-_MAX_SHOWN:]
             if self.show:
                 trainer.print(_as_lines(update, texts))
-            trainer.call_event("on_outputs", outputs=texts)
+                self._display(trainer, pictures)
+            trainer.call_event("on_outputs", outputs=texts, pictures=pictures)
 
-    def _compute(self, trainer: TrainerLike) -> dict[str, str]:
+    def _find_pictures(self, values: Mapping[str, Any]) -> dict[str, Picture]:
+        """Return the values that are pictures, by name, and warn once if one cannot be shown as it is."""
+        pictures = {}
+        for name, value in values.items():
+            picture, change = as_picture(value)
+            if picture is not None:
+                pictures[name] = picture
+            if change and not self._has_warned:
+                self._has_warned = True
+                warn_outside(
+                    f"ShowOutputsCallback shows {name!r} as a picture, whose {change}. Scale them yourself, or return "
+                    "a list (tolist()) to show numbers."
+                )
+        return pictures
+
+    def _display(self, trainer: TrainerLike, pictures: Mapping[str, Picture]) -> None:
+        if pictures and in_notebook() and trainer.accelerator.is_main_process:
+            from IPython.display import Image, display  # notebooks have it
+
+            display(*(Image(data=picture.png) for picture in pictures.values()))
+
+    def _compute(self, trainer: TrainerLike) -> dict[str, Any]:
         model = trainer.get_model()
         sync_ddp_buffers(trainer.model, trainer.ranks)
         with (
@@ -83,8 +129,8 @@ class ShowOutputsCallback(TrainerCallback):
             model.eval()
             seed_all(mix(trainer.current_run.data.seed or 0, trainer.progress.update))
             value = self.function(model)
-        texts = value if isinstance(value, Mapping) else {self.name: value}
-        return {str(name): str(text) for name, text in texts.items()}
+        values = value if isinstance(value, Mapping) else {self.name: value}
+        return {str(name): part for name, part in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was shown."""

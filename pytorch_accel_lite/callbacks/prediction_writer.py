@@ -41,6 +41,8 @@ class PredictionWriterCallback(TrainerCallback):
         for _ in trainer.predict_iter(dataset):
             pass
 
+    Samples of batches that are left out (:class:`SkipFailedBatchesCallback`) count as written, without an output.
+
     :param directory: where shards are written; created if missing
     :param shard_size: minimum number of samples in a process's shard
     :param overwrite: remove the shards of an earlier prediction instead of resuming it
@@ -59,6 +61,7 @@ class PredictionWriterCallback(TrainerCallback):
     def _clear(self) -> None:
         self._indices: list[int] = []
         self._outputs: list[Any] = []
+        self._left_out: list[int] = []
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "prediction":
@@ -110,9 +113,7 @@ class PredictionWriterCallback(TrainerCallback):
         return start, False
 
     def on_predict_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        indices = trainer.current_run.batch_indices
-        if indices is None:
-            raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
+        indices = _indices_of_batch(trainer)
         if not indices:  # a filler batch, which only keeps the processes in step
             return
         self._indices += indices
@@ -120,15 +121,27 @@ class PredictionWriterCallback(TrainerCallback):
         if len(self._indices) >= self.shard_size:
             self._write(trainer)
 
+    def on_predict_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._left_out += _indices_of_batch(trainer)
+
     def on_predict_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._write(trainer)
         trainer.barrier()
 
     def _write(self, trainer: TrainerLike) -> None:
-        if self._indices and trainer.data_ranks.is_first_sharer:
-            name = f"shard-{min(self._indices):012d}-{max(self._indices):012d}-rank{trainer.ranks.rank}.pt"
-            _write_shard(self.directory / name, self._indices, concatenate(self._outputs))
+        samples = self._indices + self._left_out
+        if samples and trainer.data_ranks.is_first_sharer:
+            name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
+            outputs = concatenate(self._outputs) if self._indices else None
+            _write_shard(self.directory / name, self._indices, outputs, self._left_out)
         self._clear()
+
+
+def _indices_of_batch(trainer: TrainerLike) -> list[int]:
+    indices: list[int] | None = trainer.current_run.batch_indices
+    if indices is None:
+        raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
+    return indices
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -170,7 +183,8 @@ def _remove_damaged(shards: list[Path]) -> dict[Path, list[int]]:
     samples: dict[Path, list[int]] = {}
     for shard in shards:
         try:
-            samples[shard] = load_verified(shard)["indices"]
+            content = load_verified(shard)
+            samples[shard] = [*content["indices"], *content.get("left_out", [])]
         except ValueError as error:
             shard.unlink()
             warn_outside(f"Its samples are predicted again, as the predictions in it cannot be used. {error}")
@@ -181,17 +195,19 @@ def _shorten(path: Path, end: int) -> None:
     """Remove from a shard all but the first ``end`` samples of the dataset, as the others will be predicted again."""
     shard = load_verified(path)
     positions = [position for position, index in enumerate(shard["indices"]) if index < end]
-    if positions:
+    left_out = [index for index in shard.get("left_out", []) if index < end]
+    if positions or left_out:
         indices = [shard["indices"][position] for position in positions]
-        _write_shard(path, indices, reorder(_outputs_of(shard), positions))
+        _write_shard(path, indices, reorder(_outputs_of(shard), positions) if positions else None, left_out)
     else:
         path.unlink()
 
 
-def _write_shard(path: Path, indices: list[int], outputs: Any) -> None:
+def _write_shard(path: Path, indices: list[int], outputs: Any, left_out: list[int]) -> None:
     is_list = isinstance(outputs, ListOfSamples)
     outputs = list(outputs) if is_list else outputs
-    write_checkpoint({"indices": indices, "outputs": outputs, "is_list_of_samples": is_list}, path)
+    content = {"indices": indices, "outputs": outputs, "is_list_of_samples": is_list}
+    write_checkpoint(content | ({"left_out": left_out} if left_out else {}), path)
 
 
 def _outputs_of(shard: dict[str, Any]) -> Any:
@@ -202,6 +218,8 @@ def _outputs_of(shard: dict[str, Any]) -> Any:
 def read_predictions(directory: str | os.PathLike[str]) -> Any:
     """Return the predictions in a directory as ``predict`` does: concatenated, in the order of the dataset.
 
+    They lack the samples that were left out because they failed, which a warning names.
+
     :raises FileNotFoundError: if the directory contains no predictions
     :raises ValueError: if some are missing because the prediction did not finish, or a file is damaged
     """
@@ -209,24 +227,32 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     if not description.is_file():
         raise FileNotFoundError(f"{os.fspath(directory)!r} contains no predictions.")
     length = _read_description(description)["length"]
-    shards = list(iterate_predictions(directory))
-    indices = chain.from_iterable(indices for indices, _ in shards)
+    contents = [load_verified(path) for path in _find_shards(local_path("directory", directory))]
+    indices = chain.from_iterable(content["indices"] for content in contents)
     positions = {index: position for position, index in enumerate(indices)}  # the latest if predicted twice
+    left_out = {index for content in contents for index in content.get("left_out", [])} - positions.keys()
     if any(index >= length for index in positions):
         raise ValueError(
             f"{os.fspath(description)!r} is damaged: it speaks of {length} samples, but the shards next to it hold "
             f"sample {max(positions)}."
         )
-    missing = length - len(positions)
+    missing = length - len(positions) - len(left_out)
     if missing:
         raise ValueError(
             f"{missing} of {length} predictions are missing in {os.fspath(directory)!r}. Run the prediction again."
         )
-    return reorder(concatenate([outputs for _, outputs in shards]), [positions[index] for index in range(length)])
+    if left_out:
+        warn_outside(
+            f"{len(left_out)} of {length} samples were left out of the predictions in {os.fspath(directory)!r}, as "
+            f"they failed: {sorted(left_out)}. The outputs have no rows for them."
+        )
+    order = [positions[index] for index in range(length) if index in positions]
+    return reorder(concatenate([_outputs_of(content) for content in contents if content["indices"]]), order)
 
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:
     """Yield the shards in a directory: sample indices and outputs."""
     for path in _find_shards(local_path("directory", directory)):
         shard = load_verified(path)
-        yield shard["indices"], _outputs_of(shard)
+        if shard["indices"]:
+            yield shard["indices"], _outputs_of(shard)

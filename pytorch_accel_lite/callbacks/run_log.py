@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import os
@@ -12,11 +13,14 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from torch.nn.parameter import UninitializedParameter
@@ -30,7 +34,7 @@ from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
-from pytorch_accel_lite.callbacks.run_page import pages
+from pytorch_accel_lite.callbacks.run_page import ShownPicture, pages, shown_outputs
 from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.run import TrainerLike
@@ -161,8 +165,19 @@ class RunLogCallback(TrainerCallback):
         with self._budget.measured():
             text = json.dumps(as_json(self._record), indent=2, allow_nan=False)
             curves = _curves(trainer) if rows else []
-            for name, content in {"run.json": text + "\n", **pages(json.loads(text), curves)}.items():
+            shown = pages(json.loads(text), curves, self._pictures())
+            for name, content in {"run.json": text + "\n", **shown}.items():
                 write_text(self.directory / name, content)
+
+    def _pictures(self) -> dict[str, ShownPicture]:
+        """Return the pictures among the outputs, by path, without those whose files are gone."""
+        pictures = {}
+        for path in chain.from_iterable(each.get("pictures", {}).values() for each in shown_outputs(self._record)):
+            with suppress(OSError):
+                data = base64.b64encode(Path(path).read_bytes()).decode()
+                link = quote(os.path.relpath(path, self.directory))
+                pictures[path] = ShownPicture(f"data:image/png;base64,{data}", link)
+        return pictures
 
 
 def _now() -> str:

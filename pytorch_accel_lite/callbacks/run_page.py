@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.goodput import describe_fractions
@@ -16,11 +16,31 @@ from pytorch_accel_lite.plotting.panels import MetricPanel, best_of, direction_o
 _SHOWN_OUTPUTS = 20  # the latest
 
 
-def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
+class ShownPicture(NamedTuple):
+    """A picture on a page.
+
+    :param data: its contents, as a URL
+    :param link: the path of its file, relative to the page, as a URL
+    """
+
+    data: str
+    link: str
+
+
+def shown_outputs(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the outputs that the pages show, the latest first."""
+    outputs: list[dict[str, Any]] = record.get("outputs", [])
+    return outputs[: -_SHOWN_OUTPUTS - 1 : -1]
+
+
+def pages(
+    record: Mapping[str, Any], curves: Sequence[str], pictures: Mapping[str, ShownPicture] | None = None
+) -> dict[str, str]:
     """Return the pages of a run by file name.
 
     :param record: the contents of ``run.json``
     :param curves: plots of its metrics, as SVG
+    :param pictures: those among its outputs, by path
     """
     attempts = record["attempts"]
     outcome, _, reason = attempts[-1]["outcome"].partition(": ")
@@ -36,7 +56,8 @@ def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
         "results": _results(record),
         "facts": _facts(record),
         "tables": {"Epochs": main} if record["metrics"] else {},
-        "outputs": record.get("outputs", [])[: -_SHOWN_OUTPUTS - 1 : -1],
+        "outputs": shown_outputs(record),
+        "pictures": pictures or {},
         "command": f"cd {shlex.quote(record['folder'])}\n{shlex.join(command)}" if command else "",
         "how_to_resume": _how_to_resume(record),
         "details": _details(record, monitors),

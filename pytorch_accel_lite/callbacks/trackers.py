@@ -8,9 +8,10 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoardTracker
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.intervals import Interval
@@ -20,7 +21,9 @@ from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.engine.history import NewMetrics
 from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.plotting.pictures import Picture
 
+_NO_PICTURES: Mapping[str, Picture] = MappingProxyType({})
 _LONGEST_KEY = 240  # characters, of which MLflow allows 250
 #: Settings with which trackers that need an account write only to this machine.
 _OFFLINE = {
@@ -188,9 +191,15 @@ class TrackerCallback(StepLogger):
         if not self._is_finished:
             self._log_new(trainer)
 
-    def on_outputs(self, trainer: TrainerLike, outputs: Mapping[str, str], **kwargs: Any) -> None:
-        """Log what a :class:`ShowOutputsCallback` shows."""
-        self._log_after_rows(trainer, dict(outputs))
+    def on_outputs(
+        self,
+        trainer: TrainerLike,
+        outputs: Mapping[str, str],
+        pictures: Mapping[str, Picture] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log what a :class:`ShowOutputsCallback` shows; the texts of pictures are the paths of their files."""
+        self._log_after_rows(trainer, dict(outputs), dict(pictures or {}))
 
     def _log_new(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._evaluated = False
@@ -199,21 +208,29 @@ class TrackerCallback(StepLogger):
 
     on_epoch_checkpoint = _log_new
 
-    def _log_after_rows(self, trainer: TrainerLike, values: dict[str, Any]) -> None:
+    def _log_after_rows(
+        self, trainer: TrainerLike, values: dict[str, Any], pictures: Mapping[str, Picture] = _NO_PICTURES
+    ) -> None:
         self._average(keep=0)  # trackers do not accept rows of earlier updates afterwards
         update = trainer.progress.update
         if values and trainer.accelerator.is_main_process:
-            self.in_background(lambda: self._log(values, update))
+            self.in_background(lambda: self._log(values, update, pictures))
 
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log values that the tracker does not have yet, also not from an earlier attempt. Runs in the background."""
+    def _log(self, values: dict[str, Any], step: int, pictures: Mapping[str, Picture] = _NO_PICTURES) -> None:
+        """Log values that the tracker does not have yet, also not from an earlier attempt. Runs in the background.
+
+        :param pictures: those of the values that are paths of pictures, by name
+        """
         values = {self._key(name): value for name, value in values.items()}
+        images = {self._key(name): picture for name, picture in pictures.items()}
         new = {name: value for name, value in values.items() if step not in self._logged_steps.setdefault(name, set())}
         for name in new:
             self._logged_steps[name].add(step)
         if self.tracker != "mlflow":
-            if new:
-                self._active.log(new, step=step)
+            taken = self._log_images({name: picture for name, picture in images.items() if name in new}, step)
+            rest = {name: value for name, value in new.items() if name not in taken}
+            if rest:
+                self._active.log(rest, step=step)
             return
         from mlflow.entities import Metric
 
@@ -221,10 +238,24 @@ class TrackerCallback(StepLogger):
         metrics = [Metric(name, float(value), now, step) for name, value in new.items() if not isinstance(value, str)]
         self._client.log_batch(self.run_id, metrics=metrics)
         for name, text in new.items():
-            if isinstance(text, str):
+            if name in images:
+                self._client.log_artifact(self.run_id, text, "outputs")
+            elif isinstance(text, str):
                 self._client.log_text(
                     self.run_id, text, f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:60]}-{step:09d}.txt"
                 )
+
+    def _log_images(self, pictures: Mapping[str, Picture], step: int) -> Mapping[str, Picture]:
+        """Log pictures to a tracker that takes images, and return those that it has taken."""
+        log_images = getattr(self._active, "log_images", None)
+        if not pictures or log_images is None or not find_spec("PIL"):  # which all of them use
+            return _NO_PICTURES
+        if self.tracker == "aim":
+            log_images({name: picture.pixels for name, picture in pictures.items()}, step=step)
+            return pictures
+        layout = {"dataformats": "NHWC"} if isinstance(self._active, TensorBoardTracker) else {}
+        log_images({name: picture.pixels[None] for name, picture in pictures.items()}, step=step, **layout)
+        return pictures
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._is_finished:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.batches import Batch, find_batch_size, is_single_sample, tensors_in
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.placement import placed
 from pytorch_accel_lite.data.shares import Shares, whole_steps
@@ -109,6 +110,23 @@ class ShardedLoader(ABC):
     def num_samples(self) -> int | None:
         """The number of samples in an epoch, those that are dropped included; ``None`` if unknown."""
         return None
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """The number of samples in a full step of all processes, as loaders of Accelerate name it; ``None`` if unknown.
+
+        Of a user's ``batch_sampler``, as many as its ``batch_size`` says.
+        """
+        size = getattr(self.source, "batch_size", None)
+        if size is None:
+            size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
+        shares = self.options.shares
+        return None if size is None else int(size) * (self._ranks.world_size if shares is None else shares.total)
+
+    @property
+    def total_dataset_length(self) -> int | None:
+        """The length of the dataset, those samples included that an epoch leaves out; ``None`` if unknown."""
+        return find_length(getattr(self.source, "dataset", None))
 
     def ends_in_one_sample(self, steps: float) -> bool:
         """Whether the first ``steps`` steps of an epoch are known to end with a batch of a single sample."""

@@ -200,16 +200,31 @@ class NamedSampler(Sampler[tuple[int, ...]]):
     """
 
     def __init__(self, datasets: NamedDatasets, shuffle: bool) -> None:
-        self._datasets = datasets
-        self._shuffle = shuffle
+        self.datasets = datasets
+        self.shuffle = shuffle
 
     def __len__(self) -> int:
-        return len(self._datasets)
+        return len(self.datasets)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        orders = [self._endless(size) for size in self._datasets.sizes.values()]
+        orders = [self._endless(size) for size in self.datasets.sizes.values()]
         return islice(zip(*orders, strict=False), len(self))
 
     def _endless(self, size: int) -> Iterator[int]:
         while True:
-            yield from torch.randperm(size).tolist() if self._shuffle else range(size)
+            yield from torch.randperm(size).tolist() if self.shuffle else range(size)
+
+
+def describe_lengths(sampler: Any) -> str:
+    """Return in a line how datasets of different lengths are read in an epoch; empty for a sampler of others."""
+    if not isinstance(sampler, NamedSampler) or len(set(sampler.datasets.sizes.values())) == 1:
+        return ""
+    sizes, length = sampler.datasets.sizes, len(sampler)
+    deciding = next(name for name, size in sizes.items() if size == length)
+    if length == max(sizes.values()):
+        how = f"longest, {deciding!r}; the others are repeated"
+    else:
+        used = "drawn anew in each epoch" if sampler.shuffle else "the first ones"
+        how = f"shortest, {deciding!r}; of the others, as many samples are used, {used}"
+    shown = ", ".join(f"{name!r} {size:,}" for name, size in sizes.items())
+    return f"The datasets differ in length ({shown}): an epoch is as long as the {how}."

@@ -20,10 +20,11 @@ from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.history import RunHistory, count_values
 from pytorch_accel_lite.engine.inference import compute_batches, inference, inference_run, preserving_randomness
+from pytorch_accel_lite.engine.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.modes import is_in_training_mode, warn_of_other_mode
-from pytorch_accel_lite.engine.run import EVALUATED, Evaluation, Run, TrainerLike
+from pytorch_accel_lite.engine.run import EVALUATED, Evaluation, LeftOut, Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import replaced
 
 
@@ -125,11 +126,13 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
     run.data.has_fillers = loader.options.fill
+    run.left_out = None if run.left_out is None else LeftOut("evaluation")
     with inference(trainer), nullcontext() if trainer.logical is None else preserving_generators():
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
-        if run.data.has_fillers and last is not None and not last.is_last:  # the others have one batch more
-            _add_losses(trainer, run, [last._replace(num_samples=0)])
+        if run.data.has_fillers:
+            _add_losses(trainer, run, _fillers(run, last))
     run.data.has_fillers = True
+    report_left_out(trainer, run)
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)
@@ -139,12 +142,26 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     run.control.sync(now=True)
 
 
+def _fillers(run: Run, last: Batch | None) -> list[Batch]:
+    """Return the batches that this process lacks, in which the others wait for it: one at the end, and those left out.
+
+    :param last: the last batch that this process has read
+    """
+    lacking = 0 if last is None or last.is_last else 1
+    if run.left_out is not None:
+        last = run.left_out.last_computed
+        lacking += len(run.left_out.batches)
+    return [] if last is None else [last._replace(num_samples=0)] * lacking
+
+
 def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Batch | None:
-    """Compute the losses of batches, add them up, and return the last batch."""
+    """Compute the losses of batches, add them up, and return the last batch, also if it was left out."""
     listeners = trainer.callback_handler.listeners
     trackers = run.loss_trackers
     batch = None
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
+        if output is OMITTED:
+            continue
         trackers.measured = batch, output["batch_size"]
         if trackers.unweighed:
             trackers.weigh()

@@ -152,7 +152,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
         yield from _describe_reading(error, run, data.train_loader if phase == "training" else data.eval_loader)
     else:
         yield f"{where}, step {number}{process}:"
-        samples = f"; {_list_samples(run.batch_indices)} of the dataset" if run.batch_indices else ""
+        samples = f"; {list_samples(run.batch_indices)} of the dataset" if run.batch_indices else ""
         yield f"  batch: {short(run.batch.data)}{samples}"
         yield from _describe_model(error, trainer)
     if is_out_of_memory(error):
@@ -188,7 +188,7 @@ def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
     """Describe what was being read: the samples, from which dataset, and how they are made into a batch."""
     dataset = getattr(loader, "dataset", loader)
     indices = loader.next_indices() if run.batch is None else run.batch_indices
-    samples = f"; {_list_samples(indices)}" if indices is not None else ""
+    samples = f"; {list_samples(indices)}" if indices is not None else ""
     if indices is None and run.progress.samples_in_epoch and loader is run.data.train_loader:
         samples = f"; after {run.progress.samples_in_epoch} samples of this epoch"
     yield f"  dataset: {type(dataset).__name__}{samples}"
@@ -197,7 +197,8 @@ def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
         yield f"  collate_fn: {short(collate)}"
 
 
-def _list_samples(indices: list[Any]) -> str:
+def list_samples(indices: list[Any]) -> str:
+    """Return the indices of samples as text; of many, the first."""
     most = [short(index) for index in indices[:_MOST_SAMPLES]]
     return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
 

@@ -16,9 +16,10 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import reshard, unwrap
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.engine.left_out import OMITTED, before_step, begin_leaving_out, leave_out
 from pytorch_accel_lite.engine.lifecycle import create_config, create_eval_loaders, entering
 from pytorch_accel_lite.engine.modes import leaving_as_found
 from pytorch_accel_lite.engine.prepared_model import prepare_model
@@ -50,6 +51,7 @@ def inference_run(
             run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
         )
         run.request = request if run.outer is None else requested
+        begin_leaving_out(trainer, run, request)
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)
         if run.outer is None:
@@ -61,7 +63,7 @@ def inference_run(
 def compute_batches(
     trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Callable[[Any], Any], is_evaluation: bool = True
 ) -> Iterator[tuple[Batch, Any]]:
-    """Yield each batch with what a step method returns for it."""
+    """Yield each batch with what a step method returns for it, or ``OMITTED`` if it has failed and is left out."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
     batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
@@ -71,9 +73,11 @@ def compute_batches(
             trainer.logical.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
-        if is_evaluation and run.request.auto_microbatch:
+        if run.left_out is not None:
+            output = _compute_or_leave_out(trainer, run, batch, compute, is_evaluation)
+        elif is_evaluation and run.request.auto_microbatch:
             output = _compute_in_parts(trainer, run, batch, compute)
-        else:
+        else:  # as in _compute, without a call for each batch
             with mixed_precision(trainer.accelerator):
                 output = compute(batch.data)
             if is_evaluation:
@@ -82,6 +86,34 @@ def compute_batches(
         del output
         run.batch, run.batch_number = None, number
     run.batch_number = None
+
+
+def _compute(trainer: TrainerLike, batch: Batch, compute: Callable[[Any], Any], is_evaluation: bool = True) -> Any:
+    with mixed_precision(trainer.accelerator):
+        output = compute(batch.data)
+    if is_evaluation:
+        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+    return output
+
+
+def _compute_or_leave_out(
+    trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Any], Any], is_evaluation: bool
+) -> Any:
+    """Return the output of a batch, or ``OMITTED`` if it has failed and is left out."""
+    assert run.left_out is not None
+    before = before_step(run)
+    try:
+        if isinstance(batch.data, FailedRead):
+            raise batch.data.error
+        if is_evaluation and run.request.auto_microbatch:
+            output = _compute_in_parts(trainer, run, batch, compute)
+        else:
+            output = _compute(trainer, batch, compute, is_evaluation)
+    except Exception as error:
+        leave_out(trainer, run, batch, error, before)
+        return OMITTED
+    run.left_out.last_computed = batch
+    return output
 
 
 def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Any], Any]) -> BatchOutput:
@@ -120,9 +152,7 @@ def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Callable[[Any],
     before.keep_states([run.loss_trackers])
     before.keep_generators()
     try:
-        with mixed_precision(trainer.accelerator):
-            output: BatchOutput = compute(batch.data)
-        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        output: BatchOutput = _compute(trainer, batch, compute)
     except Exception as error:
         if find_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
             raise

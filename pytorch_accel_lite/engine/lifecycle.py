@@ -25,6 +25,7 @@ from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_stat
 from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
+from pytorch_accel_lite.data.mixtures import describe_lengths
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.engine.arguments import (
@@ -36,6 +37,7 @@ from pytorch_accel_lite.engine.arguments import (
 )
 from pytorch_accel_lite.engine.explanations import explain
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
+from pytorch_accel_lite.engine.left_out import begin_leaving_out
 from pytorch_accel_lite.engine.prepared_model import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.engine.run import Run, TrainerLike, Training
 from pytorch_accel_lite.engine.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
@@ -61,6 +63,7 @@ def find_data(
     if trainer.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
     trainer.callback_handler.configure_run(trainer, request)
+    begin_leaving_out(trainer, run, request)
     _lock_paths(trainer, run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # with their changes
     _check_metrics(trainer, run)
@@ -82,11 +85,18 @@ def find_data(
     if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
         restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
+    _print_lengths(trainer, run)
     if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+
+
+def _print_lengths(trainer: TrainerLike, run: Run) -> None:
+    """Print how training datasets of different lengths are read together, if there are any."""
+    if lengths := describe_lengths(getattr(run.data.train_loader, "sampler", None)):
+        trainer.print(lengths)
 
 
 def _lock_paths(trainer: TrainerLike, run: Run) -> None:
@@ -152,7 +162,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=None if trainer.logical is None else trainer.logical.shares,
-        yields_failures=training and run.request.skips_failed_batches,
+        yields_failures=run.request.skips_failed_batches if training else run.left_out is not None,
         divides=training,
         first_epoch=run.data.first_epoch,
     )

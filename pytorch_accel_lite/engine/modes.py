@@ -27,8 +27,8 @@ _IN_STEPS: dict[Phase, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "scheduler_step", "optimizer_zero_grad",
         ),
     ),
-    "evaluation": (("on_eval_step_start", "on_eval_step_end"), ("calculate_eval_batch_loss",)),
-    "prediction": (("on_predict_step_end",), ("calculate_predict_batch_output",)),
+    "evaluation": (("on_eval_step_start", "on_eval_step_end", "on_eval_batch_skipped"), ("calculate_eval_batch_loss",)),
+    "prediction": (("on_predict_step_end", "on_predict_batch_skipped"), ("calculate_predict_batch_output",)),
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.arguments import check_data
 from pytorch_accel_lite.engine.explanations import explaining
 from pytorch_accel_lite.engine.inference import compute_batches, inference, inference_run, preserving_randomness
+from pytorch_accel_lite.engine.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.engine.lifecycle import close_failed
 from pytorch_accel_lite.engine.run import Run, TrainerLike
 
@@ -127,6 +128,7 @@ def _predicted(
                 steps = _steps_of_all(self, run, only_first, is_collected)
                 steps = steps if _keeps(self, only_first) else ([] for _ in steps)
                 yield from steps if is_collected else _suspending(self, run, steps)
+                report_left_out(self, run)
             self.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
             self.call_event("on_predict_run_end")
@@ -216,9 +218,9 @@ def _outputs(
     is_checked = trainer.ranks.rank > 0
     batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
-        if listeners["on_predict_step_end"]:
+        if listeners["on_predict_step_end"] and output is not OMITTED:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
-        if not batch.is_filler:
+        if not batch.is_filler and output is not OMITTED:
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:

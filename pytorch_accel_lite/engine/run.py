@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -193,6 +193,44 @@ class RunEnd:
         return self.pause is None and not self.has_failed
 
 
+class LeftOutBatch(NamedTuple):
+    """A batch that was left out of an evaluation or a prediction.
+
+    :param rank: the rank of its process
+    :param step: its number on this process, from 0
+    :param indices: indices of its samples in the dataset, or ``None`` if unknown
+    :param samples: number of its samples, or ``None`` if unknown
+    :param error: type and text of its error
+    """
+
+    rank: int
+    step: int
+    indices: list[Any] | None
+    samples: int | None
+    error: str
+
+    def as_failure(self) -> dict[str, Any]:
+        """Return what callbacks are told of it."""
+        return {"rank": self.rank, "indices": self.indices, "error": self.error}
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class LeftOut:
+    """What is left out of an evaluation or a prediction because its step fails.
+
+    :ivar batches: the batches of this process; once they are gathered, those of all
+    :ivar is_gathered: whether they are
+    :ivar first_error: the first error of this process
+    :ivar last_computed: the last batch of this process that did not fail
+    """
+
+    phase: Literal["evaluation", "prediction"]
+    batches: list[LeftOutBatch] = field(default_factory=list)
+    is_gathered: bool = False
+    first_error: Exception | None = None
+    last_computed: Batch | None = None
+
+
 class Training(NamedTuple):
     """What stays known of a training run while the trainer evaluates later."""
 
@@ -254,6 +292,7 @@ class Run:
     :ivar loss_trackers: the running losses of the epoch or evaluation
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar recorded_losses: the mean losses of the last epoch or evaluation
+    :ivar left_out: what fails in its evaluations or its prediction; ``None`` if that is an error
     :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
     :ivar training: the latest training: this one, or that after which this run evaluates
     :ivar evaluation: the latest evaluation after the training, if no other weights were loaded since
@@ -292,6 +331,7 @@ class Run:
     unrecorded: LossTrackers | None = None
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, Any] = field(default_factory=dict)
+    left_out: LeftOut | None = None
     set_apart: dict[str, set[int]] = field(default_factory=dict)
     training: Training | None = None
     evaluation: Evaluation | None = None
@@ -323,6 +363,7 @@ class Run:
             loss_trackers=LossTrackers(),
             unrecorded=None,
             recorded_losses={},
+            left_out=None if self.left_out is None else LeftOut(self.left_out.phase),
         )
 
     @property

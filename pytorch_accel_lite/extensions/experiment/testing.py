@@ -48,6 +48,8 @@ def run_tests(
     ``predictions/``, which :func:`~pytorch_accel_lite.callbacks.read_predictions` reads. A combination that is finished
     is skipped, unless its checkpoint or its settings have changed; predictions that were interrupted are resumed at the
     first sample that is missing, and metrics are computed again. ``results.csv`` has a row for each combination.
+    If the trainer has a :class:`~pytorch_accel_lite.callbacks.SkipFailedBatchesCallback` for evaluations and
+    predictions, batches that fail are left out, and ``metrics.json`` lists those of the evaluation as ``left_out``.
 
     :param trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
     :param datasets: datasets by name; or one, which is called ``test``
@@ -88,7 +90,7 @@ def run_tests(
             for name, dataset in by_name.items():
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
                 depends = {"inference": dict(attributes), "depends_on": depends_on}
-                with _attributes(trainer, setting, attributes):
+                with _naming_test(row), _attributes(trainer, setting, attributes):
                     part = folder / checkpoint / as_file_name(setting) / as_file_name(name)
                     rows.append(row | test.run(paths, dataset, part, depends))
     trainer.ranks.run_together(lambda: _write_table(rows, folder), only_first=True)
@@ -113,6 +115,17 @@ def _folder_name(checkpoint: str) -> str:
         return checkpoint
     path = path.resolve() if path.name in ("", "..") else path
     return as_file_name("_".join(path.with_suffix("").parts[-2:]).replace("/", ""))
+
+
+@contextmanager
+def _naming_test(row: Row) -> Iterator[None]:
+    """Add a note to an error in a block, with what is being tested."""
+    try:
+        yield
+    except Exception as error:
+        names = ", ".join(f"{kind} {name!r}" for kind, name in row.items())
+        error.add_note(f"In testing {names}.")
+        raise
 
 
 @contextmanager
@@ -163,6 +176,9 @@ class _Test:
         collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
         with added_callbacks(trainer, collector):
             metrics: dict[str, Any] = as_json(trainer.evaluate(dataset, **self.reading))
+        skipped = trainer.current_run.left_out
+        failures = [] if skipped is None else [batch.as_failure() for batch in skipped.batches]
+        left_out = {"left_out": as_json(failures)} if failures else {}
         label = "loss" if value_name is None else value_name.rpartition(".")[2]
         worst = [] if collector is None else [sample._asdict() for sample in collector.samples]
         samples = [{label if key == "loss" else key: item for key, item in sample.items()} for sample in worst]
@@ -170,7 +186,7 @@ class _Test:
         def write() -> None:
             lines = ",\n".join(json.dumps(sample) for sample in as_json(samples))
             write_text(folder / "worst.json", f"[\n{lines}\n]\n")
-            write_json(folder / "metrics.json", {"metrics": metrics, **source}, indent=2)
+            write_json(folder / "metrics.json", {"metrics": metrics, **left_out, **source}, indent=2)
 
         trainer.ranks.run_together(write, only_first=True)
         return metrics
@@ -198,6 +214,7 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         return None
     metrics: dict[str, Any] = content.pop("metrics", {})
+    content.pop("left_out", None)
     return metrics if content == source else None
 
 

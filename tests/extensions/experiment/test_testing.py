@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
@@ -19,6 +20,7 @@ from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
+    SkipFailedBatchesCallback,
     iterate_predictions,
     read_predictions,
 )
@@ -78,6 +80,58 @@ def test_each_combination_has_its_results_and_the_tables_list_all(trained):
     with open("tests/results.csv") as file:
         assert [row["dataset"] for row in csv.DictReader(file)] == ["small", "large"] * 4
     assert len(trained.callbacks) == 2
+
+
+@pytest.mark.parametrize("predictions", [True, False])
+def test_an_error_names_the_batch_its_samples_and_what_is_tested(trained, predictions):
+    data = parts.load_data(10)
+    poison = data.tensors[0][5]
+
+    def refuse(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if (args[0] == poison).all(1).any():
+            raise ValueError("cannot digest this")
+
+    trained.model.register_forward_pre_hook(refuse)
+    with pytest.raises(ValueError, match="cannot digest this") as caught:
+        run_tests(trained, {"clean": data}, ["last"], SETTINGS, predictions=predictions, **OPTIONS)
+    batch, test = caught.value.__notes__
+    assert batch.startswith(f"In {'prediction' if predictions else 'evaluation'}, step 2:\n  batch: ")
+    assert "samples [4, 5]" in batch.replace("\n    ", " ")
+    assert test == "In testing checkpoint 'last', inference 'plain', dataset 'clean'."
+    with pytest.raises(ValueError, match="inference: the setting 'odd' sets 'nothing'"):
+        run_tests(trained, data, ["last"], {"odd": {"nothing": 1}})
+
+
+def test_a_test_may_leave_out_what_fails_and_lists_it(trained, capsys):
+    data = parts.load_data(10)
+    poison = data.tensors[0][5]
+
+    def refuse(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if (args[0] == poison).all(1).any():
+            raise ValueError("cannot digest this")
+
+    trained.model.register_forward_pre_hook(refuse)
+    trained.callback_handler.add_callback(SkipFailedBatchesCallback(phases=["evaluation", "prediction"]))
+    (row,) = run_tests(trained, data, ["last"], **OPTIONS)
+    others = Subset(data, [0, 1, 2, 3, 6, 7, 8, 9])
+    assert row["evaluation_loss"] == trained.evaluate(others, 2)["evaluation_loss"]
+    folder = "tests/last/default/test"
+    failure = {"rank": 0, "indices": [4, 5], "error": "ValueError: cannot digest this"}
+    assert json.loads(Path(f"{folder}/metrics.json").read_text())["left_out"] == [failure]
+    with pytest.warns(UserWarning, match=r"2 of 10 samples were left out of .*predictions', as they failed: \[4, 5\]"):
+        written = read_predictions(f"{folder}/predictions")
+    assert torch.equal(written, trained.predict(others, 2))
+    indices = [index for part, _ in iterate_predictions(f"{folder}/predictions") for index in part]
+    assert sorted(indices) == list(others.indices)
+    said = capsys.readouterr().out
+    assert "Left out of the prediction: 2 samples, step 2" in said
+    assert "Left out of the evaluation: 2 samples, step 2" in said
+    assert run_tests(trained, data, ["last"], **OPTIONS) == [row]
+    said = capsys.readouterr().out
+    assert "test is finished: skipped" in said
+    Path(f"{folder}/metrics.json").unlink()
+    assert run_tests(trained, data, ["last"], **OPTIONS) == [row]
+    assert "Left out of the prediction" not in capsys.readouterr().out  # all are predicted
 
 
 def test_what_is_finished_is_skipped_until_its_checkpoint_changes(trained, capsys):

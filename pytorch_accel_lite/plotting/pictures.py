@@ -1,0 +1,87 @@
+"""Pictures of several kinds, as arrays and as PNG: figures of matplotlib, images of PIL, arrays and tensors."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pytorch_accel_lite.base.environment import import_extra
+
+_CHANNELS = (1, 3)
+
+
+class Picture(NamedTuple):
+    """A picture.
+
+    :param pixels: its colours, of shape ``(height, width, 3)``
+    :param png: the contents of a PNG file
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    png: bytes
+
+
+def as_picture(value: Any) -> tuple[Picture | None, str]:
+    """Return a picture, or ``None`` if a value is none, and what had to be changed to show it, if anything.
+
+    Arrays and tensors are pictures if they hold bytes or floats and have the shape ``(height, width)``,
+    ``(height, width, channels)`` or ``(channels, height, width)`` with 1 or 3 channels. Figures are closed.
+    """
+    figures, images = sys.modules.get("matplotlib.figure"), sys.modules.get("PIL.Image")
+    if figures is not None and isinstance(value, figures.Figure):
+        return _of_figure(value), ""
+    if images is not None and isinstance(value, images.Image):
+        return _of_image(value), ""
+    pixels = _pixels_of(value)
+    if pixels is None:
+        return None, ""
+    change = ""
+    if pixels.dtype != np.uint8:
+        low, high = float(pixels.min()), float(pixels.max())
+        if not (low >= 0 and high <= 1):
+            change = f"values from {low:.3g} to {high:.3g} are cut off to the range from 0 to 1"
+        pixels = np.rint(255 * np.nan_to_num(pixels).clip(0, 1)).astype(np.uint8)
+    return _of_image(_pil().fromarray(np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:2], 3))))), change
+
+
+def _pil() -> Any:
+    return import_extra("PIL.Image", "plot", "A picture in ShowOutputsCallback")
+
+
+def _of_image(image: Any) -> Picture:
+    image = image.convert("RGB")
+    data = io.BytesIO()
+    image.save(data, format="PNG")
+    return Picture(np.asarray(image), data.getvalue())
+
+
+def _of_figure(figure: Any) -> Picture:
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    pyplot: Any = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close(figure)  # otherwise it would stay in memory, and a notebook would show it once more
+    return Picture(np.asarray(_pil().open(data).convert("RGB")), data.getvalue())
+
+
+def _pixels_of(value: Any) -> npt.NDArray[Any] | None:
+    """Return an array or a tensor of bytes or floats with the channels last, or ``None`` if it has no such shape."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if not (is_tensor or isinstance(value, np.ndarray)) or value.ndim not in (2, 3) or 0 in value.shape:
+        return None
+    if is_tensor:
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    if value.dtype != np.uint8 and value.dtype.kind != "f":
+        return None
+    if value.ndim == 2:
+        return np.asarray(value[:, :, None])
+    is_last, is_first = value.shape[2] in _CHANNELS, value.shape[0] in _CHANNELS
+    if is_first and (is_tensor or not is_last):
+        return np.asarray(value.transpose(1, 2, 0))
+    return np.asarray(value) if is_last else None
