@@ -35,6 +35,7 @@ from pytorch_accel_lite.checkpoint.files import (
     write_tensors,
 )
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
+from pytorch_accel_lite.checkpoint.pretrained import has_adapters, has_own_form, remove_adapters, write_own_form
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
 from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
@@ -291,7 +292,10 @@ def save_weights(
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
             metadata = {FROZEN: json.dumps(left_out)} if left_out else {}
             if isinstance(location, (Path, str)):
-                _write_weights(weights, location, metadata, describe)
+                form = model if describe is not None and not trainable_only and has_own_form(model) else None
+                _write_weights(weights, location, metadata, describe, form)
+                if describe is not None and form is None and has_adapters(model) and isinstance(location, Path):
+                    remove_adapters(location)
             else:
                 write_sealed(weights, location, metadata)
 
@@ -303,8 +307,12 @@ def _write_weights(
     location: Path | str,
     metadata: Mapping[str, str],
     describe: Callable[[Path], object] | None,
+    own_form: nn.Module | None,
 ) -> None:
-    """Write weights as a safetensors file, or into a directory with a description."""
+    """Write weights as a safetensors file, or into a directory with a description.
+
+    :param own_form: the model, if it is saved as its library does
+    """
     if describe is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(
             f"path={os.fspath(location)!r} is a file, but should be a directory for a model and its card. Pass another "
@@ -312,9 +320,12 @@ def _write_weights(
         )
     folder, name = (location, WEIGHTS) if describe is not None else _split(location)
     with open_folder(folder) as directory:
-        with replacing(directory / name) as temporary:
-            write_tensors(weights, temporary, {**UNSEALED, **metadata})
-            seal(temporary)
+        if own_form is not None:
+            write_own_form(own_form, weights, directory)
+        else:
+            with replacing(directory / name) as temporary:
+                write_tensors(weights, temporary, {**UNSEALED, **metadata})
+                seal(temporary)
         if describe is not None:
             describe(directory)
 
