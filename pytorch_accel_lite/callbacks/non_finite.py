@@ -21,7 +21,7 @@ from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.base.paths import StrPath, folder_path
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.callbacks.operations import OperationWatch, are_finite
+from pytorch_accel_lite.callbacks.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.optimizers.gradients import total_norm
 
