@@ -199,18 +199,22 @@ class NaNReportCallback(TrainerCallback):
                 + (", and the trainer has trained since. Create it anew" if repeated.has_seed else " and had no seed")
                 + ". To repeat a step, give the run a SaveTrainingStateCallback(save_every=...)."
             )
-        callback._repetition = repeated  # noqa: SLF001
+        callback._repetition, error = repeated, None  # noqa: SLF001
         try:
             trainer.train(*args, **{**kwargs, "resume_from": repeated.state})
-        except NonFiniteLossError:
-            if not repeated.is_reached:
-                raise
+        except NonFiniteLossError as raised:
+            error = raised
         finally:
             callback._repetition = None  # noqa: SLF001
-        by_rank = trainer.all_gather_object(repeated.found)
-        found = next((found for found in by_rank if found is not None), NonFinite())
-        trainer.print(f"{repeated.name.capitalize()} was repeated. {found}")
-        return found
+        by_rank = [found for found in trainer.all_gather_object(repeated.found) if found is not None]
+        if error is not None and not by_rank and not repeated.is_reached:
+            raise error
+        first = min(by_rank, key=lambda found: found.step, default=None)
+        if first is not None and first.step < (repeated.epoch, repeated.first) and repeated.state is not None:
+            return cls.repeat(trainer, first.report, *args, **kwargs)  # by which the weights of the report were spoilt
+        origin = NonFinite() if first is None else first.origin
+        trainer.print(f"{repeated.name.capitalize()} was repeated. {origin}")
+        return origin
 
     def _clear(self) -> None:
         self._window: list[tuple[Any, list[_Call]]] = []  # indices of the samples and calls, by batch or part of one
@@ -282,8 +286,9 @@ class NaNReportCallback(TrainerCallback):
     def _write(self, trainer: TrainerLike, what: str) -> None:
         progress, rank = trainer.progress, trainer.ranks.rank
         origin = _find_origin([call for _, calls in self._window for call in calls])
+        self.report = self.directory / f"epoch-{progress.epoch}-step-{progress.step}-rank-{rank}.json"
         if self._repetition is not None:
-            self._repetition.note(origin)
+            self._repetition.note(_Found((progress.epoch, progress.step), self.report, origin))
         gradients = [
             name
             for name, parameter in trainer.get_model(keep_torch_compile=False).named_parameters()
@@ -301,7 +306,6 @@ class NaNReportCallback(TrainerCallback):
             "has_seed": trainer.current_run.data.seed is not None,
             "parameters_with_such_gradients": gradients,
         }
-        self.report = self.directory / f"epoch-{progress.epoch}-step-{progress.step}-rank-{rank}.json"
         write_text(self.report, json.dumps(summary, indent=2, default=str) + "\n")
         raise NonFiniteLossError(
             f"A {what} is not finite in epoch {progress.epoch}, step {progress.step}. {origin} Report written to "
@@ -333,12 +337,20 @@ class _StepIsOverError(NonFiniteLossError):
     """A step was repeated, and all was finite."""
 
 
+class _Found(NamedTuple):
+    """What a process has found when it repeated a step: the epoch and step, its report, and the origin."""
+
+    step: tuple[int, int]
+    report: Path
+    origin: NonFinite
+
+
 class _Repetition:
     """A step that is repeated.
 
     :ivar state: the training state from which the run resumes
     :ivar is_reached: whether the step, or the accumulation window that it ends, has begun
-    :ivar found: where numbers stopped being finite on this process
+    :ivar found: the first step of this process in which a number was not finite
     """
 
     def __init__(self, summary: Mapping[str, Any]) -> None:
@@ -348,7 +360,7 @@ class _Repetition:
         self.first = self.last - len(summary["indices"]) + 1
         self.name = f"step {self.last} of epoch {self.epoch}"
         self.is_reached = False
-        self.found: NonFinite | None = None
+        self.found: _Found | None = None
         self.watch: OperationWatch | None = None
         self._watching = ExitStack()
 
@@ -373,10 +385,10 @@ class _Repetition:
     def stop_watching(self) -> None:
         self._watching.close()
 
-    def note(self, origin: NonFinite) -> None:
+    def note(self, found: _Found) -> None:
         if self.watch is not None:
-            origin.operations = tuple(self.watch.found.values())
-        self.found = origin
+            found.origin.operations = tuple(self.watch.found.values())
+        self.found = found
 
 
 def _find_origin(calls: list[_Call]) -> NonFinite:
