@@ -98,14 +98,10 @@ class Ledger:
 class Books(TrainerCallback):
     """Has a ledger, which is no part of the states of the run: a state that is loaded must not undo what was booked."""
 
+    saves_attributes = False
+
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class First(Books):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -152,9 +152,11 @@ class Trainer:
     :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
+    :cvar unsaved_attributes: names of attributes that both leave out
     """
 
     saves_attributes: ClassVar[bool] = True
+    unsaved_attributes: ClassVar[Collection[str]] = ()
 
     # ------------------------------------------------------------------------- the current or last run
 

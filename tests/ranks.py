@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import some_of
-from tests.tasks import equal, largest_difference, unsaved_list, weights
+from tests.tasks import equal, largest_difference, weights
 
 IN_ORDER = {"shuffle": False}
 
@@ -47,9 +47,12 @@ def shared_folder() -> Iterator[Path]:
 class Recorder(TrainerCallback):
     """Keeps the gradients of each update and the samples of each step."""
 
-    gradients = unsaved_list()
-    inputs = unsaved_list()
-    counts = unsaved_list()
+    saves_attributes = False  # those of a run alone
+
+    def __init__(self) -> None:
+        self.gradients: list[Any] = []
+        self.inputs: list[Any] = []
+        self.counts: list[Any] = []
 
     def on_optimizer_step_start(self, trainer, **kwargs):
         named = trainer.get_model().named_parameters()

@@ -15,7 +15,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
-from tests.tasks import regression_data, unsaved_list, weights
+from tests.tasks import regression_data, weights
 
 
 class Shelf(IterableDataset):
@@ -137,7 +137,10 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
 class Keeps(TrainerCallback):
     """Keeps the batches of this process that count."""
 
-    seen = unsaved_list()
+    saves_attributes = False  # those of a run alone
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
 
     def on_train_step_end(self, trainer, batch, **kwargs):
         if trainer.current_run.batch.num_samples != 0:

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -156,12 +155,6 @@ def train(trainer: Trainer, epochs: int | None = 1, size: int = 6, batch_size: i
 def told(error: BaseException, printed: str = "") -> str:
     """Return what was printed and the notes of the error that has ended a run, without the breaks of lines."""
     return " ".join(" ".join([printed, *getattr(error, "__notes__", [])]).split())
-
-
-def unsaved_list() -> Any:
-    """Return a property that is a list of each object's own: what a test notes, which training states do not keep."""
-    by_owner: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-    return property(lambda self: by_owner.setdefault(self, []))
 
 
 def listener(**methods: Callable[..., Any]) -> TrainerCallback:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import model_state, print_contents
+from pytorch_accel_lite.checkpoint import print_contents
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
 from tests.sharded import gathered, large_model, mesh_of
@@ -162,6 +162,57 @@ def test_adapters_are_saved_like_any_trained_weights(tmp_path):
     assert len(kept) == 8 + 2 + 2
 
 
+def with_other_adapters(seed: int) -> Any:
+    """A model with adapters under two names, all random."""
+    from peft import LoraConfig
+
+    model = with_lora(bert(), seed)
+    model.add_adapter("other", LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["key"]))
+    model.set_adapter("default")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.uniform_()
+    return model
+
+
+def test_save_model_writes_adapters_as_peft_reads_them_and_load_checkpoint_reads_them_too(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, other = with_other_adapters(seed=1), with_other_adapters(seed=5)
+    trainer = make_trainer(model=torch.compile(model))
+    trainer.save_model(tmp_path)
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    files = {"adapter_config.json", "adapter_model.safetensors"}
+    assert found - {"curves.png"} == {*files, *(f"other/{name}" for name in files), "README.md"}
+    assert 'PeftModel.from_pretrained(base_model, ".")' in (tmp_path / "README.md").read_text()
+    loaded = peft.PeftModel.from_pretrained(bert(), tmp_path)
+    loaded.load_adapter(tmp_path / "other", "other")
+    assert equal(weights(loaded), weights(model))
+    assert not equal(weights(other), weights(model))
+    make_trainer(model=other).load_checkpoint(tmp_path)
+    assert equal(weights(other), weights(model))
+    path = tmp_path / "other" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ValueError, match=r"other/adapter_model.safetensors' is damaged"):
+        make_trainer(model=other).load_checkpoint(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"other/adapter_model.safetensors is missing in .* has that adapter"):
+        make_trainer(model=other).load_checkpoint(tmp_path)
+
+
+def test_adapters_beside_which_something_is_trained_are_saved_with_all_weights(tmp_path):
+    pytest.importorskip("peft")
+    model = with_lora(bert())
+    make_trainer(model=model).save_model(tmp_path)
+    model.base_model.model.bert.embeddings.word_embeddings.weight.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"would leave out what is trained .*word_embeddings.weight.*modules_to_save"):
+        make_trainer(model=model).save_model(tmp_path)
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+    other = with_lora(bert(7), seed=7)
+    make_trainer(model=other).load_checkpoint(tmp_path)
+    assert equal(weights(other), weights(model))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):
@@ -185,10 +236,7 @@ def resumed_and_saved(folder: Path) -> Any:
     whole = run(folder / "states", with_lora(bert()), trainable_only=True)
     state = folder / "states" / "update-000000002"
     resumed = run(folder / "again", with_lora(bert(), seed=9), resume_from=state)
-    whole_state = model_state(resumed.get_model())
-    resumed.ranks.run_together(
-        lambda: resumed.get_model().save_pretrained(folder / "adapters", state_dict=whole_state), only_first=True
-    )
+    resumed.save_model(folder / "adapters")
     loaded = PeftModel.from_pretrained(bert(), folder / "adapters")
     return weights(whole.get_model()), weights(resumed.get_model()), weights(loaded)
 

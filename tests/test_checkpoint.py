@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import errno
+import io
 import os
 import pickle
 import resource
@@ -26,7 +27,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
-from pytorch_accel_lite.checkpoint import read_checkpoint
+from pytorch_accel_lite.checkpoint import read_checkpoint, write_checkpoint
 from tests import ancestor
 from tests.launching import run_code
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, same, train, weights
@@ -594,6 +595,170 @@ def test_no_flipped_byte_of_a_checkpoint_is_used(tmp_path, name):
         path.write_bytes(content)
     assert all(equal(other, saved) for other in loaded)  # flipped in what fills the space between records
     assert len(loaded) < len(positions) - 50
+
+
+# ------------------------------------------------------------------------------------------ open files
+
+
+class InPieces(io.FileIO):
+    """A file without a buffer that takes a few bytes at a time, as such a file may."""
+
+    def write(self, data: Any) -> int:
+        return super().write(memoryview(data)[:1000])
+
+
+@pytest.mark.parametrize("opened", [io.BytesIO, partial(open, mode="w+b"), partial(InPieces, mode="w+")])
+@pytest.mark.parametrize("method", ["save_checkpoint", "save_model"])
+def test_an_open_file_is_written_and_read_from_its_position_and_stays_open(tmp_path, opened, method):
+    saved, loaded = trained(), trained(seed=1)
+    with io.BytesIO() if opened is io.BytesIO else opened(tmp_path / "file") as file:
+        file.write(b"before")
+        getattr(saved, method)(file)
+        end = file.tell()
+        if opened is not io.BytesIO:
+            assert (tmp_path / "file").stat().st_size == end  # nothing is left in a buffer
+        file.seek(6)
+        assert same(loaded.load_checkpoint(file)["model_state_dict"], weights(saved.model))
+        assert file.tell() == end
+        assert equal(weights(saved.model), weights(loaded.model))
+        if method == "save_checkpoint":
+            assert same(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
+        file.seek(6)
+        assert equal(read_checkpoint(file)["model_state_dict"], weights(saved.model))
+
+
+def test_an_open_file_holds_what_a_path_does(tmp_path):
+    trainer = trained()
+    for name, save in {"model.pt": trainer.save_checkpoint, "model.safetensors": trainer.save_model}.items():
+        save(tmp_path / name)
+        with open(tmp_path / "open", "wb") as file:
+            save(file)
+        if name == "model.pt":
+            assert same(torch.load(tmp_path / "open"), torch.load(tmp_path / name))
+    assert (tmp_path / "open").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    other = trained(seed=1)
+    with open(tmp_path / "open", "rb") as file:
+        other.load_checkpoint(file)
+    assert equal(weights(other.model), weights(trainer.model))
+
+
+@pytest.mark.parametrize("method", ["save_checkpoint", "save_model"])
+def test_no_flipped_byte_of_an_open_file_is_used(method):
+    trainer, file = make_trainer(model=nn.Linear(2, 2)), io.BytesIO()
+    getattr(trainer, method)(file)
+    saved, loaded, content = weights(trainer.model), [], file.getvalue()
+    positions = range(0, len(content), 7)
+    for position in positions:
+        damaged = content[:position] + bytes([content[position] ^ 0x40]) + content[position + 1 :]
+        with suppress(ValueError):
+            loaded.append(read_checkpoint(io.BytesIO(damaged))["model_state_dict"])
+    assert all(equal(other, saved) for other in loaded)
+    assert len(loaded) < len(positions) - 20
+
+
+def test_a_damaged_open_file_is_named_and_not_loaded(tmp_path):
+    other = make_trainer(model=make_model(1))
+    before, file = weights(other.model), io.BytesIO()
+    make_trainer(model=make_model(0)).save_checkpoint(file)
+    content = bytearray(file.getvalue())
+    content[content.index(make_model(0).state_dict()["0.weight"].numpy().tobytes())] ^= 0x40
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"The file '<BytesIO>' is damaged: its content does not match its checksum"):
+        other.load_checkpoint(io.BytesIO(content))
+    with open(tmp_path / "model.pt", "rb") as opened, pytest.raises(ValueError, match=r"model\.pt' is damaged"):
+        read_checkpoint(opened)
+    for cut in (0, 100, len(content) // 2):
+        with pytest.raises(ValueError, match="<BytesIO>"):
+            read_checkpoint(io.BytesIO(content[:cut]))
+    assert equal(weights(other.model), before)
+
+
+def test_checkpoints_one_after_another_are_not_mixed_up():
+    file = io.BytesIO()
+    for seed in (0, 1):
+        start = file.tell()
+        write_checkpoint({"model_state_dict": make_model(seed).state_dict()}, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=r"does not begin at its position. Call seek\(\)"):
+        read_checkpoint(file)
+    file.seek(start)
+    assert equal(read_checkpoint(file)["model_state_dict"], weights(make_model(1)))
+
+
+def closed() -> io.BytesIO:
+    file = io.BytesIO()
+    file.close()
+    return file
+
+
+def test_what_is_no_open_binary_file_is_an_error_before_anything_is_written(tmp_path):
+    trainer, path = trained(), tmp_path / "file"
+    calls = {
+        "save_path": trainer.save_checkpoint,
+        "path": trainer.save_model,
+        "checkpoint_path": trainer.load_checkpoint,
+    }
+    with open(path, "wb") as to_write, open(path, "rb") as to_read:
+        for argument, call in calls.items():
+            mode, verb, other = (
+                ("rb", "read", to_write) if call == trainer.load_checkpoint else ("wb", "written", to_read)
+            )
+            files = {
+                f"is open as text. Open it with mode '{mode}'": io.StringIO(),
+                "is closed": closed(),
+                f"cannot be {verb}. Open it with '{mode}'": other,
+                "must be a path or an open binary file, not int": 3,
+            }
+            for problem, file in files.items():
+                with pytest.raises((TypeError, ValueError), match=rf"^{argument}=.*{problem}"):
+                    call(file)
+    assert path.read_bytes() == b""
+
+
+def test_a_full_disk_is_named_if_a_file_is_open(tmp_path, file_size):
+    trainer = trained()
+    for save in (trainer.save_checkpoint, trainer.save_model):
+        with open(tmp_path / "model", "wb", buffering=0) as file:
+            file_size.limit(100)
+            with pytest.raises(OSError, match=r"File too large: '.*/model'"):
+                save(file)
+            file_size.free()
+
+
+def save_and_load_open_files(folder: Path) -> list[Any]:
+    trainer = make_trainer(model=make_model(0))
+    rank, found = trainer.ranks.rank, []
+    for save in (trainer.save_checkpoint, trainer.save_model):
+        file = io.BytesIO() if rank == 0 else (folder / "ignored").open("wb")
+        save(file)
+        found.append(file.tell())
+        save(io.BytesIO() if rank == 0 else None)
+        try:
+            save(closed())
+        except ValueError as error:
+            found.append(str(error).split(" object at ")[0])
+    own = io.BytesIO()
+    torch.save(make_model(1).state_dict(), own)
+    own.seek(0)
+    trainer.load_checkpoint(own)
+    found.append(equal(weights(trainer.model), weights(make_model(1))))
+    try:
+        trainer.load_checkpoint(io.BytesIO(own.getvalue()[: -20 if rank else None]))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.processes
+def test_only_the_main_process_writes_its_open_file_and_each_reads_its_own(tmp_path, two_ranks):
+    first, second = two_ranks.run(save_and_load_open_files, tmp_path)
+    assert first[0] > 0 < first[2]
+    assert second[0] == second[2] == 0
+    assert (first[1], *first[3:]) == (second[1], *second[3:])
+    assert first[1].startswith("save_path=")
+    assert first[3].startswith("path=")
+    assert first[4] is True
+    assert "<BytesIO>" in first[5]
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "model"])

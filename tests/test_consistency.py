@@ -36,7 +36,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
 from tests.ranks import OrderedStream, rank, world_size
 from tests.streams import SavesEachUpdate
-from tests.tasks import Rows, changed_manifest, make_trainer, unsaved_list
+from tests.tasks import Rows, changed_manifest, make_trainer
 
 
 def numbers(size: int = 16) -> TensorDataset:
@@ -54,7 +54,10 @@ class MeanOfTargets(nn.Module):
 class Seen(TrainerCallback):
     """Keeps the samples of each epoch."""
 
-    epochs = unsaved_list()
+    saves_attributes = False  # those of a run alone
+
+    def __init__(self) -> None:
+        self.epochs: list[Any] = []
 
     def on_train_epoch_start(self, trainer, **kwargs):
         self.epochs.append([])

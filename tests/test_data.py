@@ -70,7 +70,6 @@ from tests.tasks import (
     regression_data,
     small_model,
     train,
-    unsaved_list,
     weights,
 )
 
@@ -1331,7 +1330,11 @@ class Counting(Trainer):
     """Sees numbers; counts as samples what it is told to."""
 
     count = staticmethod(len)
-    seen = unsaved_list()
+    saves_attributes = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[Any] = []
 
     def calculate_train_batch_loss(self, batch):
         self.seen.append(batch[0].tolist())

@@ -25,7 +25,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase, WSDLrScheduler
 from tests.launching import SOAK
 from tests.ranks import world_size
-from tests.tasks import regression_data, unsaved_list
+from tests.tasks import regression_data
 
 SAMPLES = 60
 
@@ -36,7 +36,10 @@ EPOCHS = 4
 class Rates(TrainerCallback):
     """Notes the rate that each update is made with, and the fraction of the run at which it is made."""
 
-    curve = unsaved_list()
+    saves_attributes = False  # those of a run alone
+
+    def __init__(self) -> None:
+        self.curve: list[Any] = []
 
     def on_optimizer_step_start(self, trainer, **kwargs):
         group = trainer.optimizer.param_groups[0]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import Mixture, shard
 from tests.streams import SavesEachUpdate
-from tests.tasks import Stream, equal, largest_difference, make_trainer, unsaved_list, weights
+from tests.tasks import Stream, equal, largest_difference, make_trainer, weights
 from tests.test_data import numbers, rank_of
 
 
@@ -42,7 +42,10 @@ KIND = {"weights": {"a": 0.7, "b": 0.3}}
 class Keeps(TrainerCallback):
     """Keeps the samples of each step."""
 
-    seen = unsaved_list()
+    saves_attributes = False  # those of a run alone
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
 
     def on_train_step_end(self, trainer, batch, **kwargs):
         indices = trainer.batch_indices

@@ -269,7 +269,28 @@ def test_frozen_weights_may_be_left_out(tmp_path):
     assert equal(other.state_dict(), model.state_dict())
 
 
-def test_a_card_beside_what_transformers_has_saved_says_so(tmp_path):
+@pytest.mark.parametrize("head", ["SequenceClassification", "MaskedLM"])  # the second one ties weights
+def test_a_model_of_transformers_is_saved_as_its_library_does(tmp_path, head):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.BertConfig(**sizes, intermediate_size=4, id2label={0: "bad", 1: "good"})
+    kind = getattr(transformers, f"BertFor{head}")
+    model, other = kind(config), kind(config)
+    Trainer(torch.compile(model), None, optimizer=None).save_model(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} - {"curves.png"} >= {"config.json", "model.safetensors"}
+    loaded = kind.from_pretrained(tmp_path)
+    assert equal(loaded.state_dict(), model.state_dict())
+    assert loaded.config.id2label == {0: "bad", 1: "good"}
+    trainer = Trainer(other, None, optimizer=None)
+    trainer.load_checkpoint(tmp_path)
+    assert equal(other.state_dict(), model.state_dict())
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged: its content does not match its checksum"):
+        trainer.load_checkpoint(tmp_path)
+
+
+def test_the_card_of_a_model_of_transformers_says_how_to_load_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4

@@ -70,7 +70,7 @@ def test_a_report_names_the_layer_and_the_samples_before_the_weights_change(tmp_
     summary = json.loads(report.report.read_text())
     assert summary["indices"] == [[10, 11, 12, 13, 14]]
     assert summary["origin"] == {
-        "layer": "0", "kind": "Linear", "inputs_are_finite": False, "weights_are_finite": True
+        "layer": "0", "kind": "Linear", "inputs_are_finite": False, "weights_are_finite": True, "operations": [],
     }  # fmt: skip
     assert equal({"0.weight": weights(trainer.model)["0.weight"]}, {"0.weight": before[2]["0.weight"]})
     assert not trainer.model[0]._forward_hooks
@@ -150,6 +150,146 @@ def test_a_batch_that_was_skipped_is_not_in_the_report(tmp_path):
         fit(trainer, spoilt(), gradient_accumulation_steps=3)
     summary = json.loads(report.report.read_text())
     assert summary["indices"] == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+
+
+# ---------------------------------------------------------------------------------------------- repeated steps
+
+
+class Halved(nn.Module):
+    """Its inputs, halved, and NaN where their root is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x / 2
+        return half.sqrt()
+
+
+def failing_run(folder: Any, seen: list[Any], model: Any = None, saves: int | None = 1, **kwargs: Any) -> Trainer:
+    """A trainer whose third step of the second epoch fails by its data, which only that epoch reads as they are."""
+    saving = [SaveTrainingStateCallback(folder / "states", save_every_n_steps=saves)] if saves else []
+
+    def note(trainer: Trainer, output: dict[str, Any]) -> None:
+        seen.append([trainer.progress.epoch, trainer.progress.step, output["loss"].detach(), weights(trainer.model)])
+
+    remember = listener(on_backward_start=lambda t, batch, batch_output, **_: note(t, batch_output))
+    torch.manual_seed(7)
+    layers = nn.Sequential(nn.Linear(5, 6), nn.Identity(), Halved(), nn.Dropout(0.5), nn.Linear(6, 1)).double()
+    with torch.no_grad():
+        layers[0].bias.fill_(6.0)
+    return reporting_trainer([remember, NaNReportCallback(folder / "reports"), *saving], model or layers, **kwargs)
+
+
+def late(epoch: int = 2, index: int = 12) -> Any:
+    """Data of which one sample is spoilt from an epoch on."""
+    data = regression_data(30)
+
+    def spoil(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.epoch == epoch:
+            data.tensors[0][index] = -100.0 * torch.sign(trainer.model[0].weight[0].detach())
+
+    return data, listener(on_train_epoch_start=spoil)
+
+
+def bits(seen: list[Any]) -> list[Any]:
+    return [[epoch, step, int(loss.view(torch.int64))] for epoch, step, loss, _ in seen]
+
+
+@pytest.mark.parametrize(("saves", "accumulation"), [(2, 1), (1, 2), (None, 1)])
+def test_the_step_of_a_report_is_repeated_in_the_same_bits_and_its_operation_is_named(
+    tmp_path, capsys, saves, accumulation
+):
+    def make(seen: list[Any]) -> tuple[Trainer, Any]:
+        data, spoil = late()
+        trainer = failing_run(tmp_path, seen, saves=saves, seed=3)
+        trainer.callback_handler.add_callback(spoil)
+        return trainer, data
+
+    first: list[Any] = []
+    trainer, data = make(first)
+    with pytest.raises(NonFiniteLossError, match=r"NaNReportCallback.repeat\(trainer, .* with the arguments of train"):
+        fit(trainer, data, gradient_accumulation_steps=accumulation)
+    [report] = (tmp_path / "reports").iterdir()
+    before = json.loads(report.read_text())
+    assert (before["state"] is None) == (saves is None)
+    assert before["epoch"] == 2
+
+    again: list[Any] = []
+    trainer, data = make(again)
+    arguments = {"per_device_batch_size": 5, "train_dataloader_kwargs": WITHOUT_WORKERS}
+    arguments |= {"gradient_accumulation_steps": accumulation, "resume_from": "latest"}
+    capsys.readouterr()
+    found = NaNReportCallback.repeat(trainer, report, data, 2, **arguments)
+    assert len(again) == len(first) if saves is None else len(again) <= saves * accumulation + 1
+    assert bits(again) == bits(first[-len(again) :])
+    assert math.isnan(again[-1][2])
+    assert equal(again[-1][3], first[-1][3])
+    assert (found.layer, found.kind) == ("2", "Halved")
+    [operation] = found.operations
+    assert operation.startswith("The first NaN comes from torch.Tensor.sqrt in 2 (Halved), line ")
+    assert operation.endswith("of test_non_finite.py: return half.sqrt().")
+    assert operation in capsys.readouterr().out
+    after = json.loads(report.read_text())
+    assert after["origin"]["operations"] == [operation]
+    assert (after["indices"], after["epoch"], after["step"]) == (before["indices"], before["epoch"], before["step"])
+    assert not trainer.model[2]._forward_hooks
+    assert not trainer.model[2]._forward_pre_hooks
+
+
+def test_a_repeated_step_names_the_operation_whose_gradient_is_not_finite(tmp_path):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(5, 1, bias=False).double()
+            self.root = Root()
+
+        def forward(self, x):
+            return self.root(self.scale(x) ** 2)
+
+    data = regression_data(30)
+    data.tensors[0][12] = 0.0
+    torch.manual_seed(0)
+    models = Gated(), Gated()
+    models[1].load_state_dict(models[0].state_dict())
+    with pytest.raises(NonFiniteLossError, match="gradient is not finite"):
+        fit(failing_run(tmp_path, [], models[0]), data)
+    [report] = (tmp_path / "reports").iterdir()
+    trainer = failing_run(tmp_path, [], models[1])
+    arguments = {"per_device_batch_size": 5, "train_dataloader_kwargs": WITHOUT_WORKERS}
+    found = NaNReportCallback.repeat(trainer, report, data, 2, **arguments)
+    assert found.layer is None
+    [operation] = found.operations
+    assert operation.startswith(
+        "The first infinite value comes from the gradient of SqrtBackward0 in root (Root), line "
+    )
+    assert operation.endswith("of test_non_finite.py: return x.sqrt().")
+
+
+def test_a_step_that_is_finite_when_it_is_repeated_ends_the_run_and_says_so(tmp_path, capsys):
+    arguments = {"per_device_batch_size": 5, "train_dataloader_kwargs": WITHOUT_WORKERS}
+    with pytest.raises(NonFiniteLossError):
+        fit(failing_run(tmp_path, []), spoilt())
+    [report] = (tmp_path / "reports").iterdir()
+    seen: list[Any] = []
+    found = NaNReportCallback.repeat(failing_run(tmp_path, seen), report, regression_data(30), 2, **arguments)
+    assert found.layer is None
+    assert not found.operations
+    assert [step for _, step, *_ in seen] == [2]
+    assert "Step 2 of epoch 1 was repeated. The outputs of all layers are finite." in capsys.readouterr().out
+
+
+def test_a_step_that_cannot_be_repeated_says_what_it_takes(tmp_path):
+    trainer = failing_run(tmp_path, [], saves=None)
+    with pytest.raises(NonFiniteLossError, match=r"cannot be repeated, .* no training states and has no seed. Give it"):
+        fit(trainer, spoilt())
+    [report] = (tmp_path / "reports").iterdir()
+    with pytest.raises(ValueError, match=r"had no seed. To repeat a step, give the run a SaveTrainingStateCallback"):
+        NaNReportCallback.repeat(trainer, report, spoilt(), 2)
+    with pytest.raises(ValueError, match=r"trainer has no NaNReportCallback. Create it as for the run"):
+        NaNReportCallback.repeat(reporting_trainer([]), report, spoilt(), 2)
+    trainer = failing_run(tmp_path, [], saves=None, seed=0)
+    with pytest.raises(NonFiniteLossError, match=r"It begins at the start of the run"):
+        fit(trainer, spoilt(), epochs=1)
+    with pytest.raises(ValueError, match=r"the trainer has trained since. Create it anew"):
+        NaNReportCallback.repeat(trainer, report, spoilt(), 1)
 
 
 # ---------------------------------------------------------------------------------------------- spikes
@@ -245,21 +385,35 @@ def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
 
 
 def nan_report() -> Any:
-    """One rank meets a batch that is not finite: it alone writes a report, and all end together."""
+    """One rank meets a batch that is not finite: it alone writes a report, all end together, and repeat the step."""
     with shared_folder() as folder:
-        report = NaNReportCallback(folder / "nan reports")
         data = regression_data(60)
-        data.tensors[0][11, 0] = float("nan")
-        trainer = quiet_trainer(small_model(), callbacks=[report])
+        data.tensors[0][17, 0] = float("nan")
+        arguments = {"per_device_batch_size": global_batch(6), "train_dataloader_kwargs": IN_ORDER}
+
+        def make() -> tuple[Trainer, NaNReportCallback]:
+            report = NaNReportCallback(folder / "nan reports")
+            saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=2)
+            return quiet_trainer(small_model(), callbacks=[report, saving]), report
+
+        trainer, report = make()
         try:
-            trainer.train(data, 1, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
+            trainer.train(data, 1, **arguments)
         except NonFiniteLossError as error:
-            return {"error": str(error), "report": None if report.report is None else report.report.name}
+            result = {"error": str(error), "report": None if report.report is None else report.report.name}
+        path = next(path for path in trainer.all_gather_object(report.report) if path is not None)
+        again, _ = make()
+        found = NaNReportCallback.repeat(again, path, data, 1, **arguments)
+        return {**result, "found": found.operations, "steps": again.progress.step, "layer": found.layer}
 
 
 @two_are_enough
 def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
     *others, last = ranks(nan_report)
     rank = ranks.world_size - 1
-    assert last["report"] == f"epoch-1-step-1-rank-{rank}.json"
+    assert last["report"] == f"epoch-1-step-2-rank-{rank}.json"
     assert all(last["report"] in result["error"] for result in [*others, last])
+    for result in [*others, last]:
+        assert result["layer"] == "0"
+        assert result["found"][0].startswith("The first NaN comes from torch.nn.functional.linear in 0 (Linear)")
+        assert result["found"][0].endswith(", of inputs that are not finite either.")

@@ -268,6 +268,94 @@ def test_attributes_that_a_run_removes_stay_removed(tmp_path):
     assert trainer.function is len
 
 
+class Ledger(TrainerCallback):
+    unsaved_attributes = ("lines",)
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+        self.count = 0
+
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.count += 1
+        self.lines.append(self.count)
+
+
+class Kept(Ledger):
+    unsaved_attributes = ()
+
+
+class Unsaved(Ledger):
+    saves_attributes = False
+
+
+class Partly(Trainer):
+    """Trains a head, and notes losses, which are not saved; counts steps, which are."""
+
+    unsaved_attributes = ("losses", "head", "generator")
+
+    def __init__(self, seed: int, callbacks: Any = ()) -> None:
+        torch.manual_seed(seed)
+        model, head = small_model(), nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+        super().__init__(model, nn.MSELoss(), optimizer, callbacks, seed=0)
+        self.head, self.losses, self.steps, self.generator = head, [], 0, threading.Lock()
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        self.losses.append(self.steps)
+        self.steps += 1
+        loss = self.loss_func(self.head(self.model(batch[0])), batch[1])
+        return {"loss": loss, "model_outputs": None, "batch_size": len(batch[0])}
+
+
+def test_attributes_that_a_class_names_are_not_saved(tmp_path, capsys):
+    def run(epochs: int, kind: type[Ledger], seed: int) -> tuple[Partly, Ledger]:
+        ledger = kind()
+        trainer = Partly(seed, [ledger, SaveTrainingStateCallback(tmp_path / "states", max_checkpoints=1)])
+        trainer.train(DATA, epochs, per_device_batch_size=8, resume_from="latest")
+        return trainer, ledger
+
+    first, _ = run(1, Ledger, seed=1)
+    trained = first.head.weight.detach().clone()
+    assert "generator" not in capsys.readouterr().out  # is not said to be left out
+    state = torch.load(next((tmp_path / "states").glob("update-*/trainer.pt")), weights_only=True)
+    assert "head" not in state["attributes"]
+    first.save_checkpoint(tmp_path / "model.pt")
+    assert "attribute_state_dicts" not in torch.load(tmp_path / "model.pt")
+    created = Partly(2).head.weight.detach()
+    assert not torch.equal(created, trained)
+    trainer, ledger = run(1, Ledger, seed=2)  # nothing is left to be trained
+    assert torch.equal(trainer.head.weight, created)
+    assert (trainer.losses, trainer.steps) == ([], 3)
+    assert (ledger.lines, ledger.count) == ([], 3)
+    trainer, ledger = run(2, Ledger, seed=3)
+    assert (trainer.losses, trainer.steps) == ([3, 4, 5], 6)
+    assert (ledger.lines, ledger.count) == ([4, 5, 6], 6)
+
+
+def test_a_callback_may_leave_out_all_its_attributes_also_of_states_that_have_them(tmp_path):
+    def run(epochs: int, kind: type[Ledger]) -> Ledger:
+        ledger = type("Ledger", (kind,), {})()
+        saving = SaveTrainingStateCallback(tmp_path / "states", max_checkpoints=1)
+        Partly(1, [ledger, saving]).train(DATA, epochs, per_device_batch_size=8, resume_from="latest")
+        return ledger
+
+    assert run(1, Kept).count == 3
+    assert run(2, Kept).lines == [1, 2, 3, 4, 5, 6]
+    ledger = run(3, Ledger)
+    assert (ledger.lines, ledger.count) == ([7, 8, 9], 9)
+    ledger = run(4, Unsaved)
+    assert (ledger.lines, ledger.count) == ([1, 2, 3], 3)
+
+
+def test_unsaved_attributes_are_names(tmp_path):
+    class Wrong(Ledger):
+        unsaved_attributes = "lines"
+
+    trainer = Partly(0, [Wrong(), SaveTrainingStateCallback(tmp_path)])
+    with pytest.raises(TypeError, match=r"unsaved_attributes='lines' of Wrong must be names of attributes, such as"):
+        trainer.train(DATA, 1)
+
+
 def test_long_buffers_are_kept_as_few_tensors_and_equal(tmp_path):
     frames = [torch.full((3,), float(number)) for number in range(101)]
     steps = [Transition(frames[number], number / 2) for number in range(100)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import update_wrapper, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
@@ -148,8 +148,15 @@ class TrainerCallback:
     Adding a callback raises an error if one of its methods does not accept the arguments of its event.
 
     ``configure_run`` is called first, so that a callback can declare what it needs from a run. A callback with
-    ``state_dict()`` and ``load_state_dict(state)`` is saved in training states.
+    ``state_dict()`` and ``load_state_dict(state)`` is saved in training states. Of your callbacks without them, the
+    states keep the attributes.
+
+    :cvar saves_attributes: whether training states keep the attributes of your callback
+    :cvar unsaved_attributes: names of attributes that they leave out
     """
+
+    saves_attributes: ClassVar[bool] = True
+    unsaved_attributes: ClassVar[Collection[str]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 from urllib.parse import quote
 
 StrPath = str | os.PathLike[str]
+#: A path, or a binary file that the user has opened, or an ``io.BytesIO``.
+PathOrFile = StrPath | IO[bytes]
 _LONGEST_NAME = 255  # bytes, on all common file systems
 _LONGEST_PART = 150  # of a name that is put together from several
 
@@ -89,6 +92,33 @@ def folder_path(argument: str, path: StrPath, what: str = "what is written there
     if os.path.lexists(location) and not location.is_dir():
         raise ValueError(f"{argument}={os.fspath(path)!r} is no folder. Pass another path, or move what is there.")
     return location
+
+
+def check_open_file(argument: str, file: PathOrFile, *, to_write: bool) -> None:
+    """Check what was passed as an open file. Paths pass.
+
+    :raises TypeError: if it is neither a path nor a file, or a file of text; names the argument
+    :raises ValueError: if it is closed, or open for the opposite only
+    """
+    if isinstance(file, (str, os.PathLike)):
+        return
+    method, is_possible, mode = ("write", "writable", "wb") if to_write else ("read", "readable", "rb")
+    if not hasattr(file, method):
+        raise TypeError(f"{argument}={file!r} must be a path or an open binary file, not {type(file).__name__}.")
+    if hasattr(file, "encoding"):
+        raise TypeError(f"{argument}={file!r} is open as text. Open it with mode {mode!r}, or pass io.BytesIO().")
+    if getattr(file, "closed", False):
+        raise ValueError(f"{argument}={file!r} is closed. Pass it while it is open.")
+    if not getattr(file, is_possible, lambda: True)():
+        raise ValueError(f"{argument}={file!r} cannot be {'written' if to_write else 'read'}. Open it with {mode!r}.")
+
+
+def name_of(file: PathOrFile) -> str:
+    """Return what to call a path or an open file in messages."""
+    if isinstance(file, (str, os.PathLike)):
+        return os.fspath(file)
+    name = getattr(file, "name", None)  # a number, of a file that was opened by its descriptor
+    return name if isinstance(name, str) and name else f"<{type(file).__name__}>"
 
 
 def as_file_name(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -22,6 +23,7 @@ class TrainerLike(Protocol):
     """
 
     saves_attributes: ClassVar[bool]
+    unsaved_attributes: ClassVar[Collection[str]]
     model: nn.Module
     loss_func: Any
     optimizer: Any

@@ -14,12 +14,13 @@ from typing import Any
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import class_of
-from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath, name_of, parse_location
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import format_metric, format_value, to_number
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback, describe_model, setup_of
 from pytorch_accel_lite.callbacks.run_page import environment_facts, training_facts
 from pytorch_accel_lite.checkpoint.files import replacing, write_text
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters
 from pytorch_accel_lite.checkpoint.saving import save_weights
 from pytorch_accel_lite.checkpoint.weights import CARD, LoadedWeights
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
@@ -34,9 +35,12 @@ _OMITTED = ("train_", "eval_", "num_", "max_num_", "is_", "mixed_precision", "se
 
 
 def save_model(
-    self: TrainerLike, path: StrPath, *, trainable_only: bool = False, card_data: Mapping[str, Any] | None = None
+    self: TrainerLike, path: PathOrFile, *, trainable_only: bool = False, card_data: Mapping[str, Any] | None = None
 ) -> None:
     """Save the model for use in other programs: its weights as safetensors, and a model card.
+
+    In a directory, a model of transformers is saved by its own ``save_pretrained``, and so are the adapters of a model
+    of PEFT, for ``from_pretrained`` of their libraries; see "Save and load" and "Adapters" in the docs.
 
     A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
     The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
@@ -47,6 +51,8 @@ def save_model(
 
     :param path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
         folders are created. A path that ends in ``.safetensors`` is that of one file, with the weights alone.
+        So is an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves
+        open; what the others pass in its place is ignored.
     :param trainable_only: whether to leave out frozen parameters. :meth:`load_checkpoint` then leaves those of the
         model as they are.
     :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
@@ -56,17 +62,20 @@ def save_model(
     :raises TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
     :raises OSError: if a file cannot be written
     """
-    is_file = os.fspath(path).endswith(".safetensors")
+    is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
     if card_data is not None:
-        _check_card_data(card_data, path if is_file else None)
-    describe = None if is_file else lambda folder: _write_card(self, folder, path, trainable_only, card_data or {})
-    save_weights(self, path, trainable_only, describe)
+        _check_card_data(card_data, None if is_directory else name_of(path))
+
+    def describe(folder: Path) -> None:
+        _write_card(self, folder, name_of(path), trainable_only, card_data or {})
+
+    save_weights(self, path, trainable_only, describe if is_directory else None)
 
 
-def _check_card_data(card_data: Mapping[str, Any], file: StrPath | None) -> None:
+def _check_card_data(card_data: Mapping[str, Any], file: str | None) -> None:
     if file is not None:
         raise ValueError(
-            f"card_data={card_data!r} is for a model card, but path={os.fspath(file)!r} is one file, without a card. "
+            f"card_data={card_data!r} is for a model card, but path={file!r} is one file, without a card. "
             "Pass the path of a directory, or omit card_data."
         )
     try:
@@ -115,6 +124,7 @@ def _write_card(
         kind=kind.__name__,
         module=_public_module(kind),
         is_pretrained=(folder / "config.json").exists() and hasattr(kind, "from_pretrained"),  # as transformers saves
+        is_adapters=has_adapters(model) and (folder / ADAPTERS).exists(),
         settings=[Column("setting", [name for name, _ in settings]), Column("value", [text for _, text in settings])],
         model=model,
     )

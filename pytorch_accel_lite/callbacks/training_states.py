@@ -155,6 +155,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
+    @property
+    def latest_saved(self) -> StrPath | None:
+        """The newest state that the run in progress has saved or resumed from; ``None`` if there is none."""
+        return None if self._complete is None else self._complete[0]
+
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.saves_training_states = True
         request.ends_at_signals = request.ends_at_signals or self.save_on_signal

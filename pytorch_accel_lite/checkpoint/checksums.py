@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import zipfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from pytorch_accel_lite.base.environment import available_cores
 
@@ -26,6 +28,10 @@ _LONGEST_HEADER = 100_000_000  # that readers of safetensors accept
 CHECKSUM = "sha256_of_pieces"
 #: The metadata of a safetensors file that :func:`seal` completes: its checksum is that of the file with this text.
 UNSEALED = {CHECKSUM: "0" * 64}
+
+
+#: A file, or what was read from one that the user had opened.
+Content = Path | bytes
 
 
 def checksum(path: Path) -> str:
@@ -52,9 +58,13 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(available_cores(), _MOST_THREADS), "hashing")
 
 
-def _hash_piece(path: Path, start: int, seal: tuple[int, int] = (0, 0)) -> bytes:
+def _open(content: Content) -> IO[bytes]:
+    return io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")  # shares the memory of bytes
+
+
+def _hash_piece(content: Content, start: int, seal: tuple[int, int] = (0, 0)) -> bytes:
     """Return the SHA-256 of a piece of a file, in which the bytes of a seal count as those of an unsealed file."""
-    with open(path, "rb") as file:
+    with _open(content) as file:
         file.seek(start)
         piece = file.read(PIECE)
     first, last = (min(max(position - start, 0), len(piece)) for position in seal)
@@ -77,17 +87,23 @@ def seal(path: Path) -> None:
         file.write(digest.encode())
 
 
-def _hash_sealed(path: Path, start: int) -> str:
+def sealed(content: bytes) -> bytes:
+    """Return the content of a safetensors file as :func:`seal` completes it."""
+    start, unsealed = _find_seal(content)
+    return content[:start] + _hash_sealed(content, start).encode() + content[start + len(unsealed) :]
+
+
+def _hash_sealed(content: Content, start: int) -> str:
     place = start, start + len(UNSEALED[CHECKSUM])
     with _threads() as pool:
-        starts = range(0, path.stat().st_size, PIECE)
-        pieces = pool.map(lambda start: _hash_piece(path, start, place), starts)
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        pieces = pool.map(lambda start: _hash_piece(content, start, place), range(0, size, PIECE))
         return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
-def _find_seal(path: Path) -> tuple[int, str]:
+def _find_seal(content: Content) -> tuple[int, str]:
     """Return where the checksum of a safetensors file begins, and the checksum; empty if it has none."""
-    with open(path, "rb") as file:
+    with _open(content) as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= _LONGEST_HEADER else b""
     try:
@@ -103,24 +119,35 @@ def verify(path: Path) -> None:
     :raises ValueError: if it is damaged; names the file
     :raises OSError: if it cannot be read
     """
-    if path.suffix == ".safetensors":
-        start, stored = _find_seal(path)
-        is_intact = not stored or _hash_sealed(path, start) == stored
+    verify_content(path, os.fspath(path), is_safetensors=path.suffix == ".safetensors")
+
+
+def verify_content(content: Content, name: str, *, is_safetensors: bool) -> None:
+    """Check the content of a file of tensors against its own checksums, if it has any.
+
+    :param name: what to call it in the error
+    :raises ValueError: if it is damaged; names the file
+    :raises OSError: if it cannot be read
+    """
+    if is_safetensors:
+        start, stored = _find_seal(content)
+        is_intact = not stored or _hash_sealed(content, start) == stored
     else:
-        is_intact = _records_are_intact(path)
+        is_intact = _records_are_intact(content)
     if not is_intact:
         raise ValueError(
-            f"The file {os.fspath(path)!r} is damaged: its content does not match its checksum. It has changed since "
+            f"The file {name!r} is damaged: its content does not match its checksum. It has changed since "
             "it was written: restore it from a copy, or write it again."
         )
 
 
-def _records_are_intact(path: Path) -> bool:
+def _records_are_intact(content: Content) -> bool:
     """Whether the records of a file of ``torch.save`` have their checksums; files without records or checksums pass."""
     try:
-        if not zipfile.is_zipfile(path):
-            return True
-        with zipfile.ZipFile(path) as archive, _threads() as pool:
+        with _open(content) as file:
+            if not zipfile.is_zipfile(file):
+                return True
+        with _open(content) as file, zipfile.ZipFile(file) as archive, _threads() as pool:
             records = archive.infolist()
             if any(record.CRC for record in records):  # none has, if the user has turned them off in torch
                 list(pool.map(lambda record: _read_record(archive, record), records))

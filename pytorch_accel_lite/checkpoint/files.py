@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import shutil
 import socket
 import stat
 import time
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,8 +26,8 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.paths import StrPath, local_path
-from pytorch_accel_lite.checkpoint.checksums import verify
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, local_path, name_of
+from pytorch_accel_lite.checkpoint.checksums import UNSEALED, sealed, verify, verify_content
 from pytorch_accel_lite.distributed import Ranks
 
 _LONGEST_NAME = 230  # bytes, which leaves room for what is added to hidden names: file systems allow 255
@@ -63,7 +65,7 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: StrPath) -> Iterator[None]:
     """Convert system errors while a file is written, such as a full disk, to an ``OSError`` that names the file.
 
     torch and safetensors raise other errors, and Python's errors do not name a file once it is open. Their tracebacks,
@@ -256,10 +258,11 @@ def write_plain(value: Any, path: Path) -> None:
         torch.save(value, file)
 
 
-def load_plain(path: Path, mapped: bool = False) -> Any:
+def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None = None) -> Any:
     """Load a file written by ``torch.save`` onto the CPU, without running code from the file.
 
     :param mapped: whether to leave the tensors in the file until they are used
+    :param name: what to call it in the error, instead of its path
     :raises ValueError: if it cannot be loaded this way
     """
     try:
@@ -267,7 +270,7 @@ def load_plain(path: Path, mapped: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged file makes torch raise almost anything
         raise ValueError(
-            f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
+            f"The file {name or str(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
             f"objects that cannot be rebuilt without running code ({type(error).__name__})."
         ) from error
 
@@ -299,6 +302,25 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
     :param metadata: further texts to store in the file, by name
     :raises OSError: if the file cannot be written
     """
+    separate = _separate(tensors)
+    path.touch()
+    mode = path.stat().st_mode
+    with naming(path):
+        safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(metadata or {}))
+    path.chmod(mode)  # safetensors creates files that only their owner can read
+
+
+def write_sealed(tensors: Mapping[str, torch.Tensor], file: IO[bytes], metadata: Mapping[str, str]) -> None:
+    """Write tensors as safetensors with a checksum to an open file, as :func:`write_tensors` does to a path."""
+    content = safetensors.torch.save(_separate(tensors), metadata={"format": "pt", **UNSEALED, **metadata})
+    whole = _Whole(file)
+    with naming(name_of(file)):
+        whole.write(sealed(content))
+        whole.flush()
+
+
+def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors that share no memory."""
     separate: dict[str, torch.Tensor] = {}
     storages = set()
     for name, tensor in tensors.items():
@@ -306,11 +328,24 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
         is_shared = storage in storages
         separate[name] = tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor.contiguous()
         storages.add(storage)
-    path.touch()
-    mode = path.stat().st_mode
-    with naming(path):
-        safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(metadata or {}))
-    path.chmod(mode)  # safetensors creates files that only their owner can read
+    return separate
+
+
+class _Whole:
+    """An open file, to which everything is written: one without a buffer may take less at a time."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+
+    def write(self, data: bytes | memoryview) -> int:
+        rest = memoryview(data)
+        while rest:
+            taken = self.file.write(rest)
+            rest = rest[len(rest) if taken is None else taken :]  # not all files say how much
+        return len(data)
+
+    def flush(self) -> None:
+        getattr(self.file, "flush", lambda: None)()
 
 
 def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
@@ -325,26 +360,37 @@ def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
     return file, file.metadata() or {}
 
 
-def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
+def write_checkpoint(checkpoint: Mapping[str, Any], path: PathOrFile) -> None:
     """Write a checkpoint atomically: even if the process is killed, ``path`` holds either the old or the new one.
 
-    :raises ValueError: if ``path`` is a URL
+    :param path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left
+        open there. That is not atomic.
+    :raises ValueError: if ``path`` is a URL, or a file that is closed or cannot be written
     :raises TypeError: if an entry could not be loaded again without running code; names the path to it
     :raises OSError: if it cannot be written; the previous file is left unchanged
     """
-    target = local_path("path", path, "a checkpoint")
+    check_open_file("path", path, to_write=True)
     content = storable(checkpoint, "checkpoint")
-    with replacing(target) as temporary:
+    if not isinstance(path, (str, os.PathLike)):
+        with naming(name_of(path)):
+            torch.save(content, _Whole(path))  # type: ignore[arg-type]  # it needs no more of a file; flushes it
+        return
+    with replacing(local_path("path", path, "a checkpoint")) as temporary:
         write_plain(content, temporary)
 
 
-def read_checkpoint(path: StrPath, *, is_verified: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> dict[str, Any]:
     """Read a checkpoint, or weights alone, in a safetensors file or one of torch, onto the CPU, without running code.
 
+    :param path: the path, or an open binary file, which is read from its position to its end into memory, verified, and
+        left open
     :param is_verified: whether its content has already been compared with its checksums, as on another process
     :raises FileNotFoundError: if the file does not exist
     :raises ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
     """
+    check_open_file("path", path, to_write=False)
+    if not isinstance(path, (str, os.PathLike)):
+        return _read_open(path)
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no checkpoint at {os.fspath(path)!r}.")
     if not is_verified:
@@ -353,13 +399,43 @@ def read_checkpoint(path: StrPath, *, is_verified: bool = False) -> dict[str, An
         _, metadata = open_tensors(path)
         weights = safetensors.torch.load_file(path)
         return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
-    checkpoint: Any = load_plain(Path(path))
+    return _entries_of(load_plain(Path(path)), os.fspath(path))
+
+
+def _read_open(file: IO[bytes]) -> dict[str, Any]:
+    """Read a checkpoint from the position of an open file to its end. What it begins with tells the format."""
+    name, content = name_of(file), file.read()
+    length = int.from_bytes(content[:8], "little")
+    if content[8:9] == b"{" and 8 + length <= len(content):
+        verify_content(content, name, is_safetensors=True)
+        try:
+            weights = safetensors.torch.load(content)
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"The file {name!r} is damaged, or no safetensors file. {error}") from error
+        metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+        return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
+    verify_content(content, name, is_safetensors=False)
+    if zipfile.is_zipfile(io.BytesIO(content)):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if min((record.header_offset for record in archive.infolist()), default=0):  # torch would mix them up
+                raise ValueError(
+                    f"The last checkpoint in the file {name!r} does not begin at its position. Call seek() with the "
+                    "position at which it was written, and keep other checkpoints in files of their own."
+                )
+    return _entries_of(load_plain(io.BytesIO(content), name=name), name)
+
+
+def _entries_of(checkpoint: Any, name: str) -> dict[str, Any]:
+    """Return the entries of a checkpoint that torch has read.
+
+    :raises ValueError: if it is none; names the file
+    """
     entries = checkpoint if isinstance(checkpoint, dict) else {}
     if entries and all(isinstance(value, torch.Tensor) for value in entries.values()):
         return {"model_state_dict": checkpoint}  # as saved by torch.save(model.state_dict(), path)
     if "model_state_dict" not in entries:
         raise ValueError(
-            f"The file {os.fspath(path)!r} is not a checkpoint: it has no 'model_state_dict'. It holds "
+            f"The file {name!r} is not a checkpoint: it has no 'model_state_dict'. It holds "
             f"{', '.join(map(repr, entries)) or type(checkpoint).__name__}. Load what you need of it yourself, such as "
             "model.load_state_dict(torch.load(path)['state_dict'])."
         )

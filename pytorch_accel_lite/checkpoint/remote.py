@@ -358,9 +358,10 @@ def open_folder(location: Path | str) -> Iterator[Path]:
             card = folder.read(CARD)
             (directory / CARD).write_bytes(card)
         yield directory
-        for file in sorted(directory.iterdir(), reverse=True):  # the card last, as it describes the others
+        files = sorted((path for path in directory.rglob("*") if path.is_file()), reverse=True)
+        for file in files:  # the card last, as it describes the others
             if file.name != CARD or file.read_bytes() != card:
-                folder.upload(file, file.name)
+                folder.upload(file, file.relative_to(directory).as_posix())
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import NonFiniteLossError
-from pytorch_accel_lite.base.paths import StrPath, file_path, parse_location
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.attribute_states import (
@@ -25,8 +26,16 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
-from pytorch_accel_lite.checkpoint.files import FROZEN, read_checkpoint, replacing, write_checkpoint, write_tensors
+from pytorch_accel_lite.checkpoint.files import (
+    FROZEN,
+    read_checkpoint,
+    replacing,
+    write_checkpoint,
+    write_sealed,
+    write_tensors,
+)
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
+from pytorch_accel_lite.checkpoint.pretrained import has_adapters, has_own_form, remove_adapters, write_own_form
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
 from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
@@ -68,9 +77,27 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
+def _agree(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
+    """Look at a file that a user has opened. Call it on every process.
+
+    :raises TypeError: on all processes, if it is raised on any; likewise ``ValueError``
+    """
+
+    def find_problem() -> TypeError | ValueError | None:
+        try:
+            look_at()
+        except (TypeError, ValueError) as error:
+            return error.with_traceback(None)
+        return None
+
+    for problem in trainer.ranks.run_together(find_problem):
+        if problem is not None:
+            raise problem
+
+
 def save_checkpoint(
     self: TrainerLike,
-    save_path: StrPath,
+    save_path: PathOrFile,
     checkpoint_kwargs: dict[str, Any] | None = None,
     save_optimizer: bool = True,
     save_scheduler: bool = True,
@@ -84,21 +111,29 @@ def save_checkpoint(
     it lives, and modules in attributes that the run has changed (unless ``saves_attributes = False`` in the trainer's
     class).
 
-    :param save_path: path of the file, usually ending in ``.pt``; missing folders are created
+    :param save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary file
+        or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open; what the
+        others pass in its place is ignored.
     :param checkpoint_kwargs: further entries of the file
     :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
     :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
     :param save_per_node: whether to save once on every machine, instead of once in the job
     :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
-    :raises ValueError: if ``trainable_only`` would leave out everything
+    :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
     """
-    target = file_path("save_path", save_path, "a checkpoint")
+    target: PathOrFile = save_path
+    if isinstance(save_path, (str, os.PathLike)):
+        target = file_path("save_path", save_path, "a checkpoint")
+    else:
+        save_per_node = False
+    writes = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
+    with naming(self.ranks, "save_checkpoint()"):
+        _agree(self, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
     model = self.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
     with _timed(self), attributes.evaluating_optimizers(self):
         _warn_of_weights(self, "save_checkpoint")
-        writes = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
         weights = model_state(model, writes)
         checkpoint: dict[str, Any] = {"model_state_dict": weights}
         if trainable_only and writes:
@@ -119,7 +154,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     self: TrainerLike,
-    checkpoint_path: StrPath,
+    checkpoint_path: PathOrFile,
     load_optimizer: bool = True,
     load_scheduler: bool = True,
     *,
@@ -133,7 +168,8 @@ def load_checkpoint(
 
     :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads only
         its own shards if the model is sharded. What :meth:`save_model` wrote may be named by its URL. Or a training
-        state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
+        state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``. Or an open
+        binary file, which each process reads from the position of its own.
     :param load_optimizer: whether to load the state of the optimizer, if it was saved
     :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
     :param strict: ``False`` to load only the weights that fit, and warn of the others
@@ -142,70 +178,86 @@ def load_checkpoint(
     """
     with naming(self.ranks, "load_checkpoint()"):
         self.ranks.barrier()
-    model = self.get_model(keep_torch_compile=False)
-    location = parse_location(checkpoint_path, "checkpoint_path")
-    if isinstance(location, Path) and (location / MANIFEST).is_file() and (load_optimizer or load_scheduler):
-        raise ValueError(
-            f"{os.fspath(checkpoint_path)!r} is a training state. Load it with "
-            "trainer.load_training_state(directory), or resume the run with train(resume_from=directory)."
-        )
-    if isinstance(location, Path) and not (location / MANIFEST).is_file():  # a training state is verified as a whole
-        verify_weights(self, location)
-    checkpoint = _read(location, model)
+    model, source = self.get_model(keep_torch_compile=False), name_of(checkpoint_path)
+    checkpoint = _read(self, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
     left_out = checkpoint.get(FROZEN, {})
-    weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict, left_out)
-    if left_out and (others := describe_other_weights(model, left_out, checkpoint_path)):
+    weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, left_out)
+    if left_out and (others := describe_other_weights(model, left_out, source)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
     options = describe_optimizers(self)
     with attributes.evaluating_optimizers(self):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if self.optimizer is None:
                 raise ValueError(
-                    f"The checkpoint {os.fspath(checkpoint_path)!r} holds an optimizer's state, but the trainer has "
+                    f"The checkpoint {source!r} holds an optimizer's state, but the trainer has "
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
             load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
             self.current_run.schedule.final_rates = []  # the rates were loaded, not set by hand
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-        load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
+        load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), source)
         states = checkpoint.get("attribute_state_dicts", {})
-        load_attribute_states(self, states, checkpoint_path, load_optimizer, load_scheduler, strict)
+        load_attribute_states(self, states, source, load_optimizer, load_scheduler, strict)
         model.load_state_dict(weights, strict=strict and not left_out)
     if not self.is_running:
-        _say_what_was_loaded(self, checkpoint_path, options, load_scheduler and "scheduler_state_dict" in checkpoint)
+        _say_what_was_loaded(self, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
     numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}
-    self.current_run.loaded = LoadedWeights(os.path.basename(location), numbers, self.progress.update)
+    self.current_run.loaded = LoadedWeights(os.path.basename(source.rstrip("/")), numbers, self.progress.update)
     self.current_run.evaluation = None
     return checkpoint
 
 
-def _say_what_was_loaded(
-    trainer: TrainerLike, path: StrPath, options: Mapping[str, str], wants_scheduler: bool
-) -> None:
+def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str, str], wants_scheduler: bool) -> None:
     """Say which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
 
     :param options: those before it was loaded
     """
-    if changes := describe_loaded(trainer, options, os.fspath(path)):
+    if changes := describe_loaded(trainer, options, source):
         trainer.print(f"{changes} To keep those of this program, pass load_optimizer=False, or set them again.")
     if wants_scheduler and trainer.scheduler is None and trainer.optimizer is not None:
         trainer.print(
-            f"The schedule in {os.fspath(path)!r} was not loaded: train() creates its own, from the start. To "
+            f"The schedule in {source!r} was not loaded: train() creates its own, from the start. To "
             "continue a schedule, resume from a training state. load_scheduler=False omits this message."
         )
 
 
-def _read(location: Path | str, model: nn.Module) -> dict[str, Any]:
-    """Return the content of a checkpoint, of a directory of weights for a model, or of a training state."""
+def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> dict[str, Any]:
+    """Return the content of a checkpoint, of a directory of weights for a model, or of a training state.
+
+    Call it on every process.
+
+    :param only_weights: whether the path may be that of a training state
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return _read_open_file(trainer, path)
+    location = parse_location(path, "checkpoint_path")
     if isinstance(location, str):
         with fetched_weights(location) as directory:
             for file in directory.glob("*.safetensors"):
                 verify(file)
             return read_pretrained(directory, model)
     if (location / MANIFEST).is_file():
-        return read_learned(location)
+        if not only_weights:
+            raise ValueError(
+                f"{os.fspath(path)!r} is a training state. Load it with trainer.load_training_state(directory), or "
+                "resume the run with train(resume_from=directory)."
+            )
+        return read_learned(location)  # which is verified as a whole
+    verify_weights(trainer, location)
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
+
+
+def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> dict[str, Any]:
+    """Return the content of an open file of this process, if those of all can be read. Call it on every process."""
+    checkpoint: dict[str, Any] = {}
+
+    def read() -> None:
+        check_open_file("checkpoint_path", file, to_write=False)
+        checkpoint.update(read_checkpoint(file))
+
+    _agree(trainer, read)
+    return checkpoint
 
 
 def _split(location: Path | str) -> tuple[Path | str, str]:
@@ -217,45 +269,71 @@ def _split(location: Path | str) -> tuple[Path | str, str]:
 
 
 def save_weights(
-    trainer: TrainerLike, path: StrPath, trainable_only: bool, describe: Callable[[Path], object] | None
+    trainer: TrainerLike, path: PathOrFile, trainable_only: bool, describe: Callable[[Path], object] | None
 ) -> None:
     """Save the weights as safetensors, in a directory with a description, or as one file. Call it on every process.
 
-    :param path: path or URL of the directory, or of the file
+    :param path: path or URL of the directory, or of the file; or an open file
     :param describe: called on the first process with the directory, once the weights are in it; ``None`` for one file
     """
-    location = parse_location(path)
-    folder, name = (location, WEIGHTS) if describe is not None else _split(location)
+    location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
+    writes = trainer.accelerator.is_main_process
+    with naming(trainer.ranks, "save_model()"):
+        _agree(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
     with _timed(trainer), attributes.evaluating_optimizers(trainer):
         _warn_of_weights(trainer, "save_model")
-        weights = model_state(model, keep=trainer.accelerator.is_main_process)
-        _say_what_is_left_out(trainer, path)
+        weights = model_state(model, keep=writes)
+        _say_what_is_left_out(trainer, name_of(path))
 
         def write() -> None:
-            if describe is not None and isinstance(location, Path) and location.is_file():
-                raise ValueError(
-                    f"path={os.fspath(path)!r} is a file, but should be a directory for a model and its card. Pass "
-                    "another path, or move the file."
-                )
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
-            with open_folder(folder) as directory:
-                with replacing(directory / name) as temporary:
-                    frozen = {FROZEN: json.dumps(left_out)} if left_out else {}
-                    write_tensors(weights, temporary, UNSEALED | frozen)
-                    seal(temporary)
-                if describe is not None:
-                    describe(directory)
+            metadata = {FROZEN: json.dumps(left_out)} if left_out else {}
+            if isinstance(location, (Path, str)):
+                form = model if describe is not None and not trainable_only and has_own_form(model) else None
+                _write_weights(weights, location, metadata, describe, form)
+                if describe is not None and form is None and has_adapters(model) and isinstance(location, Path):
+                    remove_adapters(location)
+            else:
+                write_sealed(weights, location, metadata)
 
         trainer.ranks.run_together(write, only_first=True)
 
 
-def _say_what_is_left_out(trainer: TrainerLike, path: StrPath) -> None:
+def _write_weights(
+    weights: Mapping[str, torch.Tensor],
+    location: Path | str,
+    metadata: Mapping[str, str],
+    describe: Callable[[Path], object] | None,
+    own_form: nn.Module | None,
+) -> None:
+    """Write weights as a safetensors file, or into a directory with a description.
+
+    :param own_form: the model, if it is saved as its library does
+    """
+    if describe is not None and isinstance(location, Path) and location.is_file():
+        raise ValueError(
+            f"path={os.fspath(location)!r} is a file, but should be a directory for a model and its card. Pass another "
+            "path, or move the file."
+        )
+    folder, name = (location, WEIGHTS) if describe is not None else _split(location)
+    with open_folder(folder) as directory:
+        if own_form is not None:
+            write_own_form(own_form, weights, directory)
+        else:
+            with replacing(directory / name) as temporary:
+                write_tensors(weights, temporary, {**UNSEALED, **metadata})
+                seal(temporary)
+        if describe is not None:
+            describe(directory)
+
+
+def _say_what_is_left_out(trainer: TrainerLike, name: str) -> None:
     if left_out := [*names_beside_model(trainer), *changed_modules(trainer)]:
         trainer.print(
-            f"{os.fspath(path)!r} holds the model alone, without what was trained besides it: "
+            f"{name!r} holds the model alone, without what was trained besides it: "
             f"{listed(left_out, 10)}. save_checkpoint() includes that."
         )
 

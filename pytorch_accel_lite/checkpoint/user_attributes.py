@@ -153,8 +153,10 @@ def restore_attributes(
     for owner, states in _merged(saved.get("kept", {}), own or {}).items():
         if owner not in owners:
             continue  # the callback is gone, as the message about callbacks without a state says of others
-        held = vars(owners[owner])
+        held, unsaved = vars(owners[owner]), attributes.unsaved(owners[owner])
         for name, node in states.items() if is_final else copy.deepcopy(states).items():
+            if name in unsaved:
+                continue  # the run that saved the state kept it
             try:
                 held[name] = Decoder(trainer.device, source).decode(node, held.get(name, NoPlaceError))
             except NoPlaceError:
@@ -313,7 +315,7 @@ def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, Any]]:
     now = time.time()
     trained = attributes.trained(trainer)
     for owner_name, owner in _owners(trainer).items():
-        library = _library_names(owner)
+        library = _library_names(owner) | attributes.unsaved(owner)
         for name, value in [*vars(owner).items()]:
             is_instant = type(value) is float and now - _RECENT < value <= now
             if name not in library and not is_instant and (owner_name or name not in trained):
@@ -327,7 +329,7 @@ def _owners(trainer: TrainerLike) -> dict[str, Any]:
     callbacks = {
         name: callback
         for name, callback in named_callbacks(trainer.callback_handler).items()
-        if not is_ours(type(callback)) and not _has_own_state(callback)
+        if not is_ours(type(callback)) and callback.saves_attributes and not _has_own_state(callback)
     }
     return {"": trainer, **callbacks}
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -27,6 +28,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, adapter_names, has_adapters
 from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
@@ -175,10 +177,13 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
 def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
     """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
 
-    :return: the content of a checkpoint. Weights that are tied in the model have all their names.
+    :return: the content of a checkpoint. Weights that are tied in the model have all their names. Of adapters alone,
+        all other weights of the model are left out, whose fingerprints are not known.
     :raises FileNotFoundError: if the directory has no weights, or not all that its index names
     :raises ValueError: if a file is damaged
     """
+    if (directory / ADAPTERS).is_file() and has_adapters(model):
+        return _read_adapters(directory, model)
     files, metadata = _find_files(directory)
     current = without_compile(model.state_dict())
     weights = {name: stored.read(current.get(name)) for name, stored in find_tensors(files).items()}
@@ -187,6 +192,22 @@ def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
     read = {id(tensors[name]): value for name, value in weights.items() if name in tensors}
     tied = {name: read[id(tensor)] for name, tensor in tensors.items() if name in current and id(tensor) in read}
     return {"model_state_dict": tied | weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
+
+
+def _read_adapters(directory: Path, model: nn.Module) -> dict[str, Any]:
+    """Read the adapters of a model that PEFT, or :meth:`save_model`, has saved."""
+    names = {key: name.replace(_COMPILED, "") for key, name in adapter_names(model).items()}
+    weights = {}
+    for file in sorted({file for file, _ in names}):
+        if not (directory / file).is_file():
+            raise FileNotFoundError(
+                f"{file} is missing in {os.fspath(directory)!r}, but {type(model).__name__} has that adapter."
+            )
+        verify(directory / file)
+        for name, value in safetensors.torch.load_file(directory / file).items():
+            weights[names.get((file, name), name)] = value
+    others = without_compile(model.state_dict()).keys() - set(names.values())
+    return {"model_state_dict": weights, FROZEN: dict.fromkeys(sorted(others))}
 
 
 def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
@@ -268,14 +289,17 @@ def leave_out_frozen(
     return fingerprints({name: state.pop(name) for name in names})
 
 
-def describe_other_weights(model: nn.Module, left_out: Mapping[str, int], source: str | os.PathLike[str]) -> str:
+def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
     """Describe which weights of a model are not those that were left out; empty if it has all of them.
+
+    :param left_out: their fingerprints; ``None`` for those that are not known
 
     A collective operation if they are sharded.
     """
-    frozen = {name: value for name, value in _parameters(model).items() if name in left_out}
+    known = {name: number for name, number in left_out.items() if number is not None}
+    frozen = {name: value for name, value in _parameters(model).items() if name in known}
     current = fingerprints(frozen)
-    others = [name for name, number in left_out.items() if current.get(name, number) != number]
+    others = [name for name, number in known.items() if current.get(name, number) != number]
     if not others:
         return ""
     return (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, set_mode
@@ -82,11 +83,35 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
     return not trainer.ranks.max([float(not finite)])[0]
 
 
+def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
+    """Return the attributes of a trainer or a callback that its class keeps from being saved.
+
+    :raises TypeError: if they are not given as names
+    """
+    names = owner.unsaved_attributes
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"unsaved_attributes={names!r} of {type(owner).__name__} must be names of attributes, such as "
+            "('cache', 'log')."
+        )
+    return frozenset(names)
+
+
 def trained(trainer: TrainerLike) -> dict[str, Any]:
     """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
 
     Excludes what is always saved: the model, the loss function and their parts, the optimizer, registered objects.
     """
+    return _without_unsaved(trainer, _trained(trainer))
+
+
+def _without_unsaved(trainer: TrainerLike, values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what the trainer's class keeps from being saved, with its parts, such as ``critics.0``."""
+    left_out = unsaved(trainer)
+    return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
+
+
+def _trained(trainer: TrainerLike) -> dict[str, Any]:
     if not trainer.saves_attributes:
         return {}
     schedulers = _find(trainer, is_scheduler)
@@ -125,14 +150,14 @@ def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
             owner = parameter if id(parameter) in own else holders.get(id(parameter), parameter)
             found[own.get(id(parameter), place)] = owner
             covered |= _ids(owner) | {id(parameter)}
-    return found
+    return _without_unsaved(trainer, found)
 
 
 def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     """Return the optimized parameters that belong to nothing that is saved under a name, by place."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
     groups |= optimizers(trainer)
-    saved = [trainer.model, trainer.loss_func, *trained(trainer).values(), *registered(trainer).values()]
+    saved = [trainer.model, trainer.loss_func, *_trained(trainer).values(), *registered(trainer).values()]
     named = {id(parameter) for owner in saved for parameter in _parameters(owner)}
     return {
         f"{name}[{number}][{index}]": parameter

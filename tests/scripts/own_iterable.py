@@ -20,7 +20,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.ranks import rank, world_size
-from tests.tasks import unsaved_list, weights
+from tests.tasks import weights
 
 EPOCHS = 3
 
@@ -146,8 +146,11 @@ class OwnBatches(Trainer):
 class Records(TrainerCallback):
     """Remembers the batch of every step and random numbers that are drawn after it."""
 
-    seen = unsaved_list()
-    drawn = unsaved_list()
+    saves_attributes = False  # those of a run alone
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.drawn: list[Any] = []
 
     def on_train_step_end(self, trainer, batch, **kwargs):
         self.seen.append(batch[0].sum().item())

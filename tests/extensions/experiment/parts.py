@@ -148,8 +148,10 @@ def absolute_error(outputs, targets):
 class KillAt(TrainerCallback):
     """Kills the process in the n-th step of whatever it does, as a machine that fails does.
 
-    It has a state of its own, an empty one: each process that resumes starts counting again.
+    Each process that resumes starts counting again.
     """
+
+    saves_attributes = False
 
     def __init__(self, step: int) -> None:
         self.left = step
@@ -160,12 +162,6 @@ class KillAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_eval_step_end = on_train_step_end = on_predict_step_end
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 # -------------------------------------------------------------------- settings that are compared under seeds
