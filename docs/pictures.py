@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, compare_runs
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite import callbacks as available
 from pytorch_accel_lite.plotting import plot_schedule
 from pytorch_accel_lite.plotting.figures import COLOURS, GRID, INK
@@ -151,6 +151,8 @@ def draw_a_search() -> None:
     command = [sys.executable, example, "--output", "search", "--trials", "20"]
     subprocess.run(command, check=True)
     draw_trials("sqlite:///search/study.db")
+    from pytorch_accel_lite import compare_runs
+
     ranked = compare_runs("search", sort_by="accuracy").runs
     best = compare_runs([Path("search", run.name) for run in ranked[:8]])
     photograph(best.save("comparison.html"), DOCS / "comparison.png", "<details>")

@@ -15,7 +15,7 @@ from tests.launching import ROOT, SOAK, environment
 
 PACKAGE = ROOT / "pytorch_accel_lite"
 EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py"))
-LEFT_OUT = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build", "notebooks")
+LEFT_OUT = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build")
 #: Asks for names that have gone.
 PROGRAM = """
 import sys

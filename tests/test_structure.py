@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests import interface
 from tests.launching import ROOT
 
@@ -53,7 +55,7 @@ def test_a_room_imports_only_rooms_below_it():
         if room(name) in ROOMS and room(imported) not in ROOMS[: ROOMS.index(room(name)) + 1]
     ]
     assert climbing == []
-    assert {room(name) for name in FILES} - {*ROOMS} == {"", "__main__", "extensions"} | PUBLIC_PATHS
+    assert {room(name) for name in FILES} - {*ROOMS} <= {"", "__main__", "extensions"} | PUBLIC_PATHS
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -70,7 +72,7 @@ def test_our_own_modules_are_imported_at_the_top_of_files():
 
 def test_no_two_files_have_one_name():
     names = Counter(path.name for path in FILES.values() if not path.name.startswith("__"))
-    assert [name for name, count in names.items() if count > 1] == ["placeholders.py", "experiment.py"]
+    assert {name for name, count in names.items() if count > 1} <= {"placeholders.py", "experiment.py"}
 
 
 def extension(module: str) -> str:
@@ -102,6 +104,7 @@ def test_extensions_use_only_what_users_can_import():
                 assert (module, node.names[0].name) == (f"{PACKAGE.name}.trainer", "Trainer"), path
 
 
+@pytest.mark.skipif(not (PACKAGE / "experiment.py").exists(), reason="an extension has been deleted")
 def test_the_public_interface_is_what_is_written_down():
     """A change is meant, or a mistake: ``python -m tests.interface`` writes it down anew."""
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()

@@ -57,7 +57,6 @@ from tests.launching import (
     WarmPython,
     environment,
     run_elastic_script,
-    run_module,
     some_of,
 )
 from tests.ranks import rank as own_rank
@@ -1252,23 +1251,6 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
         pytest.warns(UserWarning, match="state of callback 'EarlyStoppingCallback', which no longer exists"),
     ):
         trainer.load_training_state(state)
-
-
-def test_the_command_line_inspects_and_verifies(tmp_path):
-    run(tmp_path, max_checkpoints=1)
-    (state,) = states(tmp_path)
-
-    def inspect() -> subprocess.CompletedProcess[str]:
-        return run_module("pytorch_accel_lite", "inspect", str(state))
-
-    shown = inspect()
-    assert shown.returncode == 0
-    for part in ("epoch 3", "update 12", "OrderCallback", "train_loss_epoch", "model.safetensors", "optimizer"):
-        assert part in shown.stdout
-    DAMAGES["flipped"](state / "model.safetensors")
-    refused = inspect()
-    assert refused.returncode == 2
-    assert "model.safetensors" in refused.stdout
 
 
 @pytest.mark.parametrize(

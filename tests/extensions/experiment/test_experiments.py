@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from functools import partial
 from itertools import pairwise
@@ -24,11 +25,16 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback, read_predictions
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    ProgressBarCallback,
+    SaveTrainingStateCallback,
+    read_predictions,
+)
 from pytorch_accel_lite.optimizers import muon_with_adamw
 from tests.extensions.experiment import parts
 from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
-from tests.tasks import equal, regression_data
+from tests.tasks import equal, make_data, make_trainer, regression_data
 from tests.test_docs import blocks, write_files
 from tests.test_muon import deep_model
 
@@ -904,3 +910,22 @@ def test_a_file_can_name_muon_with_adamw(tmp_path):
 def test_a_command_line_that_is_no_yaml_is_named(value):
     with pytest.raises(ExperimentError, match=r"command line: --train.train_dataloader_kwargs .* is not YAML: "):
         Experiment.from_file(None, ["--train.train_dataloader_kwargs", value])
+
+
+def test_the_command_line_inspects_and_verifies(tmp_path):
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path, max_checkpoints=1)])
+    trainer.train(make_data(), 3, per_device_batch_size=2)
+    (state,) = tmp_path.glob("update-*")
+
+    def inspect() -> subprocess.CompletedProcess[str]:
+        return run_module("pytorch_accel_lite", "inspect", str(state))
+
+    shown = inspect()
+    assert shown.returncode == 0
+    for part in ("epoch 3", "update 9", "train_loss_epoch", "model.safetensors", "optimizer"):
+        assert part in shown.stdout
+    weights_file = state / "model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"!")
+    refused = inspect()
+    assert refused.returncode == 2
+    assert "model.safetensors" in refused.stdout
