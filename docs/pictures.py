@@ -147,12 +147,12 @@ def draw_the_resumed_schedule() -> None:
 
 def draw_a_search() -> None:
     """Search for settings with the example, and draw the study and its runs."""
+    from pytorch_accel_lite import compare_runs  # of an extension
+
     example = DOCS.parent / "examples" / "search.py"
     command = [sys.executable, example, "--output", "search", "--trials", "20"]
     subprocess.run(command, check=True)
     draw_trials("sqlite:///search/study.db")
-    from pytorch_accel_lite import compare_runs
-
     ranked = compare_runs("search", sort_by="accuracy").runs
     best = compare_runs([Path("search", run.name) for run in ranked[:8]])
     photograph(best.save("comparison.html"), DOCS / "comparison.png", "<details>")
