@@ -50,7 +50,7 @@ from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
-from pytorch_accel_lite.distributed import Ranks, collectives, launch, shutdown
+from pytorch_accel_lite.distributed import Ranks, accelerators, collectives, launch, shutdown
 from pytorch_accel_lite.engine import (
     arguments,
     evaluation,
@@ -122,8 +122,8 @@ class Trainer:
     :param callbacks: callbacks, as instances or classes, called in this order; ``None`` is left out
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
-    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``, the same in all of a process; by default that
-        of the launcher, or of an earlier accelerator in this process
+    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; by default that of the launcher, or of an
+        ``Accelerator`` that you have created before. Trainers of a process may differ.
     :param metrics: metrics to compute in each evaluation: a :class:`~pytorch_accel_lite.callbacks.MetricsCallback` with
         these is added before the other callbacks
     :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
@@ -406,7 +406,8 @@ class Trainer:
         """Return the accelerator passed, or a new one, after all checks."""
         arguments.check_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
-        accelerator = self._create_accelerator() if accelerator is None else accelerator
+        if accelerator is None:
+            accelerator = accelerators.create_accelerator(self._create_accelerator, mixed_precision)
         arguments.check_precision(mixed_precision, accelerator)  # an overridden method may have created it
         launch.check_launch(accelerator)
         check_parallelism(accelerator)

@@ -188,8 +188,48 @@ def test_what_cannot_be_is_an_error_after_which_another_can(arguments, message):
         assert make_trainer(mixed_precision="bf16").accelerator.mixed_precision == "bf16"
 
 
-def test_mixed_precision_cannot_contradict_an_accelerator_passed_or_an_earlier_one(bf16):
+def test_mixed_precision_cannot_contradict_an_accelerator_that_is_passed(bf16):
     with pytest.raises(ValueError, match=r"that of the accelerator is 'bf16'. Pass only one of them to the trainer"):
         make_trainer(mixed_precision="no", accelerator=bf16)
-    with pytest.raises(ValueError, match="restart your runtime completely and pass `mixed_precision='no'`"):
-        make_trainer(mixed_precision="no")
+
+
+def test_a_trainer_without_the_argument_shares_the_users_accelerator(bf16):
+    assert make_trainer().accelerator.mixed_precision == "bf16"
+    assert make_trainer(mixed_precision="no").accelerator.mixed_precision == "no"
+    assert bf16.mixed_precision == "bf16"
+
+
+def trained(precision: str | None, *callbacks: Any) -> tuple[Trainer, set[torch.dtype]]:
+    torch.manual_seed(0)
+    layer = Watched(4, 1)
+    trainer = make_trainer(callbacks, model=nn.Sequential(layer, nn.Linear(1, 1)), mixed_precision=precision)
+    return train(trainer, eval_dataset=True), layer.seen
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_trainers_of_a_process_have_each_their_precision():
+    (first, of_first), (half, of_half), (last, of_last) = (trained(precision) for precision in (None, "bf16", None))
+    assert (of_first, of_half, of_last) == ({torch.float32}, {torch.bfloat16}, {torch.float32})
+    assert [trainer.accelerator.mixed_precision for trainer in (first, half, last)] == ["no", "bf16", "no"]
+    assert equal(weights(first.model), weights(last.model))
+    assert not equal(weights(first.model), weights(half.model))
+    before, (again, _) = weights(half.model), trained("bf16")
+    assert equal(before, weights(again.model))
+    assert first.evaluate(make_data()) == last.evaluate(make_data())  # an earlier trainer keeps its own
+    assert again.evaluate(make_data()) == half.evaluate(make_data())
+
+
+@pytest.mark.usefixtures("no_accelerator")
+@pytest.mark.parametrize(("outer", "inner"), [(None, "bf16"), ("bf16", None)])
+def test_a_run_within_a_run_of_another_trainer_has_its_own_precision(outer, inner):
+    alone = {precision: weights(trained(precision)[0].model) for precision in (None, "bf16")}
+    found: list[Any] = []
+
+    def train_another(trainer: Trainer, **kwargs: Any) -> None:
+        with torch.random.fork_rng():
+            found.append(weights(trained(inner)[0].model))
+
+    trainer, _ = trained(outer, listener(on_train_step_end=train_another))
+    assert len(found) > 1
+    assert all(equal(each, alone[inner]) for each in found)
+    assert equal(weights(trainer.model), alone[outer])

@@ -56,7 +56,7 @@ def check_launch(accelerator: Accelerator) -> None:
 def notebook_launcher(*args: Any, **kwargs: Any) -> None:
     """Call Accelerate's ``notebook_launcher``, unless a trainer exists already, which its error does not mention."""
     processes = signature(accelerate.notebook_launcher).bind_partial(*args, **kwargs).arguments.get("num_processes")
-    if (processes or 1) > 1 and AcceleratorState._shared_state:  # noqa: SLF001 (as Accelerate asks itself)
+    if (processes or 1) > 1 and AcceleratorState._shared_state:
         raise ValueError(
             f"notebook_launcher(num_processes={processes}): an earlier cell has created a Trainer or an Accelerator, "
             "after which a notebook cannot start processes. Restart the kernel, and create the model and the trainer "

@@ -27,6 +27,7 @@ from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.mixtures import describe_lengths
 from pytorch_accel_lite.distributed import shutdown, watch
+from pytorch_accel_lite.distributed.accelerators import in_effect
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.engine.arguments import (
     check_optimizers,
@@ -358,8 +359,9 @@ def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None
 
 @contextmanager
 def computing(trainer: TrainerLike) -> Iterator[None]:
-    """Let the settings of torch that a trainer has asked for hold in a block."""
+    """Let the settings of torch and Accelerate that a trainer has asked for hold in a block."""
     with (
+        in_effect(trainer.accelerator),
         nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
         nullcontext() if trainer.logical is None else trainer.logical.computing_identically(trainer),
     ):

@@ -1,0 +1,57 @@
+"""Trainers of one process with different settings of Accelerate, which keeps those of the first for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+_OF_A_TRAINER = "_was_created_by_a_trainer"  # an attribute of the states of accelerators that trainers created
+_ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # rather than of a thread, as on TPUs
+_in_effect = 0  # how many runs have their trainer's settings in effect
+
+
+def create_accelerator(create: Callable[[], Accelerator], precision: str | None) -> Accelerator:
+    """Create the accelerator of a trainer, whatever the settings of earlier trainers are.
+
+    Without a precision, it shares the settings of an accelerator that the user has created before.
+
+    :param create: creates it
+    :param precision: the mixed precision asked for, if any
+    """
+    if not _ARE_OF_PROCESS:
+        return create()
+    before = AcceleratorState._shared_state
+    shares = not before.get(_OF_A_TRAINER) and precision in (None, before.get("_mixed_precision"))
+    created = before if shares else {}
+    is_new = not created
+    AcceleratorState._shared_state = created
+    try:
+        accelerator = create()
+    except BaseException:
+        AcceleratorState._shared_state = before
+        raise
+    state = vars(accelerator.state)
+    if is_new and state is created:
+        state[_OF_A_TRAINER] = True
+    AcceleratorState._shared_state = before if _in_effect else state
+    return accelerator
+
+
+@contextmanager
+def in_effect(accelerator: Accelerator) -> Iterator[None]:
+    """Let Accelerate use the settings of an accelerator in a block."""
+    global _in_effect
+    if not _ARE_OF_PROCESS:
+        yield
+        return
+    before = AcceleratorState._shared_state
+    AcceleratorState._shared_state = vars(accelerator.state)
+    _in_effect += 1
+    try:
+        yield
+    finally:
+        _in_effect -= 1
+        AcceleratorState._shared_state = before
