@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -198,7 +198,7 @@ class Trainer:
         *,
         accelerator: Accelerator | None = None,
         mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None,
-        metrics: str | Metric | MetricCollection | Mapping[str, Metric | str] | None = None,
+        metrics: str | Sequence[str] | Metric | MetricCollection | Mapping[str, Metric | str] | None = None,
         seed: int | None = None,
         compile_model: bool | dict[str, Any] = False,
         compile_step: bool | dict[str, Any] = False,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -19,6 +16,7 @@ from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.callbacks.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.engine.run import TrainerLike
 
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 
-_MODULES = "aggregation audio classification clustering detection image nominal regression retrieval segmentation text"
-#: The tasks of classification metrics, with the argument that only those of one task need.
-_TASKS = {"multiclass": "num_classes", "multilabel": "num_labels"}
 _UPDATES = "number of updates"  # in the state of a metric, which does not count them itself
 
 
@@ -41,7 +36,8 @@ class MetricsCallback(TrainerCallback):
     their inputs may read from the device in every step; create them with ``validate_args=False``.
 
     :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name; or the name of a metric of
-        torchmetrics, such as ``"accuracy"`` or ``"mean_squared_error"``, also a list of names, or names in the dict
+        torchmetrics, such as ``"accuracy"``, ``"f1"``, ``"top5"`` or ``"mse"``, also a list of names, or names in the
+        dict
     :param transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
         predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element (or
         its ``labels``).
@@ -50,7 +46,8 @@ class MetricsCallback(TrainerCallback):
         as ``MeanAveragePrecision``
     :param num_classes: number of classes of metrics by name, which are then multiclass metrics
     :param num_labels: number of labels of metrics by name, which are then multilabel metrics
-    :param task: task of classification metrics by name; may be omitted with ``num_classes`` or ``num_labels``
+    :param task: task of classification metrics by name. Without it, ``num_classes`` and ``num_labels``, the shapes of
+        the first outputs and targets show what the classifier does.
     :param arguments: further arguments of metrics by name, such as ``average="macro"``. Their defaults are those of
         ``torchmetrics.Accuracy(task=...)`` and the like.
     """
@@ -73,9 +70,17 @@ class MetricsCallback(TrainerCallback):
             metrics = {type(metrics).__name__: metrics}
         for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": task}.items():
             arguments |= {} if value is None else {name: value}
-        metrics = _create_named(metrics, arguments)
-        is_dict = isinstance(metrics, Mapping) and all(isinstance(value, Metric) for value in metrics.values())
-        if not is_dict and not isinstance(metrics, MetricCollection):
+        named = _named(metrics, arguments)
+        #: Those that are created once the first outputs show what the classifier does.
+        self._pending: dict[str, NamedMetric] = {}
+        self._classification: Classification | None = None
+        if isinstance(named, dict):
+            self._pending = {name: m for name, m in named.items() if isinstance(m, NamedMetric) and m.needs_task}
+            known = {name: m for name, m in named.items() if name not in self._pending}
+            named = {name: m.create() if isinstance(m, NamedMetric) else m for name, m in known.items()}
+        self._must_agree = bool(self._pending)
+        is_dict = isinstance(named, Mapping) and all(isinstance(value, Metric) for value in named.values())
+        if not is_dict and not isinstance(named, MetricCollection):
             values = metrics.values() if isinstance(metrics, Mapping) else [metrics]
             of_function = " Log the mean of a function of your own by trainer.log(name, value) in on_eval_step_end."
             hint = of_function if any(map(inspect.isfunction, values)) else ""
@@ -83,10 +88,10 @@ class MetricsCallback(TrainerCallback):
                 f"metrics={metrics!r} must be a torchmetrics Metric, a MetricCollection, a dict of metrics, or the "
                 f"name of a metric, such as 'accuracy'.{hint}"
             )
-        if not len(metrics):
+        if not len(named) and not self._pending:
             raise ValueError(f"metrics={metrics!r} contains no metric.")
         # Members of compute groups share state that would be missing from the training state.
-        self.metrics = MetricCollection(dict(metrics.items()), compute_groups=False)
+        self.metrics = MetricCollection(dict(named.items()), compute_groups=False)
         self.train_metrics = self.metrics.clone() if train else None
         self.transform = transform or default_transform
         self.only = None if only is None else list(only)
@@ -97,6 +102,7 @@ class MetricsCallback(TrainerCallback):
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         metrics = dict(self.metrics.items())
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
+        directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
         and_others = not all(map(_is_single, metrics.values()))
         if self.only is not None:
             default = next(iter(directions.values())) if len(directions) == 1 else None
@@ -118,6 +124,8 @@ class MetricsCallback(TrainerCallback):
     def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         if self.train_metrics is None:
             return
+        if self._pending:
+            self._complete(trainer, batch, batch_output)
         if trainer.logical is None:
             self._update(self.train_metrics, batch, batch_output)
             return
@@ -133,11 +141,38 @@ class MetricsCallback(TrainerCallback):
         self._reset(trainer, self.metrics)
 
     def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        if self._pending:
+            self._complete(trainer, batch, batch_output)
         number = 0 if trainer.logical is None else trainer.logical.current
         self._update(self._copies_of(self.metrics)[number], batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
+
+    def _complete(self, trainer: TrainerLike, batch: Any, batch_output: Any) -> None:
+        """Create the metrics that wait for the first outputs."""
+        if batch_output["batch_size"]:  # not a filler batch
+            predictions, targets, *_ = self.transform(batch, batch_output)
+            self._create(Classification.of(predictions, targets), trainer)
+
+    def _create(self, classification: Classification, trainer: TrainerLike | None = None) -> None:
+        created = {name: metric.create(classification) for name, metric in self._pending.items()}
+        self._classification = classification
+        for metrics in (self.metrics, *([] if self.train_metrics is None else [self.train_metrics])):
+            metrics.add_metrics({name: metric.clone() for name, metric in created.items()})
+            if trainer is not None:
+                self._reset(trainer, metrics)
+        self._pending = {}
+
+    def _agree(self, trainer: TrainerLike) -> None:
+        """Check that all processes have seen the same kind of outputs; those without samples take over what it is."""
+        by_rank = trainer.data_ranks.all_gather_object(self._classification)
+        found = {classification for classification in by_rank if classification is not None}
+        if len(found) > 1:
+            raise ValueError(f"The outputs of a classifier differ between the processes: {by_rank}. Pass num_classes.")
+        for classification in found if self._pending else ():
+            self._create(classification, trainer)
+        self._must_agree = not found
 
     def _reset(self, trainer: TrainerLike, metrics: MetricCollection) -> None:
         metrics.to(trainer.device).reset()
@@ -163,6 +198,10 @@ class MetricsCallback(TrainerCallback):
                     raise
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
+        if self._must_agree:
+            self._agree(trainer)
+        if not len(metrics):  # there was no sample
+            return
         with warnings.catch_warnings():
             # A process without samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
@@ -177,14 +216,17 @@ class MetricsCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training metrics so far. Must be called on every process."""
+        known = {} if self._classification is None else {"classification": tuple(self._classification)}
         if self.train_metrics is None:
-            return {}
+            return known
         states = [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
         gathered = [states] if self._ranks is None else self._ranks.all_gather_object(states)
-        return {"ranks": list(chain.from_iterable(gathered))}
+        return {"ranks": list(chain.from_iterable(gathered)), **known}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`; each process loads its part."""
+        if self._pending and "classification" in state:
+            self._create(Classification(*state["classification"]))
         if self.train_metrics is None or "ranks" not in state:
             return
         copies = list(self._copies_of(self.train_metrics).values())
@@ -201,8 +243,8 @@ class MetricsCallback(TrainerCallback):
             _load_state(copy, states)
 
 
-def _create_named(metrics: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return metrics with instances in place of names, which are created with these arguments."""
+def _named(metrics: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return metrics with :class:`NamedMetric` in place of names."""
     names = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
         metrics = {name: name for name in names}
@@ -215,55 +257,8 @@ def _create_named(metrics: Any, arguments: Mapping[str, Any]) -> Any:
     if not isinstance(metrics, Mapping):
         return metrics
     return {
-        name: _create_metric(metric, arguments) if isinstance(metric, str) else metric
-        for name, metric in metrics.items()
+        name: NamedMetric(metric, arguments) if isinstance(metric, str) else metric for name, metric in metrics.items()
     }
-
-
-def _create_metric(name: str, arguments: Mapping[str, Any]) -> Metric:
-    """Create a metric of torchmetrics by its name, such as ``"accuracy"`` or ``"mean_squared_error"``.
-
-    The task of a classification metric follows from its arguments.
-
-    :param name: name of the class, in upper or lower case, with or without underscores
-    :raises ValueError: if there is none
-    """
-    classes = _classes()
-    kind = classes.get(_normalised(name))
-    if kind is None:
-        raise ValueError(f"metrics={name!r}: torchmetrics has no metric of this name.{_suggestion(name, classes)}")
-    arguments = dict(arguments)
-    if "task" in inspect.signature(kind).parameters and "task" not in arguments:
-        tasks = [task for task, needed in _TASKS.items() if arguments.get(needed) is not None]
-        if len(tasks) != 1:
-            raise ValueError(
-                f"metrics={name!r}: the task must be clear. Pass MetricsCallback({name!r}, num_classes=...) for "
-                "several classes, num_labels=... for several labels of each sample, or task='binary'."
-            )
-        arguments["task"] = tasks[0]
-    return kind(**arguments)
-
-
-def _classes() -> dict[str, Any]:
-    """Return the classes of metrics by their names in lower case."""
-    from torchmetrics import Metric
-
-    modules = [importlib.import_module(f"torchmetrics.{module}") for module in _MODULES.split()]
-    classes = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
-    return {_normalised(kind.__name__): kind for kind in classes if issubclass(kind, Metric)}
-
-
-def _normalised(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
-
-
-def _suggestion(name: str, classes: Mapping[str, Any]) -> str:
-    """Suggest the class that a name abbreviates (``"mse"``), that begins with the name, or that is spelt similarly."""
-    word = _normalised(name)
-    abbreviated = [key for key, kind in classes.items() if word == re.sub("[^A-Z]", "", kind.__name__).lower()]
-    longer = sorted((key for key in classes if key.startswith(word)), key=len)
-    matches = [*abbreviated, *longer, *difflib.get_close_matches(word, classes, n=1)]
-    return f" Did you mean {classes[matches[0]].__name__!r}?" if matches else ""
 
 
 def _state_of(metrics: MetricCollection) -> dict[str, Any]:
