@@ -81,7 +81,7 @@ def test_markdown_shows_names_as_they_are():
     table = [Column("a|b", ["<b>", "`x`", "$y$", "[l](u)"])]
     outputs = [{"update": 1, "texts": {"o": "a\n````\nb"}}]
     empty = dict.fromkeys(("lead", "reason", "command", "error", "how_to_resume"), "")
-    empty |= {"facts": (), "results": ()}
+    empty |= {"facts": (), "results": (), "pictures": {}}
     page = render("run.md", **empty, name="# x\n<i>", outcome="ended", outputs=outputs, tables={"T": table}, details={})
     assert "| a\\|b |" in page
     assert all(cell in page for cell in ("| &lt;b> |", "| \\`x\\` |", "| \\$y\\$ |", "| [l\\](u) |"))
