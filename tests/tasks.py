@@ -21,8 +21,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 
-EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-
 
 def regression_data(size: int = 37, features: int = 5, dtype: torch.dtype = torch.float64) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)

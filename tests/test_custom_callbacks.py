@@ -10,11 +10,12 @@ import pytest
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
+from pytorch_accel_lite.base.events import EVENTS, keywords_of
 from pytorch_accel_lite.callbacks import LimitEvalStepsCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests import typed_callbacks
 from tests.shipped import SHIPPED, build
-from tests.tasks import EVENTS, Broken, listener, make_data, make_trainer, train
+from tests.tasks import Broken, listener, make_data, make_trainer, train
 
 # ----------------------------------------------------------------------------------- how methods may look
 
@@ -86,14 +87,7 @@ def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
         exec(f"def {event}(self, trainer{''.join(f', {name}' for name in names)}): called.append({event!r})", scope)
         return scope[event]
 
-    step = ("batch", "batch_output", "step")
-    skipped = ["on_train_batch_skipped", "on_eval_batch_skipped", "on_predict_batch_skipped"]
-    named = {"on_exception": ("exception",)} | dict.fromkeys(skipped, ("failures", "error", "step"))
-    named |= dict.fromkeys(["on_update_end", "on_train_step_checkpoint"], ("step",))
-    named |= dict.fromkeys(["on_eval_epoch_start", "on_eval_epoch_end"], ("is_intermediate",))
-    named |= dict.fromkeys(["on_backward_start", "on_backward_end", "on_train_step_end"], step)
-    named |= dict.fromkeys(["on_eval_step_end", "on_predict_step_end"], step[:2])
-    own = callback_class(**{event: naming(event, *named.get(event, ())) for event in EVENTS})
+    own = callback_class(**{event: naming(event, *keywords_of(event)) for event in EVENTS})
     trainer = make_trainer([own, shipped.SkipFailedBatchesCallback(phases=["training", "evaluation", "prediction"])])
     run_everything(trainer)
     train(trainer, train_dataset=Broken(), train_dataloader_kwargs={"num_workers": 0})

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,10 +17,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
-from tests.launching import two_are_enough
+from pytorch_accel_lite.base.events import EVENTS, STEP_EVENTS, keywords_of
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, SkipFailedBatchesCallback
+from pytorch_accel_lite.engine.run import Step
+from pytorch_accel_lite.engine.step import PlainStep
+from pytorch_accel_lite.steps.closures import ReplayingStep
+from pytorch_accel_lite.steps.failed_batches import GuardedStep
+from pytorch_accel_lite.steps.logical_step import LogicalStep
+from pytorch_accel_lite.steps.manual import ManualStep
+from pytorch_accel_lite.steps.sharded import ShardedStep
+from tests.documented_events import Line, documented_blocks, pattern, with_step
+from tests.launching import CAN_SHARD, two_are_enough
+from tests.sharded import sharded_trainer
 from tests.tasks import (
-    EVENTS,
     Broken,
     equal,
     listener,
@@ -26,6 +40,7 @@ from tests.tasks import (
     regression_data,
     small_model,
     train,
+    two_optimizers,
     weights,
 )
 
@@ -106,15 +121,7 @@ def test_two_epochs_with_evaluation_fire_exactly_these_events():
 def test_no_evaluation_events_fire_without_an_eval_dataset():
     recorder = recording_callback()
     train(make_trainer([recorder]), epochs=1, size=2)
-    assert fired(recorder) == [
-        *START,
-        "on_train_epoch_start",
-        *train_step(0, update=True),
-        "on_train_epoch_end",
-        "on_training_run_epoch_end",
-        "on_epoch_checkpoint",
-        "on_training_run_end",
-    ]
+    assert not [name for name, _ in recorder.calls if name.startswith("on_eval")]
 
 
 def test_a_run_that_ends_at_its_last_update_still_evaluates_and_ends_its_epoch():
@@ -127,22 +134,14 @@ def test_a_run_that_ends_at_its_last_update_still_evaluates_and_ends_its_epoch()
     assert names[-2:] == ["on_epoch_checkpoint", "on_training_run_end"]
 
 
-def test_evaluate_fires_exactly_these_events():
+def test_evaluate_and_predict_fire_the_events_of_a_step_for_each_batch():
     recorder = recording_callback()
-    make_trainer([recorder]).evaluate(make_data(5), per_device_batch_size=2)
-    started = ["on_init_end", "on_dataloaders_created", "on_evaluation_run_start"]
-    assert fired(recorder) == [*started, *evaluation(steps=3), "on_evaluation_run_end"]
-
-
-def test_predict_fires_exactly_these_events():
-    recorder = recording_callback()
-    make_trainer([recorder]).predict(make_data(5), per_device_batch_size=2)
-    assert fired(recorder) == [
-        "on_init_end",
-        "on_predict_run_start",
-        *[f"on_predict_step_end({BATCH})"] * 3,
-        "on_predict_run_end",
-    ]
+    trainer = make_trainer([recorder])
+    trainer.evaluate(make_data(5), per_device_batch_size=2)
+    trainer.predict(make_data(5), per_device_batch_size=2)
+    names = [name for name, _ in recorder.calls]
+    for event in ("on_eval_step_start", "on_eval_step_end", "on_predict_step_end"):
+        assert names.count(event) == 3
 
 
 def test_step_events_carry_the_batch_and_what_the_step_returned():
@@ -733,6 +732,207 @@ def test_an_error_of_the_dataset_ends_the_run_in_order():
     with pytest.raises(OSError, match="scan 4 is unreadable"):
         train(make_trainer([recorder]), train_dataset=Broken(), train_dataloader_kwargs={"num_workers": 0})
     assert [name for name, _ in recorder.calls][-2:] == ["on_exception", "on_training_run_end"]
+
+
+# ------------------------------------------------------------------------- what every kind of step fires
+
+
+class FitsOne(nn.Linear):
+    """Has memory for a single sample in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x)
+
+
+class UpdatesEach(Trainer):
+    """Updates its optimizers one after another."""
+
+    def train_step(self, batch):
+        x, y = batch
+        for name in self.optimizer:
+            self.update(self.loss_func(self.model(x), y), name)
+
+
+class UpdatesOne(Trainer):
+    """Has a step of its own with one optimizer."""
+
+    def train_step(self, batch):
+        x, y = batch
+        self.update(self.loss_func(self.model(x), y))
+
+
+class Recomputes(Trainer):
+    """Computes the gradients of each update once more."""
+
+    def optimizer_step(self):
+        self.recompute_gradients()
+        super().optimizer_step()
+
+
+class Kind(NamedTuple):
+    """A kind of step: how a trainer and a run get it.
+
+    :param step: the class of the step
+    :param documented: the block of the docstring that says what it fires, unless it fires what the plain step does
+    :param make: returns a trainer with a callback
+    :param how: arguments of ``train``
+    """
+
+    step: type[Step]
+    documented: str = ""
+    make: Callable[..., Trainer] = make_trainer
+    how: Mapping[str, Any] = MappingProxyType({})
+
+
+def with_lbfgs(callbacks: list[Any]) -> Trainer:
+    model = make_model()
+    return make_trainer(callbacks, model, optimizer=torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+
+def with_two_optimizers(callbacks: list[Any], trainer_class: type[Trainer] = Trainer) -> Trainer:
+    model = make_model()
+    return make_trainer(callbacks, model, trainer_class, optimizer=two_optimizers(model))
+
+
+def updating_each(callbacks: list[Any]) -> Trainer:
+    return with_two_optimizers(callbacks, UpdatesEach)
+
+
+def fitting_one(callbacks: list[Any]) -> Trainer:
+    return make_trainer(callbacks, FitsOne(4, 1))
+
+
+def skipping(callbacks: list[Any]) -> Trainer:
+    skip = SkipFailedBatchesCallback(phases=["training", "evaluation", "prediction"])
+    return make_trainer([*callbacks, skip])
+
+
+def sharded(callbacks: list[Any]) -> Trainer:
+    return sharded_trainer("fsdp", callbacks)
+
+
+PARTS = "auto_microbatch, SkipFailedBatchesCallback, logical_processes"
+AGAIN = "LBFGS, recompute_gradients()"
+MANUAL = "train_step(...)"
+TWO_STEPS = {"gradient_accumulation_steps": 2}
+UNREADABLE = {"train_dataset": Broken(), "train_dataloader_kwargs": {"num_workers": 0, "shuffle": False}}
+KINDS = {
+    "plain": Kind(PlainStep),
+    "accumulation": Kind(PlainStep, how=TWO_STEPS),
+    "growing accumulation": Kind(PlainStep, how={"gradient_accumulation_steps": {0: 1, 2: 2}}),
+    "evaluation within epochs": Kind(PlainStep, how={"evaluate_every": "2 updates"}),
+    "two optimizers": Kind(PlainStep, make=with_two_optimizers),
+    "compiled": Kind(PlainStep, make=partial(make_trainer, compile_step={"backend": "eager"})),
+    "microbatches": Kind(GuardedStep, PARTS, fitting_one, {"auto_microbatch": True, **TWO_STEPS}),
+    "skipped batches": Kind(GuardedStep, PARTS, skipping, UNREADABLE),
+    "skipped batches in windows": Kind(GuardedStep, PARTS, skipping, UNREADABLE | TWO_STEPS),
+    "LBFGS": Kind(ReplayingStep, AGAIN, with_lbfgs),
+    "recomputed gradients": Kind(ReplayingStep, AGAIN, partial(make_trainer, trainer_class=Recomputes), TWO_STEPS),
+    "manual": Kind(ManualStep, MANUAL, partial(make_trainer, trainer_class=UpdatesOne)),
+    "manual, two optimizers": Kind(ManualStep, MANUAL, updating_each),
+    "manual, accumulation": Kind(ManualStep, MANUAL, updating_each, TWO_STEPS),
+    "logical processes": Kind(LogicalStep, PARTS, partial(make_trainer, logical_processes=2, seed=1), TWO_STEPS),
+    "sharded": Kind(ShardedStep, make=sharded, how={"train_dataset": regression_data(8), **TWO_STEPS}),
+}
+BLOCKS = documented_blocks()
+OF_A_RUN = {name: BLOCKS[name] for name in ("Trainer(...)", "train(...)", "evaluate(...)", "predict(...)")}
+
+
+def declared(blocks: Iterable[Line]) -> list[Line]:
+    """The lines of events in blocks and in the evaluations that they name."""
+    lines = [line for block in blocks for line in block.lines()]
+    if any(line.text == "evaluation" for line in lines):
+        lines += BLOCKS["evaluation"].lines()
+    return [line for line in lines if line.event]
+
+
+def check_calls(recorder: Any, name: str, documented: str = "") -> set[str]:
+    """Check what was recorded against a block of the docstring, forget it, and return the names of the events."""
+    calls, recorder.calls = recorder.calls, []
+    block = with_step(BLOCKS[name], BLOCKS[documented]) if documented else BLOCKS[name]
+    events = [event for event, _ in calls]
+    assert re.fullmatch(pattern(block, BLOCKS), "".join(f"{event} " for event in events)), events
+    for event, kwargs in calls:
+        assert sorted(kwargs) == sorted(keywords_of(event)), event
+    always = {line.event for line in declared([block]) if not line.is_of_some_runs}
+    assert always <= set(events), always - set(events)
+    return set(events)
+
+
+def check_kind(kind: Kind) -> set[str]:
+    """Train, evaluate and predict with a kind of step, check the events, and return their names."""
+    recorder: Any = recording_callback()
+    trainer = kind.make([recorder])
+    fired = check_calls(recorder, "Trainer(...)")
+    data = kind.how.get("train_dataset", make_data(8))
+    train(trainer, 2, **{"train_dataset": data, "eval_dataset": data, "batch_size": 2} | kind.how)
+    assert type(trainer.current_run.step) is kind.step
+    fired |= check_calls(recorder, "train(...)", kind.documented)
+    trainer.evaluate(data, 2, {"num_workers": 0})
+    fired |= check_calls(recorder, "evaluate(...)")
+    trainer.predict(data, 2, {"num_workers": 0})
+    return fired | check_calls(recorder, "predict(...)")
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "sharded"])
+def test_a_kind_of_step_fires_every_event_with_its_keywords_in_the_documented_order(name):
+    check_kind(KINDS[name])
+
+
+def check_kinds(*names: str) -> None:
+    for name in names:
+        check_kind(KINDS[name])
+
+
+@two_are_enough
+def test_kinds_of_steps_fire_every_event_on_each_of_several_processes(ranks):
+    ranks.run(
+        check_kinds, "plain", "microbatches", "recomputed gradients", "manual, two optimizers", "logical processes"
+    )
+
+
+@CAN_SHARD
+@two_are_enough
+def test_steps_of_sharded_models_fire_every_event(ranks):
+    ranks.run(check_kinds, "sharded")
+
+
+def test_no_kind_of_step_is_left_out():
+    def kinds_of(step: type[Step]) -> set[type[Step]]:
+        return {step}.union(*map(kinds_of, step.__subclasses__()))
+
+    shipped = {step for step in kinds_of(Step) if step.__module__.startswith("pytorch_accel_lite.")}
+    assert shipped - {Step} == {kind.step for kind in KINDS.values()}
+
+
+def test_events_of_some_runs_fire_when_they_are_documented_to():
+    fired = check_kind(KINDS["skipped batches"])
+    for error in (StopTrainingError("enough"), CustomError("broken")):
+        recorder: Any = recording_callback()
+        trainer = make_trainer([recorder, raising("on_epoch_checkpoint", error)])
+        recorder.calls.clear()
+        with suppress(CustomError):
+            train(trainer, eval_dataset=True)
+        fired |= check_calls(recorder, "train(...)")
+    assert {line.event for line in declared(OF_A_RUN.values()) if line.is_of_some_runs} <= fired
+
+
+def test_every_event_is_documented_in_the_loop_with_its_keywords():
+    lines = declared(OF_A_RUN.values())
+    assert sorted({line.event for line in lines}) == sorted(EVENTS)
+    documented = {line.event: line.keywords for line in lines if line.keywords}
+    assert documented == {event: keywords_of(event) for event in EVENTS if keywords_of(event)}
+
+
+def test_events_are_declared_in_the_order_of_the_loop():
+    of_batches = {
+        "training": BLOCKS["train(...)"], "evaluation": BLOCKS["evaluation"], "prediction": BLOCKS["predict(...)"],
+    }  # fmt: skip
+    for phase, block in of_batches.items():
+        (batches,) = [line for line in block.lines() if line.text == "for each batch:"]
+        assert (*batches.events(),) == STEP_EVENTS[phase]
 
 
 # ---------------------------------------------------------------------- evaluation and prediction in a run

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite.base.events import EVENTS
 from pytorch_accel_lite.callbacks import (
     GradualUnfreezingCallback,
     LimitBatchesCallback,
@@ -65,7 +66,6 @@ from tests.scripts.resumable import CopyStates, OrderCallback, make_model, run, 
 from tests.sharded import gathered, large_model, sharding_accelerator
 from tests.soak import soak
 from tests.tasks import (
-    EVENTS,
     Rows,
     Stream,
     changed_manifest,

@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.base.events import EVENTS
+from pytorch_accel_lite.base.unknown_names import HOOKS
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ModelEmaCallback,
@@ -360,3 +362,7 @@ def test_a_trainer_that_is_a_callback_too_has_events():
         warnings.simplefilter("error")
         type("Both", (Trainer, TrainerCallback), {"on_train_epoch_end": lambda self, trainer, **kwargs: None})
         type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("on_train_epoch_end", "train_epoch_end")})
+
+
+def test_what_hooks_of_other_libraries_mean_exists():
+    assert set(HOOKS) <= {*EVENTS, "state_dict", "load_state_dict"}

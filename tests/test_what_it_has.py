@@ -33,6 +33,7 @@ from pytorch_accel_lite import (
     TrainerRunConfig,
     TrainerWithTimmScheduler,
 )
+from pytorch_accel_lite.base.events import EVENTS
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
@@ -50,7 +51,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS, replace_trainer_placeholder_values
 from tests.launching import ROOT
-from tests.tasks import EVENTS, equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
 PAGE = ROOT / "docs" / "what_it_has.md"
 P = TrainerPlaceholderValues

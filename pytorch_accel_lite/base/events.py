@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import update_wrapper, wraps
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
@@ -99,7 +99,10 @@ def arguments_of(callback: TrainerCallback) -> dict[str, Any]:
 class TrainerCallback:
     """Base class of all callbacks. Override the events you need; the others do nothing.
 
-    This is the complete loop, with the event that fires at each point::
+    This is the complete loop, with the event that fires at each point and the keywords that it passes::
+
+        Trainer(...)
+            on_init_end
 
         train(...)
             on_dataloaders_created                           (their lengths are not used yet)
@@ -112,35 +115,73 @@ class TrainerCallback:
                     on_backward_start                        batch, batch_output, step (may change the loss)
                     backward_step(loss)
                     on_backward_end                          batch, batch_output, step
+                    on_train_batch_skipped                   failures, error, step (only of a batch that has failed)
                     at the end of a gradient accumulation window:
                         on_optimizer_step_start              (gradients are final: averaged and clipped)
                         optimizer_step, scheduler_step, optimizer_zero_grad
                         on_optimizer_step_end
-                    on_train_step_end                        batch, batch_output, step
-                    on_train_batch_skipped                   failures, error, step (in place of that, of a failed batch)
+                    on_train_step_end                        batch, batch_output, step (not of a batch that has failed)
                     after an update:
                         on_update_end                        step
+                        for each eval_dataset, if evaluate_every is due:
+                            evaluation
                         on_train_step_checkpoint             step (all callbacks have settled)
                 on_train_epoch_end
-                on_eval_epoch_start                          is_intermediate
-                for each evaluation batch:
-                    on_eval_step_start
-                    on_eval_step_end                         batch, batch_output
-                    on_eval_batch_skipped                    failures, error, step (in place of that, of a failed batch)
-                on_eval_epoch_end                            is_intermediate
+                for each eval_dataset:
+                    evaluation
                 on_training_run_epoch_end
                 on_epoch_checkpoint                          (all callbacks have settled)
             on_stop_training_error                           (only when the run was stopped early)
+            on_exception                                     exception (only when an error ends the run)
             on_training_run_end
 
+        evaluation
+            on_eval_epoch_start                              is_intermediate
+            for each batch:
+                on_eval_step_start
+                on_eval_step_end                             batch, batch_output (not of a batch that has failed)
+                on_eval_batch_skipped                        failures, error, step (only of a batch that has failed)
+            on_eval_epoch_end                                is_intermediate
+
         evaluate(...)
-            on_dataloaders_created, on_evaluation_run_start, the evaluation events as above, on_evaluation_run_end
+            on_dataloaders_created
+            on_evaluation_run_start
+            for each dataset:
+                evaluation
+            on_evaluation_run_end
 
         predict(...)
-            on_predict_run_start, on_predict_step_end for each batch (on_predict_batch_skipped if it is left out),
+            on_predict_run_start
+            for each batch:
+                on_predict_step_end                          batch, batch_output (not of a batch that has failed)
+                on_predict_batch_skipped                     failures, error, step (only of a batch that has failed)
             on_predict_run_end
 
-        on_init_end fires once, when a trainer has been created; on_exception when an error ends a run.
+    Some kinds of steps fire the events of the backward pass, or also those of the update, as follows::
+
+        auto_microbatch, SkipFailedBatchesCallback, logical_processes
+            for each part of the batch, as often as it is tried:
+                on_backward_start
+                on_backward_end                              (not if it fails)
+
+        LBFGS, recompute_gradients()
+            on_backward_start
+            on_backward_end
+            at the end of a gradient accumulation window:
+                on_optimizer_step_start
+                for each batch of the window, as often as its gradients are computed:
+                    on_backward_start
+                    on_backward_end
+                on_optimizer_step_end
+
+        train_step(...)
+            for each update(loss):
+                on_backward_start
+                on_backward_end
+                at the end of a gradient accumulation window:
+                    on_optimizer_step_start
+            at the end of a gradient accumulation window:
+                on_optimizer_step_end
 
     If both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
     batches from 0 within an epoch; ``trainer.progress`` holds all counts. An event passes the trainer by position and
@@ -209,6 +250,15 @@ class TrainerCallback:
     ) -> None:
         """The gradients of a batch have been accumulated."""
 
+    def on_train_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: BaseException | None, step: int, **kwargs: Any
+    ) -> None:
+        """A batch has failed and is skipped on all ranks.
+
+        :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
+        :param error: the exception on the rank that raised it, ``None`` on the others
+        """
+
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
 
@@ -225,15 +275,6 @@ class TrainerCallback:
 
     def on_train_step_checkpoint(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
         """All callbacks have handled a step with an update: the place to save."""
-
-    def on_train_batch_skipped(
-        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: BaseException | None, step: int, **kwargs: Any
-    ) -> None:
-        """A batch has failed and is skipped on all ranks.
-
-        :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
-        :param error: the exception on the rank that raised it, ``None`` on the others
-        """
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The training part of an epoch is complete; its losses are in the run history."""
@@ -268,6 +309,15 @@ class TrainerCallback:
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         """All callbacks have handled the end of the epoch: the place to save."""
 
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The run was stopped early; ``trainer.stop_reason`` says why."""
+
+    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
+        """An error ends the run: release resources.
+
+        Do not communicate with other ranks, which may not have failed.
+        """
+
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The run has ended: it finished, was stopped early, or failed with an error raised on all ranks."""
 
@@ -291,17 +341,28 @@ class TrainerCallback:
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """``predict`` has ended."""
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
-        """The run was stopped early; ``trainer.stop_reason`` says why."""
-
-    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
-        """An error ends the run: release resources.
-
-        Do not communicate with other ranks, which may not have failed.
-        """
-
 
 EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+def events_between(first: str, last: str) -> tuple[str, ...]:
+    """Return the events that :class:`TrainerCallback` declares between two others: what fires in a part of the loop."""
+    return EVENTS[EVENTS.index(first) + 1 : EVENTS.index(last)]
+
+
+def keywords_of(event: str) -> tuple[str, ...]:
+    """Return the names of what an event passes besides the trainer, as :class:`TrainerCallback` declares them."""
+    parameters = inspect.signature(vars(TrainerCallback)[event]).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+Phase = Literal["training", "evaluation", "prediction"]
+#: By phase, the events between two batches.
+STEP_EVENTS: dict[Phase, tuple[str, ...]] = {
+    "training": events_between("on_train_epoch_start", "on_train_epoch_end"),
+    "evaluation": events_between("on_eval_epoch_start", "on_eval_epoch_end"),
+    "prediction": events_between("on_predict_run_start", "on_predict_run_end"),
+}
 
 
 def _no_op(event: Callable[..., None]) -> Callable[..., None]:
@@ -319,9 +380,11 @@ for _event in EVENTS:
 
 Listener = Callable[..., object]
 
-#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated, the second
-#: fires before it.
-_AFTER_BACKWARD = ("on_backward_end", "on_train_step_end")
+#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated,
+#: ``on_train_step_end`` fires before it.
+_AFTER_BACKWARD = tuple(
+    event for event in events_between("on_backward_start", "on_train_epoch_end") if "batch_output" in keywords_of(event)
+)
 
 
 class _AfterBackward:
@@ -563,9 +626,7 @@ def _check_methods(callback: TrainerCallback) -> None:
     for name in EVENTS:
         default: Any = getattr(TrainerCallback, name)
         if inspect.getattr_static(callback, name) is not default:
-            parameters = inspect.signature(default).parameters.values()
-            keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-            _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords))
+            _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords_of(name)))
     _check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
 
 

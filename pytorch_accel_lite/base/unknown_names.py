@@ -71,7 +71,7 @@ _NAMES = {
 
 #: Our events, with the names of hooks at these points in detectron2, mmengine, fastNLP, Ignite, skorch, fastai,
 #: Composer, Keras, Lightning and transformers. Some names mean different points in two of them.
-_HOOKS = {
+HOOKS = {
     "on_init_end": ("on_after_trainer_initialized",),
     "on_training_run_start": (
         "on_train_begin", "on_train_start", "on_fit_start", "before_train", "before_run", "before_fit", "fit_start",
@@ -226,7 +226,7 @@ def _our_names(word: str) -> list[str]:
 
 def events_meant(hook: str) -> list[str]:
     """Return our events at the points where other libraries call a hook of this name."""
-    return [event for event, hooks in _HOOKS.items() if hook in hooks]
+    return [event for event, hooks in HOOKS.items() if hook in hooks]
 
 
 def suggest_arguments(cls: C) -> C:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
-from pytorch_accel_lite.base.events import TrainerCallback, set_listening
+from pytorch_accel_lite.base.events import STEP_EVENTS, TrainerCallback, set_listening
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.text import wrapped
@@ -22,7 +22,6 @@ from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
 
-_STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end", "on_train_step_end")
 _FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
 _LEAST_UPDATES = 48
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
@@ -100,7 +99,7 @@ class AdviceCallback(TrainerCallback):
             self._watches = False
             self._has_trained_before = True
             self._skipped += trainer.current_run.step.skipped_updates
-            set_listening(trainer, self, False, *_STEP_EVENTS)
+            set_listening(trainer, self, False, *STEP_EVENTS["training"])
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:

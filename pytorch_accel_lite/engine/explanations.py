@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.base.events import NonFiniteLossError, Phase, StopTrainingError, events_between, keywords_of
 from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
@@ -105,7 +105,6 @@ _ADVICE = {
 
 
 _MOST_SAMPLES = 64  # whose indices are shown
-Phase = Literal["training", "evaluation", "prediction"]
 
 
 @contextmanager
@@ -248,7 +247,6 @@ def _describe_module(module: nn.Module, model: nn.Module) -> str:
 _NONE, _SUM = 0, 2  # torch's numbers of reductions
 # Operations of autograd on the losses of samples, each for itself.
 _OF_EACH = {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "SumBackward1"}
-_BATCH_EVENTS = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
 
 
 def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, Any]) -> None:
@@ -266,7 +264,8 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
     if uses_loss_func and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
         has_listeners = any(
             not is_ours(type(getattr(listener, "__self__", None)))
-            for event in _BATCH_EVENTS
+            for event in events_between("on_train_epoch_start", "on_eval_epoch_end")
+            if "batch" in keywords_of(event)
             for listener in trainer.callback_handler.listeners[event]
         )
         if not has_listeners and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):

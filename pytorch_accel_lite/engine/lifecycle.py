@@ -388,8 +388,11 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
-        getattr(trainer, f"{kind}_run_end")()
-        _call_ending_event(trainer, run, f"on_{kind}_run_end")
+            trainer.training_run_end()
+            _call_ending_event(trainer, run, "on_training_run_end")
+        else:
+            trainer.evaluation_run_end()
+            _call_ending_event(trainer, run, "on_evaluation_run_end")
         for message in run.end.messages:
             message()
     except BaseException as error:

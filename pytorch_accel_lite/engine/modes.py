@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.events import STEP_EVENTS, Phase
 from pytorch_accel_lite.base.inspection import is_ours, is_overridden
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.engine.run import GlobalModes, Run, TrainerLike
 
-Phase = Literal["training", "evaluation", "prediction"]
-#: By phase, the events between two batches and the methods of a trainer that computes one.
-_IN_STEPS: dict[Phase, tuple[tuple[str, ...], tuple[str, ...]]] = {
+#: By phase, the methods of a trainer that computes a batch.
+_STEP_METHODS: dict[Phase, tuple[str, ...]] = {
     "training": (
-        (
-            "on_train_step_start", "on_backward_start", "on_backward_end", "on_optimizer_step_start",
-            "on_optimizer_step_end", "on_train_step_end", "on_train_batch_skipped", "on_update_end",
-            "on_train_step_checkpoint",
-        ),
-        (
-            "train_step", "calculate_train_batch_loss", "backward_step", "clip_gradients", "optimizer_step",
-            "scheduler_step", "optimizer_zero_grad",
-        ),
+        "train_step", "calculate_train_batch_loss", "backward_step", "clip_gradients", "optimizer_step",
+        "scheduler_step", "optimizer_zero_grad",
     ),
-    "evaluation": (("on_eval_step_start", "on_eval_step_end", "on_eval_batch_skipped"), ("calculate_eval_batch_loss",)),
-    "prediction": (("on_predict_step_end", "on_predict_batch_skipped"), ("calculate_predict_batch_output",)),
+    "evaluation": ("calculate_eval_batch_loss",),
+    "prediction": ("calculate_predict_batch_output",),
 }  # fmt: skip
 
 
@@ -118,13 +110,12 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
 
 def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
     """Return the classes of the user that have something to do at some events, or within the steps of a phase."""
-    of_steps, methods = _IN_STEPS[phase]
     owners = [
         type(getattr(listener, "__self__", listener)).__name__
-        for event in events or of_steps
+        for event in events or STEP_EVENTS[phase]
         for listener in trainer.callback_handler.listeners[event]
         if not is_ours(listener)
     ]
-    if not events and any(is_overridden(trainer, method) for method in methods):
+    if not events and any(is_overridden(trainer, method) for method in _STEP_METHODS[phase]):
         owners.append(type(trainer).__name__)
     return list(dict.fromkeys(owners))

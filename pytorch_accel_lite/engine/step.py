@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.explanations import examine_first_batch
 from pytorch_accel_lite.engine.run import Run, Step, TrainerLike
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
-from pytorch_accel_lite.optimizers.gradients import parameters_not_in_model
+from pytorch_accel_lite.optimizers.gradients import GradientWindow, parameters_not_in_model
 
 
 class PlainStep(Step):
@@ -38,7 +38,7 @@ class PlainStep(Step):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""
         output = self.forward(trainer, run, batch)
-        self.backward(trainer, run, batch, output, *run.track_step(output, batch))
+        backward(trainer, batch, output, *run.track_step(output, batch), run.window, trainer.backward_step)
         return output
 
     def forward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
@@ -58,24 +58,6 @@ class PlainStep(Step):
             self.must_examine_batch = False
             examine_first_batch(trainer, batch, output)
         return output
-
-    def backward(
-        self, trainer: TrainerLike, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int
-    ) -> torch.Tensor:
-        """Accumulate the gradients of a loss, weighted by its share of the accumulation window.
-
-        :param samples: number of samples in this process's batch
-        :param total: number of samples in the batches of all processes
-        :return: the weighted loss
-        """
-        listeners = trainer.callback_handler.listeners
-        if listeners["on_backward_start"]:
-            announce_backward(trainer, batch.data, output)
-        weighted = run.window.scale(output["loss"], samples, total, output.get("num_items_in_batch"))
-        trainer.backward_step(weighted)
-        if listeners["on_backward_end"]:
-            trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
-        return weighted
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Correct and clip the gradients of an accumulation window, and update the weights."""
@@ -103,7 +85,33 @@ class PlainStep(Step):
             trainer.call_event("on_optimizer_step_end")
 
 
-def announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> None:
+def backward(
+    trainer: TrainerLike,
+    batch: Batch,
+    output: BatchOutput,
+    samples: int,
+    total: int,
+    window: GradientWindow,
+    backward_step: Callable[[torch.Tensor], None],
+) -> torch.Tensor:
+    """Accumulate the gradients of a loss, weighted by its share of the accumulation window, in every kind of step.
+
+    :param samples: number of samples in this process's batch
+    :param total: number of samples in the batches of all processes
+    :return: the weighted loss
+    """
+    listeners = trainer.callback_handler.listeners
+    if listeners["on_backward_start"]:
+        _announce_backward(trainer, batch.data, output)
+    weighted = window.scale(output["loss"], samples, total, output.get("num_items_in_batch"))
+    backward_step(weighted)
+    if listeners["on_backward_end"]:
+        step = trainer.current_run.progress.step
+        trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=step)
+    return weighted
+
+
+def _announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> None:
     """Fire ``on_backward_start``. Gradients are those of the loss that its callbacks leave in the output.
 
     A callback may replace the loss or change it in place, or do so with some of several losses.

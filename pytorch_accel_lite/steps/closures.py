@@ -11,7 +11,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.losses import LossTrackers
 from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
-from pytorch_accel_lite.engine.step import PlainStep
+from pytorch_accel_lite.engine.step import PlainStep, backward
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import NOTHING, gradient_sync
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
@@ -65,7 +65,8 @@ class ReplayingStep(PlainStep):
     def _loss(self, trainer: TrainerLike, run: Run, batch: Batch) -> torch.Tensor:
         """Add the gradients of a batch, and return its loss, weighted by its share of the window."""
         output = self.forward(trainer, run, batch)
-        return self.backward(trainer, run, batch, output, *batch.samples(output)).detach()
+        samples = batch.samples(output)
+        return backward(trainer, batch, output, *samples, run.window, trainer.backward_step).detach()
 
 
 def recompute_gradients(self: TrainerLike) -> torch.Tensor:

@@ -19,7 +19,7 @@ from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_output
 from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
-from pytorch_accel_lite.engine.step import PlainStep, as_returned
+from pytorch_accel_lite.engine.step import PlainStep, as_returned, backward
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
 
@@ -96,7 +96,7 @@ class GuardedStep(PlainStep):
                 run.batch = part
                 output = self.forward(trainer, run, part)
                 kept = as_returned(trainer, output)
-                self.backward(trainer, run, part, output, *part.samples(output))
+                backward(trainer, part, output, *part.samples(output), run.window, trainer.backward_step)
                 outputs.append(output if len(parts) == 1 else recursively_apply(torch.Tensor.detach, output))
                 returned.append(outputs[-1] if kept is output else kept)
         finally:

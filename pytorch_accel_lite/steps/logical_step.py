@@ -19,7 +19,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.shares import split
 from pytorch_accel_lite.engine.batch_parts import merge_outputs
 from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.step import PlainStep, as_returned
+from pytorch_accel_lite.engine.step import PlainStep, as_returned, backward
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
 from pytorch_accel_lite.steps.logical_gradients import GradientSum
@@ -150,7 +150,7 @@ class LogicalStep(PlainStep):
                 kept = as_returned(trainer, output)
                 if kept is not output:
                     self._returned[window.number] = kept
-                self.backward(trainer, run, share, output, *share.samples(output))
+                backward(trainer, share, output, *share.samples(output), window, trainer.backward_step)
                 window.sums.take(window.number)
         finally:
             self._logical.is_computing = False

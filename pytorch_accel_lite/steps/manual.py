@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.engine.run import Run, Step, TrainerLike
 from pytorch_accel_lite.engine.snapshot import replaced
-from pytorch_accel_lite.engine.step import announce_backward
+from pytorch_accel_lite.engine.step import backward
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
@@ -111,17 +112,15 @@ class ManualStep(Step):
         self.losses[name] = loss.detach()
         if items is not None:
             self.items[name] = items
-        output: BatchOutput = {"loss": loss}
+        output: BatchOutput = {"loss": loss} if items is None else {"loss": loss, "num_items_in_batch": items}
         if trainer.callback_handler.listeners["on_backward_start"]:
             self.losses[name] = loss.detach().clone()  # a callback may change it in place
-            announce_backward(trainer, batch.data, output)
-        weighted = self.windows[name].scale(output["loss"], samples, total, items)
-        self._backward(trainer, name, weighted, retain_graph)
-        trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
+        compute_gradients = partial(self._compute_gradients, trainer, name, retain_graph)
+        backward(trainer, batch, output, samples, total, self.windows[name], compute_gradients)
         if run.window.is_ending:
             self._step(trainer, name)
 
-    def _backward(self, trainer: TrainerLike, name: str, loss: torch.Tensor, retain_graph: bool) -> None:
+    def _compute_gradients(self, trainer: TrainerLike, name: str, retain_graph: bool, loss: torch.Tensor) -> None:
         parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
         if not parameters:
             raise ValueError(f"update(optimizer={name!r}): all parameters of that optimizer are frozen.")

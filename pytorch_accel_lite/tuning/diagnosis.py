@@ -14,7 +14,7 @@ import torch
 
 from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.devices import module_of
-from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
@@ -30,16 +30,8 @@ from pytorch_accel_lite.engine.trial import trial
 from pytorch_accel_lite.tuning.finders import repeat_epochs, update_from
 from pytorch_accel_lite.tuning.reports import Report, describe_error
 
-#: The events of a step at which callbacks are measured.
-_OF_A_STEP = (
-    "on_train_step_start",
-    "on_backward_start",
-    "on_backward_end",
-    "on_optimizer_step_start",
-    "on_optimizer_step_end",
-    "on_train_step_end",
-    "on_update_end",
-)
+#: The events of a step at which callbacks are measured: those before saving.
+_OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")
 
 
 @dataclass(repr=False)
