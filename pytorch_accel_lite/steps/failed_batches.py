@@ -20,8 +20,15 @@ from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
 from pytorch_accel_lite.engine.step import PlainStep, as_returned
+from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
+
+_CONFLICTS = (Conflict(SHARDED, "a step that fails on one process cannot be undone"),)
+MICROBATCHES = Feature("auto_microbatch=True", lambda trainer, run: run.request.auto_microbatch, _CONFLICTS)
+SKIPPED_BATCHES = Feature(
+    "SkipFailedBatchesCallback", lambda trainer, run: run.request.skips_failed_batches, _CONFLICTS
+)
 
 
 class BatchFailure(NamedTuple):
@@ -43,6 +50,8 @@ class GuardedStep(PlainStep):
     With several processes, nothing is communicated until each has reported its outcome: the module inside
     ``DistributedDataParallel`` is used, and gradients are averaged at the end of the window.
     """
+
+    features = (MICROBATCHES, SKIPPED_BATCHES)
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)

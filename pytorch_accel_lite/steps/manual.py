@@ -12,6 +12,7 @@ import torch
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
@@ -21,6 +22,19 @@ from pytorch_accel_lite.engine.step import announce_backward
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
+from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
+
+_UPDATES = "the updates of a failed step cannot be undone"
+MANUAL = Feature(
+    "an overridden train_step",
+    lambda trainer, run: is_overridden(trainer, "train_step"),
+    (
+        Conflict(MICROBATCHES, _UPDATES),
+        Conflict(SKIPPED_BATCHES, _UPDATES),
+        Conflict(SHARDED, "it averages gradients itself, for whole weights"),
+    ),
+)
 
 
 class ManualStep(Step):
@@ -29,6 +43,8 @@ class ManualStep(Step):
     :ivar losses: losses of the current step, by optimizer name
     :ivar items: the numbers of items that they are means over, if these are not samples
     """
+
+    features = (MANUAL,)
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__()
