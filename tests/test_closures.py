@@ -282,12 +282,13 @@ def recomputed(trainer: Trainer) -> torch.Tensor:
 
 
 def test_a_class_may_say_itself_whether_it_computes_gradients_again():
+    losses = []
+
     class InFunction(Trainer):
         recomputes_gradients = True
-        losses: list[torch.Tensor] = []
 
         def optimizer_step(self):
-            self.losses.append(recomputed(self))
+            losses.append(float(recomputed(self)))
             super().optimizer_step()
 
     class NamesItOnly(SAM):
@@ -297,10 +298,9 @@ def test_a_class_may_say_itself_whether_it_computes_gradients_again():
             Trainer.optimizer_step(self)
 
     model = small_model()
-    trainer = InFunction(model, nn.MSELoss(), sgd(model), callbacks=[])
-    trainer.train(DATA, 1, per_device_batch_size=26)
+    InFunction(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, per_device_batch_size=26)
     expected = nn.functional.mse_loss(small_model()(DATA.tensors[0]), DATA.tensors[1])
-    assert InFunction.losses == [pytest.approx(expected.item())]
+    assert losses == [pytest.approx(expected.item())]
     in_event = [listener(on_optimizer_step_start=lambda trainer, **_: recomputed(trainer))]
     with pytest.raises(RuntimeError, match=r"only then the batches .*, or its class has recomputes_gradients = True"):
         NamesItOnly(model, nn.MSELoss(), sgd(model), callbacks=in_event).train(DATA, 1)

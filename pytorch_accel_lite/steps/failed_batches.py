@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ class GuardedStep(PlainStep):
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
+        self.num_microbatches = 1
         run.window.is_guarded = trainer.ranks.world_size > 1
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
@@ -143,6 +145,15 @@ class GuardedStep(PlainStep):
             f"Out of memory with {samples} samples: from now on each batch is split into {self.num_microbatches} "
             "micro-batches. The gradients are still those of the whole batch."
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also return into how many parts batches are split."""
+        return {**super().state_dict(), "microbatches": self.num_microbatches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Also restore that number."""
+        super().load_state_dict(state)
+        self.num_microbatches = state.get("microbatches", 1)
 
 
 def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:

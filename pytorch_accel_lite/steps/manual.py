@@ -40,17 +40,21 @@ MANUAL = Feature(
 class ManualStep(Step):
     """The user's ``train_step``, with an accumulation window for each optimizer.
 
+    :ivar optimizers: the optimizers, by name
+    :ivar updated: names of those that have been updated in the run
     :ivar losses: losses of the current step, by optimizer name
     :ivar items: the numbers of items that they are means over, if these are not samples
     """
 
     features = (MANUAL,)
+    updates_one_by_one = True
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
-        self.optimizers = parts_of(trainer.optimizer) or {"loss": optimizer}
+        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": optimizer}
         self.updating = next(iter(self.optimizers))
+        self.updated: set[str] = set()
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
         self.windows = {
@@ -62,10 +66,11 @@ class ManualStep(Step):
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
         self._updates_made: list[bool] = []  # for each update of the step, False if it was skipped
+        self._synced_buffers: list[tuple[torch.nn.Module, str]] = []
         if trainer.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
             trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
-            self.synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
+            self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the user's step on a batch and track its losses."""
@@ -81,6 +86,10 @@ class ManualStep(Step):
         run.track_step(output, batch)
         run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
         return output
+
+    def optimizer_to_update(self, trainer: TrainerLike) -> Any:
+        """Return the one that ``update`` is called for."""
+        return self.optimizers[self.updating]
 
     def set_accumulation(self, run: Run, steps: int) -> None:
         """Set the number of steps for every optimizer."""
@@ -201,8 +210,8 @@ class ManualStep(Step):
                 )
         self._update_scaler()
         self.skips_update = not all(self._updates_made)
-        if self.synced_buffers:
-            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
+        if self._synced_buffers:
+            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             vars(trainer.optimizer)["_opt_called"] = True  # otherwise torch warns that the scheduler steps too early
