@@ -20,6 +20,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     for kind in KINDS:
         if any(feature.applies(trainer, run) for feature in kind.features):
             return kind(trainer, run)
+    # Not a feature that is asked for: the weights are sharded, and in a way that ShardedStep knows.
     if are_sharded(trainer.model.parameters()) and trainer.ranks.world_size > 1:
         return ShardedStep(trainer, run)
     return PlainStep(trainer, run)
