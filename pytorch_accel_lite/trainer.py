@@ -153,10 +153,13 @@ class Trainer:
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
     :cvar unsaved_attributes: names of attributes that both leave out
+    :cvar recomputes_gradients: whether updates may call :meth:`recompute_gradients`; with ``None``, they may if
+        ``optimizer_step`` is overridden and a method of the class names it
     """
 
     saves_attributes: ClassVar[bool] = True
     unsaved_attributes: ClassVar[Collection[str]] = ()
+    recomputes_gradients: ClassVar[bool | None] = None
 
     # ------------------------------------------------------------------------- the current or last run
 

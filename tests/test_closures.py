@@ -276,6 +276,36 @@ def test_batches_are_kept_only_where_gradients_may_be_computed_again():
             trainer.recompute_gradients()
 
 
+def recomputed(trainer: Trainer) -> torch.Tensor:
+    """Recompute the gradients in a function, where the trainer's class does not name it."""
+    return trainer.recompute_gradients()
+
+
+def test_a_class_may_say_itself_whether_it_computes_gradients_again():
+    losses = []
+
+    class InFunction(Trainer):
+        recomputes_gradients = True
+
+        def optimizer_step(self):
+            losses.append(float(recomputed(self)))
+            super().optimizer_step()
+
+    class NamesItOnly(SAM):
+        recomputes_gradients = False
+
+        def optimizer_step(self):
+            Trainer.optimizer_step(self)
+
+    model = small_model()
+    InFunction(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, per_device_batch_size=26)
+    expected = nn.functional.mse_loss(small_model()(DATA.tensors[0]), DATA.tensors[1])
+    assert losses == [pytest.approx(expected.item())]
+    in_event = [listener(on_optimizer_step_start=lambda trainer, **_: recomputed(trainer))]
+    with pytest.raises(RuntimeError, match=r"only then the batches .*, or its class has recomputes_gradients = True"):
+        NamesItOnly(model, nn.MSELoss(), sgd(model), callbacks=in_event).train(DATA, 1)
+
+
 def test_lbfgs_learns_and_its_rates_can_be_tried():
     model = small_model()
     trainer = quiet_trainer(model, optimizer=torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
-from pytorch_accel_lite.steps.combinations import as_markdown
+from pytorch_accel_lite.engine.run import Step
+from pytorch_accel_lite.steps.combinations import KINDS, as_markdown
 from tests.launching import CAN_SHARD
 from tests.ranks import world_size
 from tests.sharded import mesh_of, sharding_accelerator
@@ -119,5 +121,19 @@ def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments
         train(trainer, **arguments)
 
 
+def kinds_of_steps(kind: type[Step] = Step) -> set[Any]:
+    """All classes of steps."""
+    return {kind}.union(*map(kinds_of_steps, kind.__subclasses__()))
+
+
 def test_the_documentation_has_the_table_of_all_combinations():
+    assert {kind for kind in kinds_of_steps() if "features" in vars(kind)} == {*KINDS}
     assert as_markdown() in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_run_never_has_to_choose_between_two_kinds_of_steps():
+    for pair in combinations([kind.features for kind in KINDS], 2):
+        for one in pair[0]:
+            for other in pair[1]:
+                conflicts = {c.other.name for c in one.conflicts} | {c.other.name for c in other.conflicts}
+                assert conflicts & {one.name, other.name}, (one.name, other.name)

@@ -152,16 +152,16 @@ def _used_by(function: FunctionType) -> Iterator[Any]:
     yield function.__kwdefaults__ or {}
     yield function.__dict__
     if not is_installed(function.__code__):
-        names = {name for code in _codes_in(function.__code__) for name in code.co_names}
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
         yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function and of those that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+            yield from codes_in(constant)
 
 
 def is_installed(code: CodeType) -> bool:

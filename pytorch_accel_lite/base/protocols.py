@@ -24,6 +24,7 @@ class TrainerLike(Protocol):
 
     saves_attributes: ClassVar[bool]
     unsaved_attributes: ClassVar[Collection[str]]
+    recomputes_gradients: ClassVar[bool | None]
     model: nn.Module
     loss_func: Any
     optimizer: Any

@@ -21,6 +21,7 @@ from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
+from pytorch_accel_lite.steps.manual import ManualStep
 
 _FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
 _LEAST_UPDATES = 48
@@ -149,8 +150,9 @@ class AdviceCallback(TrainerCallback):
                 )
             yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
         step = trainer.current_run.step
-        for name in [name for name in step.optimizers if name not in step.updated]:
-            yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
+        if isinstance(step, ManualStep):
+            for name in [name for name in step.optimizers if name not in step.updated]:
+                yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
         if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:

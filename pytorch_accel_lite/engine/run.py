@@ -58,39 +58,41 @@ TRAINED, EVALUATED, ENDED = 1, 2, 3
 class Step:
     """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
 
+    What others ask of any kind has a default here; what only one kind needs is its own.
+
+    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
+    :ivar updates_one_by_one: whether it updates each optimizer by itself
+    :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
     :ivar num_microbatches: number of parts that each batch is split into
     :ivar num_eval_parts: number of parts that each evaluation batch of this process is split into
-    :ivar optimizers: by name, the optimizers that the step updates one by one; empty if it updates all together
-    :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
-    :ivar updated: names of the optimizers that have been updated in the run, if they are updated one by one
-    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
-    :ivar averaged: parameters whose gradients ``DistributedDataParallel`` does not average
-    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
     :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
     :ivar skips_update: whether the current update is skipped
     :ivar skipped_updates: number of updates skipped in the run
-    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
     :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
     :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
     :ivar without_gradient: the parameters that had no gradient on this process in that update
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
+    updates_one_by_one = False
     updating = ""
+    num_microbatches = 1
 
     def __init__(self) -> None:
-        self.num_microbatches = self.num_eval_parts = 1
-        self.optimizers: dict[str, Any] = {}
-        self.updated: set[str] = set()
-        self.averaged: list[nn.Parameter] = []
-        self.synced_buffers: list[tuple[nn.Module, str]] = []
+        self.num_eval_parts = 1
         self.gradient_norm: torch.Tensor | None = None
         self.skips_update = False
         self.skipped_updates = 0
-        self.must_examine_batch = False
         self.must_warm_up_ddp = False
         self.must_compare_replicas = False
-        self.without_gradient: list[Any] = []
+        self.without_gradient: list[nn.Parameter] = []
+
+    def begin(self, trainer: TrainerLike) -> None:
+        """Prepare for the first batch of a training run, rather than of a trial."""
+
+    def optimizer_to_update(self, trainer: TrainerLike) -> Any:
+        """Return the optimizer of the current update, without the others if they are updated one by one."""
+        return trainer.optimizer
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Accumulate the gradients of a batch and track its losses.
@@ -110,11 +112,10 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a training state keeps of the step, the same on every process."""
-        return {"microbatches": self.num_microbatches}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; states of earlier versions may lack a key."""
-        self.num_microbatches = state.get("microbatches", 1)
+        """Restore what :meth:`state_dict` returned; states of earlier versions, and of other kinds, may lack a key."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

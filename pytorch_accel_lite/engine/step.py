@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from torch import nn
 
 from pytorch_accel_lite.base.batches import BatchOutput, as_scalars, complete_output, total_loss
 from pytorch_accel_lite.base.devices import mixed_precision
@@ -21,12 +22,24 @@ from pytorch_accel_lite.optimizers.gradients import GradientWindow, parameters_n
 
 
 class PlainStep(Step):
-    """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it."""
+    """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it.
+
+    :ivar averaged: parameters whose gradients ``DistributedDataParallel`` does not average
+    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
+    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
+    """
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__()
+        self.averaged: list[nn.Parameter] = []
+        self.synced_buffers: list[tuple[nn.Module, str]] = []
+        self.must_examine_batch = False
         if trainer.ranks.world_size > 1:
             self.begin_replicas(trainer, run)
+
+    def begin(self, trainer: TrainerLike) -> None:
+        """Examine the first batch on one process."""
+        self.must_examine_batch = trainer.ranks.rank == 0
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
         """Start with the same values on all processes, and note whose gradients and buffers each update equalises."""

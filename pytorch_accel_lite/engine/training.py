@@ -46,7 +46,7 @@ def begin(trainer: TrainerLike, run: Run) -> None:
     run.control.start_clock()
     start_evaluations(run)
     run.acts_after_updates = run.evaluates_within_epochs or run.accumulation.changes
-    run.step.must_examine_batch = trainer.ranks.rank == 0
+    run.step.begin(trainer)
 
 
 def train(trainer: TrainerLike, run: Run) -> None:

@@ -195,7 +195,7 @@ def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     optimized = list(optimized_parameters(trainer.optimizer))
     ids = set(map(id, optimized))
     has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
-    if has_model or trainer.current_run.step.optimizers:  # it may be for another module
+    if has_model or trainer.current_run.step.updates_one_by_one:  # it may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
 
@@ -252,7 +252,7 @@ def skip_update(self: TrainerLike) -> None:
     run = self.current_run
     run.step.skips_update = True
     scaler = self.accelerator.scaler
-    updates_all = not run.step.optimizers
+    updates_all = not run.step.updates_one_by_one
     if scaler is not None and updates_all:  # otherwise it would complain about gradients being unscaled twice
         scaler.update(scaler.get_scale())
 
@@ -271,11 +271,11 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """
     run = trainer.current_run
     if run.step.gradient_norm is None:
-        updates_all = not run.step.optimizers  # otherwise those of the one being updated are unscaled already
+        updates_all = not run.step.updates_one_by_one  # otherwise those of the one being updated are unscaled already
         has_scaler = trainer.accelerator.scaler is not None
         if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
-        optimized = list(optimized_parameters(run.step.optimizers.get(run.step.updating, trainer.optimizer)))
+        optimized = list(optimized_parameters(run.step.optimizer_to_update(trainer)))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
         if are_sharded(optimized):
             run.step.gradient_norm = total_norm_of_shards(gradients)

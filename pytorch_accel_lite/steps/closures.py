@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from pytorch_accel_lite.base.batches import BatchOutput
+from pytorch_accel_lite.base.inspection import codes_in, is_ours, is_overridden
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
@@ -15,11 +18,59 @@ from pytorch_accel_lite.engine.step import PlainStep, backward
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import NOTHING, gradient_sync
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
-from pytorch_accel_lite.steps.combinations import RECOMPUTED, find_conflict
+from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
+from pytorch_accel_lite.steps.features import FP16, SHARDED, Conflict, Feature
+from pytorch_accel_lite.steps.logical_step import LOGICAL
+from pytorch_accel_lite.steps.manual import MANUAL
+
+
+def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
+    """Whether the trainer's class says that it does, or else seems to: only then are batches kept, which costs time."""
+    declared = trainer.recomputes_gradients
+    return _names_recompute_gradients(trainer) if declared is None else declared
+
+
+def _names_recompute_gradients(trainer: TrainerLike) -> bool:
+    """Whether ``optimizer_step`` is overridden, and one of the methods of the user's classes names it."""
+    if not is_overridden(trainer, "optimizer_step"):
+        return False
+    values = [value for base in type(trainer).__mro__ if not is_ours(base) for value in vars(base).values()]
+    methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # may be decorated
+    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
+
+
+_NOT_KEPT = "the batches of an update are kept whole"
+_CONFLICTS = (
+    Conflict(MICROBATCHES, _NOT_KEPT),
+    Conflict(SKIPPED_BATCHES, _NOT_KEPT),
+    Conflict(FP16, "its scaler unscales gradients once. Use bf16"),
+    Conflict(SHARDED, "gradients cannot be averaged again"),
+    Conflict(MANUAL, "only the gradients of one loss and one update can be computed again"),
+    Conflict(LOGICAL, "gradients are added over the logical processes once per update"),
+)
+_SEVERAL = Feature(
+    "other optimizers, unless optimizer_step is overridden",
+    lambda trainer, run: bool(parts_of(trainer.optimizer)) and not is_overridden(trainer, "optimizer_step"),
+)
+_ONLY_ALONE = Conflict(
+    _SEVERAL,
+    "it computes the gradients of an update several times. Give it alone, or step each part of trainer.optimizer in "
+    "optimizer_step",
+)
+CLOSURE = Feature(
+    "an optimizer that needs a closure (LBFGS)",
+    lambda trainer, run: bool(needs_closure(trainer.optimizer)),
+    (*_CONFLICTS, _ONLY_ALONE),
+)
+#: A conflict is an error when the method is called.
+RECOMPUTED = Feature("recompute_gradients()", _recomputes_gradients, _CONFLICTS, is_refused=False)
 
 
 class ReplayingStep(PlainStep):
     """Keeps the batches of an accumulation window, to repeat their forward and backward passes."""
+
+    features = (CLOSURE, RECOMPUTED)
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
@@ -85,9 +136,12 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
     run = self.current_run
     if isinstance(run.step, ReplayingStep):
         return run.step.recompute(self, run)
-    if run.config is not None and self.is_running and (conflict := find_conflict(RECOMPUTED, self, run)):
+    if run.config is not None and self.is_running and (conflict := RECOMPUTED.find_conflict(self, run)):
         raise _refusal(f"it does not work with {conflict.other.name}")
-    raise _refusal("only then the batches of an update are kept, and if a method of the trainer names it")
+    raise _refusal(
+        "only then the batches of an update are kept, and if a method of the trainer names it, or its class has "
+        "recomputes_gradients = True"
+    )
 
 
 def _refusal(reason: str) -> RuntimeError:

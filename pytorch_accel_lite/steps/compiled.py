@@ -19,9 +19,27 @@ from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.loss_shapes import shapes_are_known
 from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
-from pytorch_accel_lite.steps.combinations import Conflict
+from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
+from pytorch_accel_lite.steps.logical_step import LOGICAL
+from pytorch_accel_lite.steps.manual import MANUAL
 
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
+
+#: A conflict is a warning, and batches are computed without compilation.
+COMPILED = Feature(
+    "compile_step",
+    lambda trainer, run: trainer.compiled_forward is not None,
+    (
+        Conflict(
+            MANUAL,
+            "it may update several times. Compile the networks that it calls with torch.compile, or the model with "
+            "compile_model=True",
+        ),
+        Conflict(LOGICAL, "torch does not promise the same bits for compiled code, which logical processes promise"),
+        Conflict(SHARDED, "compile the blocks of the model in parallelize_model()"),
+    ),
+    is_refused=False,
+)
 
 
 @cache
@@ -114,8 +132,9 @@ class CompiledForward:
             self._trainer.log(name, _copied(value) if self._replays else value, weight)
         return output
 
-    def begin_run(self, conflict: Conflict | None) -> None:
+    def begin_run(self, run: Run) -> None:
         """Begin a run, whose batches are computed without compilation if there is a conflict."""
+        conflict = COMPILED.find_conflict(self._trainer, run)
         if conflict is not None and self._runs_compiled:
             self._disable(f"with {conflict.other.name}, {conflict.reason}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -20,8 +21,15 @@ from pytorch_accel_lite.engine.inference import unwrapped_model
 from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import StepSnapshot
 from pytorch_accel_lite.engine.step import PlainStep, as_returned, backward
+from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
+
+_CONFLICTS = (Conflict(SHARDED, "a step that fails on one process cannot be undone"),)
+MICROBATCHES = Feature("auto_microbatch=True", lambda trainer, run: run.request.auto_microbatch, _CONFLICTS)
+SKIPPED_BATCHES = Feature(
+    "SkipFailedBatchesCallback", lambda trainer, run: run.request.skips_failed_batches, _CONFLICTS
+)
 
 
 class BatchFailure(NamedTuple):
@@ -44,8 +52,11 @@ class GuardedStep(PlainStep):
     ``DistributedDataParallel`` is used, and gradients are averaged at the end of the window.
     """
 
+    features = (MICROBATCHES, SKIPPED_BATCHES)
+
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
+        self.num_microbatches = 1
         run.window.is_guarded = trainer.ranks.world_size > 1
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
@@ -134,6 +145,15 @@ class GuardedStep(PlainStep):
             f"Out of memory with {samples} samples: from now on each batch is split into {self.num_microbatches} "
             "micro-batches. The gradients are still those of the whole batch."
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also return into how many parts batches are split."""
+        return {**super().state_dict(), "microbatches": self.num_microbatches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Also restore that number."""
+        super().load_state_dict(state)
+        self.num_microbatches = state.get("microbatches", 1)
 
 
 def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:

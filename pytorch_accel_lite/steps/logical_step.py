@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,51 @@ from pytorch_accel_lite.engine.run import Run, TrainerLike
 from pytorch_accel_lite.engine.step import PlainStep, as_returned, backward
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
+from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
+from pytorch_accel_lite.steps.features import FP16, SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.logical_gradients import GradientSum
+from pytorch_accel_lite.steps.manual import MANUAL
+
+
+def _has_module(trainer: TrainerLike, matches: Callable[[nn.Module], bool]) -> bool:
+    roots = [trainer.model, *attributes.modules(trainer).values()]
+    return any(matches(module) for root in roots for module in root.modules())
+
+
+_SYNC_BATCH_NORM = Feature(
+    "SyncBatchNorm", lambda trainer, run: _has_module(trainer, lambda module: isinstance(module, nn.SyncBatchNorm))
+)
+_SPARSE = Feature(
+    "sparse gradients (nn.Embedding(sparse=True))",
+    lambda trainer, run: _has_module(
+        trainer, lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ),
+)
+LOGICAL = Feature(
+    "logical_processes",
+    lambda trainer, run: trainer.logical is not None,
+    (
+        Conflict(
+            MICROBATCHES,
+            "where memory runs out, and so the last bits, would depend on the machine. Use more logical processes with "
+            "smaller batches, of which one at a time is in memory",
+        ),
+        Conflict(
+            SKIPPED_BATCHES,
+            "the shares before the one that fails are part of sums already. Let the dataset return another sample in "
+            "place of one that cannot be read",
+        ),
+        Conflict(SHARDED, "each process needs all weights. Replicate the model, or train without logical processes"),
+        Conflict(
+            MANUAL,
+            "its updates would come before the gradients of other logical processes. Override "
+            "calculate_train_batch_loss, which several optimizers can share",
+        ),
+        Conflict(FP16, "its scaling depends on overflows of a process. Use bf16"),
+        Conflict(_SYNC_BATCH_NORM, "it mixes the batches of real processes. Use BatchNorm, or GroupNorm"),
+        Conflict(_SPARSE, "they have no fixed size to exchange. Use sparse=False"),
+    ),
+)
 
 
 class LogicalWindow(GradientWindow):
@@ -78,6 +122,8 @@ class LogicalWindow(GradientWindow):
 
 class LogicalStep(PlainStep):
     """The training steps of all logical processes of this process, one after another."""
+
+    features = (LOGICAL,)
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)

@@ -13,6 +13,7 @@ import torch
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
@@ -22,20 +23,39 @@ from pytorch_accel_lite.engine.step import backward
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
+from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
+
+_UPDATES = "the updates of a failed step cannot be undone"
+MANUAL = Feature(
+    "an overridden train_step",
+    lambda trainer, run: is_overridden(trainer, "train_step"),
+    (
+        Conflict(MICROBATCHES, _UPDATES),
+        Conflict(SKIPPED_BATCHES, _UPDATES),
+        Conflict(SHARDED, "it averages gradients itself, for whole weights"),
+    ),
+)
 
 
 class ManualStep(Step):
     """The user's ``train_step``, with an accumulation window for each optimizer.
 
+    :ivar optimizers: the optimizers, by name
+    :ivar updated: names of those that have been updated in the run
     :ivar losses: losses of the current step, by optimizer name
     :ivar items: the numbers of items that they are means over, if these are not samples
     """
 
+    features = (MANUAL,)
+    updates_one_by_one = True
+
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
-        self.optimizers = parts_of(trainer.optimizer) or {"loss": optimizer}
+        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": optimizer}
         self.updating = next(iter(self.optimizers))
+        self.updated: set[str] = set()
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
         self.windows = {
@@ -47,10 +67,11 @@ class ManualStep(Step):
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
         self._updates_made: list[bool] = []  # for each update of the step, False if it was skipped
+        self._synced_buffers: list[tuple[torch.nn.Module, str]] = []
         if trainer.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
             trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
-            self.synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
+            self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the user's step on a batch and track its losses."""
@@ -66,6 +87,10 @@ class ManualStep(Step):
         run.track_step(output, batch)
         run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
         return output
+
+    def optimizer_to_update(self, trainer: TrainerLike) -> Any:
+        """Return the one that ``update`` is called for."""
+        return self.optimizers[self.updating]
 
     def set_accumulation(self, run: Run, steps: int) -> None:
         """Set the number of steps for every optimizer."""
@@ -184,8 +209,8 @@ class ManualStep(Step):
                 )
         self._update_scaler()
         self.skips_update = not all(self._updates_made)
-        if self.synced_buffers:
-            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
+        if self._synced_buffers:
+            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             vars(trainer.optimizer)["_opt_called"] = True  # otherwise torch warns that the scheduler steps too early

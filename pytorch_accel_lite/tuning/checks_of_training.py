@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.loss_shapes import LossShapeError
 from pytorch_accel_lite.base.splitting import select_samples
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.engine.snapshot import replaced
+from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.tuning.probing import (
     LOSSES_OF_ELEMENTS,
     TOLERANCE,
@@ -441,7 +442,7 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
 
     A program that cannot fit a few samples cannot fit many.
     """
-    if len(probe.run.step.optimizers) > 1:
+    if isinstance(probe.run.step, ManualStep) and len(probe.run.step.optimizers) > 1:
         raise NotApplicableError("The program has several optimizers, whose losses need not fall.")
     losses, of_torch = _fit(probe)
     before, after = _ends(losses)
