@@ -217,12 +217,6 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
     return trainer._create_run_config(per_device_batch_size=batch_size, **requested)
 
 
-def run_config(trainer: TrainerLike) -> TrainerRunConfig | None:
-    """The settings of the run in progress, or else of the latest training; without one, of the latest evaluation."""
-    run: Run = trainer.current_run
-    return run.config if run.training is None or trainer.open_runs else run.training.config
-
-
 def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: int) -> TrainerRunConfig:
     """Derive the settings of the current run from the request and the length of its data.
 

@@ -127,11 +127,6 @@ def get_model(self: TrainerLike, keep_torch_compile: bool = True) -> nn.Module:
     return unwrap(model, keep_torch_compile)
 
 
-def can_rewrap_model(self: TrainerLike) -> bool:
-    """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
-    return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
-
-
 def prepare_model(trainer: TrainerLike, training: bool) -> None:
     """Prepare the model and the optimizer with Accelerate, unless they are prepared already."""
     prepared = trainer.prepared_model

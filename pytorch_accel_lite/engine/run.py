@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from operator import attrgetter
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -471,11 +470,11 @@ T = TypeVar("T")
 
 
 class Shadowable(Generic[T]):
-    """An attribute that the trainer never reads itself, so that a subclass may use its name for something else."""
+    """A property that the package never reads, so that a subclass may use its name for an attribute of its own."""
 
-    def __init__(self, read: Callable[[Any], T], doc: str | None = None) -> None:
+    def __init__(self, read: Callable[[Any], T]) -> None:
         self._read = read
-        self.__doc__ = read.__doc__ if doc is None else doc
+        self.__doc__ = read.__doc__
 
     def __repr__(self) -> str:
         return "<read-only attribute>"
@@ -484,48 +483,27 @@ class Shadowable(Generic[T]):
     def __get__(self, trainer: None, owner: type) -> Shadowable[T]: ...
     @overload
     def __get__(self, trainer: object, owner: type) -> T: ...
-    def __get__(self, trainer: Any, owner: type) -> T | Shadowable[T]:
+    def __get__(self, trainer: object, owner: type) -> T | Shadowable[T]:
         return self if trainer is None else self._read(trainer)
 
+    if TYPE_CHECKING:  # if it were there, an attribute of an instance would not hide the property
 
-def shadowable(name: str) -> Any:
-    """Return an :class:`Shadowable` attribute of the current or last run."""
-    return Shadowable(attrgetter(f"current_run.{name}"), _doc(name))
-
-
-def run_property(name: str) -> Any:
-    """Return a property for an attribute of the current or last run."""
-    return property(attrgetter(f"current_run.{name}"), doc=_doc(name))
+        def __set__(self, trainer: object, value: Any) -> None: ...
 
 
-def settable(name: str) -> Any:
-    """Return a property that changes the run when it is set, as users of pytorch-accelerated do."""
+def run_to_change(trainer: Any, loader_of: Literal["train", "eval"] | None = None) -> Run:
+    """Return the current run, for a program to set an attribute of it.
 
-    def write(trainer: Any, value: Any) -> None:
-        _check_assignment(trainer, name)
-        part, _, attribute = f"current_run.{name}".rpartition(".")
-        setattr(attrgetter(part)(trainer), attribute, value)
-
-    return property(attrgetter(f"current_run.{name}"), write, doc=_doc(name))
-
-
-def _doc(name: str) -> str:
-    part, _, attribute = name.rpartition(".")
-    owner = RunData if part == "data" else Run
-    return getattr(getattr(owner, attribute, None), "__doc__", None) or ""
-
-
-def _check_assignment(trainer: Any, name: str) -> None:
-    """Check that an attribute of the current run can be set now.
-
+    :param loader_of: whose dataloader that is, if it is one
     :raises AttributeError: before the trainer is initialised, or for a dataloader while nothing is running, as the next
         run would replace it
     """
     if "current_run" not in vars(trainer):
         raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
-    if name.endswith("_loader") and not trainer.open_runs:
-        phase = name.removeprefix("data.").removesuffix("_loader")
+    if loader_of is not None and not trainer.open_runs:
         raise AttributeError(
-            f"{type(trainer).__name__}.{phase}_dataloader is the loader of the current run, but nothing is running. "
-            f"Store your own loader under another name, and return it from create_{phase}_dataloader()."
+            f"{type(trainer).__name__}.{loader_of}_dataloader is the loader of the current run, but nothing is "
+            f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
         )
+    run: Run = trainer.current_run
+    return run
