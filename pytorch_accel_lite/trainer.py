@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, RunPausedErr
 from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
-from pytorch_accel_lite.base.modules import is_sharded, without_gradients
+from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -57,6 +57,7 @@ from pytorch_accel_lite.engine import (
     lifecycle,
     losses,
     prediction,
+    prepared_model,
     replicas,
     scheduling,
     training,
@@ -64,7 +65,7 @@ from pytorch_accel_lite.engine import (
 from pytorch_accel_lite.engine.arguments import check_parallelism
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.engine.prepared_model import PreparedModel, combine_or_defer, get_model, rewrap_model
+from pytorch_accel_lite.engine.prepared_model import PreparedModel, combine_or_defer
 from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_to_change
 from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import gradients
@@ -508,10 +509,34 @@ class Trainer:
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint
     save_model = model_card.save_model
-    check_weights = saving.check_weights
-    register_for_checkpointing = saving.register_for_checkpointing
     save_training_state = saving.save_training_state
     load_training_state = saving.load_training_state
+
+    def check_weights(self) -> None:
+        """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
+
+        Call it on every process.
+
+        :raises NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
+        """
+        saving.check_weights(self)
+
+    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+        """Include one of your own objects in every training state.
+
+        A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
+        starting events may have reset it. ``find_lr`` and the like leave it as it was.
+
+        :param name: name of the object, which must be the same in the run that resumes
+        :param obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process,
+            and what the first one returns is saved for all: if their states differ, :meth:`gather` them in
+            ``state_dict()``.
+        """
+        if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
+            raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
+        if name in self.registered_objects:
+            raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
+        self.registered_objects[name] = obj
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -671,8 +696,24 @@ class Trainer:
         else:
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
-    advance_scheduler = scheduling.advance_scheduler
-    _step_after_epoch = scheduling.step_after_epoch
+    def advance_scheduler(self, num_updates: int) -> None:
+        """Advance a newly created scheduler to its position after a number of updates.
+
+        Called instead of restoring the scheduler's state when a run is resumed with a different number of updates per
+        epoch. Steps the scheduler ``num_updates`` times by default. Override it if the scheduler is stepped
+        differently.
+
+        :param num_updates: number of updates that a run with the new settings would have made for the samples seen so
+            far
+        :raises TypeError: if ``scheduler_step`` is overridden and this method is not
+        """
+        if is_overridden(self, "scheduler_step"):
+            raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
+        for _ in range(num_updates):
+            self.scheduler.step()
+
+    def _step_after_epoch(self) -> None:
+        scheduling.step_after_epoch(self)
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
@@ -718,6 +759,7 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
+    # Not written here: a step would make a call more for each, and reports of hangs name the call of a collective.
     log = losses.log
     update = manual.update
     recompute_gradients = closures.recompute_gradients
@@ -727,21 +769,63 @@ class Trainer:
     all_gather_object = collectives.all_gather_object
     tensor_to_numeric = collectives.tensor_to_numeric
     sync_buffers = collectives.sync_buffers
-    get_model = get_model
-    rewrap_model = rewrap_model
-    skip_update = gradients.skip_update
-    compare_replicas = replicas.compare_replicas
+
+    def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the model without its wrappers for distributed training.
+
+        :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+        """
+        trained = self.current_run.trained_model
+        model = self.model if trained is None else trained
+        if self.prepared_model is not None and self.prepared_model.outlives_runs:
+            unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
+            return unwrapped
+        return unwrap(model, keep_torch_compile)
+
+    def rewrap_model(self) -> None:
+        """Tell ``DistributedDataParallel`` that the set of trained parameters has changed. Call it on every process.
+
+        Call it after freezing or unfreezing parameters in the middle of a run, between updates, for example in
+        ``on_train_epoch_start``: the wrapper averages the gradients only of parameters that were trained when it was
+        created. With one process, it does nothing.
+
+        :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
+        """
+        prepared_model.rewrap_model(self)
 
     @property
     def can_rewrap_model(self) -> bool:
         """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
         return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
 
+    def skip_update(self) -> None:
+        """Skip the update that is about to happen, leaving weights, optimizer and scheduler unchanged.
+
+        Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
+        """
+        run = self.current_run
+        run.step.skips_update = True
+        scaler = self.accelerator.scaler
+        updates_all = not run.step.optimizers
+        if scaler is not None and updates_all:  # otherwise it would complain about gradients being unscaled twice
+            scaler.update(scaler.get_scale())
+
     @property
     def update_was_skipped(self) -> bool:
         """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
         return self.current_run.step.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
+
+    def compare_replicas(self) -> None:
+        """Check that all processes hold the same weights, to the last bit. Call it on every process.
+
+        Checks every trained parameter: those of the optimizer, and of optimizers that are attributes of a subclass; and
+        the frozen parameters of the model. Sharded weights are skipped, and buffers, which may differ between two
+        forward passes.
+
+        :raises RuntimeError: if they differ; names the ranks, the parameter and the likely cause
+        """
+        replicas.compare_replicas(self)
 
     def call_event(self, event: str, **kwargs: Any) -> None:
         """Fire an event, which may be your own. Call it on every process.

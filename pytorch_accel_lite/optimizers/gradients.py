@@ -244,19 +244,6 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
     return total
 
 
-def skip_update(self: TrainerLike) -> None:
-    """Skip the update that is about to happen, leaving weights, optimizer and scheduler unchanged.
-
-    Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
-    """
-    run = self.current_run
-    run.step.skips_update = True
-    scaler = self.accelerator.scaler
-    updates_all = not run.step.optimizers
-    if scaler is not None and updates_all:  # otherwise it would complain about gradients being unscaled twice
-        scaler.update(scaler.get_scale())
-
-
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
     run = trainer.current_run
