@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.events import RunPausedError
 from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.intervals import Interval
-from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.progress import EpochPhase, Progress
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.user_attributes import CreatedAttributes
@@ -48,10 +48,6 @@ class TrainerLike(protocols.TrainerLike, Protocol):
     @property
     def data_ranks(self) -> Ranks: ...  # noqa: D102
     def _create_step(self, run: Run) -> Step: ...
-
-
-#: What is over of an epoch whose steps are: its training, its evaluation, all but the final checkpoint.
-TRAINED, EVALUATED, ENDED = 1, 2, 3
 
 
 class Step:
@@ -285,7 +281,7 @@ class Run:
     :ivar created: what the program had created when the run began
     :ivar holders: modules outside of the model that hold trained parameters, by the ids of these
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
+    :ivar epoch_phase: how far the epoch has got
     :ivar batch: the batch being processed; ``None`` outside a step
     :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
     :ivar loss_trackers: the running losses of the epoch or evaluation
@@ -323,7 +319,7 @@ class Run:
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)
     trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
-    epoch_phase: int = 0
+    epoch_phase: EpochPhase = EpochPhase.TRAINING
     batch: Batch | None = None
     batch_number: int | None = None
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
