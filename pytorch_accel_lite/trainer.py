@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, RunPausedErr
 from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.intervals import Interval, parse_interval
-from pytorch_accel_lite.base.modules import is_sharded, without_gradients
+from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -57,6 +57,7 @@ from pytorch_accel_lite.engine import (
     lifecycle,
     losses,
     prediction,
+    prepared_model,
     replicas,
     scheduling,
     training,
@@ -64,14 +65,8 @@ from pytorch_accel_lite.engine import (
 from pytorch_accel_lite.engine.arguments import check_parallelism
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.engine.prepared_model import (
-    PreparedModel,
-    can_rewrap_model,
-    combine_or_defer,
-    get_model,
-    rewrap_model,
-)
-from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_property, settable, shadowable
+from pytorch_accel_lite.engine.prepared_model import PreparedModel, combine_or_defer
+from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_to_change
 from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import gradients
 from pytorch_accel_lite.optimizers import operations as optimizers
@@ -140,16 +135,6 @@ class Trainer:
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
     :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
-    :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
-    :ivar run_config: the settings of that run, or after :meth:`evaluate` those of the training before it
-        (:class:`~pytorch_accel_lite.TrainerRunConfig`)
-    :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
-    :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar eval_dataset_name: name of the dataset that is being evaluated, if there are several
-    :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
-    :ivar goodput: how the time of the job was spent, its restarts included
-    :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
-    :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
     :cvar unsaved_attributes: names of attributes that both leave out
@@ -163,33 +148,179 @@ class Trainer:
 
     # ------------------------------------------------------------------------- the current or last run
 
-    progress: Progress = run_property("progress")
-    ranks: Ranks = run_property("control.ranks")
-    data_ranks: Ranks = run_property("data.ranks")
-    run_config: TrainerRunConfig | None = settable("config").getter(lifecycle.run_config)
-    step_metrics: dict[str, Any] = settable("step_metrics")
-    train_dataset: Any = settable("data.train_dataset")
-    eval_dataset: Any = settable("data.eval_dataset")
-    collate_fn: Callable[[Any], Any] | None = settable("data.collate_fn")
-    train_dataloader: Any = settable("data.train_loader")
-    eval_dataloader: Any = settable("data.eval_loader")
-    eval_dataloaders: list[Any] = run_property("data.all_eval_loaders")
-    _train_dataloader: Any = train_dataloader  # the names in pytorch-accelerated
-    _eval_dataloader: Any = eval_dataloader
-    _train_dl_kwargs: dict[str, Any] | None = settable("data.train_loader_kwargs")
-    _eval_dl_kwargs: dict[str, Any] | None = settable("data.eval_loader_kwargs")
-    # A subclass may use these names for its own attributes, as nothing in the package reads them.
-    recorded_losses: dict[str, float] = shadowable("recorded_losses")
-    loss_trackers: LossTrackers = shadowable("loss_trackers")
-    stop_reason: str | None = shadowable("end.reason")
-    gradient_norm = Shadowable(gradients.total_norm)
-    num_microbatches: int = shadowable("step.num_microbatches")
-    is_finished: bool = shadowable("is_finished")
-    evaluation_is_due: bool = shadowable("evaluation_is_due")
-    eval_dataset_name: str | None = shadowable("data.eval_dataset_name")
-    batch_indices: list[Any] | None = shadowable("batch_indices")
-    clock: float = shadowable("clock")
-    goodput: Goodput = shadowable("goodput")
+    @property
+    def progress(self) -> Progress:
+        """The progress of the current or last run: its epoch, update, step and so on."""
+        return self.current_run.progress
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the job, and their communication."""
+        return self.current_run.control.ranks
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """The processes as the data are divided among them: some share each batch in tensor parallelism."""
+        return self.current_run.data.ranks
+
+    @property
+    def run_config(self) -> TrainerRunConfig | None:
+        """The settings of the run in progress, or else of the latest training or, without one, evaluation."""
+        run = self.current_run
+        return run.config if run.training is None or self.open_runs else run.training.config
+
+    @run_config.setter
+    def run_config(self, config: TrainerRunConfig | None) -> None:
+        run_to_change(self).config = config
+
+    @property
+    def step_metrics(self) -> dict[str, Any]:
+        """Values measured by callbacks in the latest update, by name: numbers, or tensors on the device."""
+        return self.current_run.step_metrics
+
+    @step_metrics.setter
+    def step_metrics(self, metrics: dict[str, Any]) -> None:
+        run_to_change(self).step_metrics = metrics
+
+    @property
+    def train_dataset(self) -> Any:
+        """The dataset that the run trains on."""
+        return self.current_run.data.train_dataset
+
+    @train_dataset.setter
+    def train_dataset(self, dataset: Any) -> None:
+        run_to_change(self).data.train_dataset = dataset
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The dataset that the run evaluates on."""
+        return self.current_run.data.eval_dataset
+
+    @eval_dataset.setter
+    def eval_dataset(self, dataset: Any) -> None:
+        run_to_change(self).data.eval_dataset = dataset
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any] | None:
+        """What makes a batch from a list of samples, if it was passed."""
+        return self.current_run.data.collate_fn  # type: ignore[no-any-return]
+
+    @collate_fn.setter
+    def collate_fn(self, collate_fn: Callable[[Any], Any] | None) -> None:
+        run_to_change(self).data.collate_fn = collate_fn
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader of this process's training batches. It can be replaced during a run."""
+        return self.current_run.data.train_loader
+
+    @train_dataloader.setter
+    def train_dataloader(self, loader: Any) -> None:
+        run_to_change(self, loader_of="train").data.train_loader = loader
+
+    @property
+    def eval_dataloader(self) -> Any:
+        """The loader of this process's evaluation batches, of the dataset that is being evaluated."""
+        return self.current_run.data.eval_loader
+
+    @eval_dataloader.setter
+    def eval_dataloader(self, loader: Any) -> None:
+        run_to_change(self, loader_of="eval").data.eval_loader = loader
+
+    @property
+    def eval_dataloaders(self) -> list[Any]:
+        """The loaders of this process's evaluation batches, for all datasets."""
+        return self.current_run.data.all_eval_loaders
+
+    # The names in pytorch-accelerated.
+    _train_dataloader = train_dataloader
+    _eval_dataloader = eval_dataloader
+
+    @property
+    def _train_dl_kwargs(self) -> dict[str, Any] | None:
+        return self.current_run.data.train_loader_kwargs
+
+    @_train_dl_kwargs.setter
+    def _train_dl_kwargs(self, kwargs: dict[str, Any] | None) -> None:
+        run_to_change(self).data.train_loader_kwargs = kwargs
+
+    @property
+    def _eval_dl_kwargs(self) -> dict[str, Any] | None:
+        return self.current_run.data.eval_loader_kwargs
+
+    @_eval_dl_kwargs.setter
+    def _eval_dl_kwargs(self, kwargs: dict[str, Any] | None) -> None:
+        run_to_change(self).data.eval_loader_kwargs = kwargs
+
+    # A subclass may use the names of these for its own attributes, as nothing in the package reads them.
+
+    @Shadowable
+    def recorded_losses(self) -> dict[str, float]:
+        """The mean losses of the last epoch or evaluation, by metric name."""
+        return self.current_run.recorded_losses
+
+    @Shadowable
+    def loss_trackers(self) -> LossTrackers:
+        """The running losses of the epoch or evaluation, by name."""
+        return self.current_run.loss_trackers
+
+    @Shadowable
+    def running_loss(self) -> float:
+        """The mean loss of the epoch so far, on this process. Reads from the device, so avoid it in every step."""
+        return self._loss_tracker.average
+
+    @Shadowable
+    def gradient_norm(self) -> torch.Tensor:
+        """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
+
+        For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
+        overridden ``train_step``, it is that of the optimizer being updated.
+        """
+        return gradients.total_norm(self)
+
+    @Shadowable
+    def num_microbatches(self) -> int:
+        """The number of parts that a batch is split into, with ``auto_microbatch``."""
+        return self.current_run.step.num_microbatches
+
+    @Shadowable
+    def stop_reason(self) -> str | None:
+        """Why the last training or evaluation run was stopped early; ``None`` if it was not."""
+        return self.current_run.end.reason
+
+    @Shadowable
+    def is_finished(self) -> bool:
+        """Whether all requested epochs or updates are complete."""
+        return self.current_run.is_finished
+
+    @Shadowable
+    def evaluation_is_due(self) -> bool:
+        """Whether the current epoch is followed by an evaluation."""
+        return self.current_run.evaluation_is_due
+
+    @Shadowable
+    def eval_dataset_name(self) -> str | None:
+        """The name of the dataset that is being evaluated, if there are several."""
+        return self.current_run.data.eval_dataset_name
+
+    @Shadowable
+    def batch_indices(self) -> list[Any] | None:
+        """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
+
+        ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
+        only keeps this process in step with the others and has no weight.
+        """
+        return self.current_run.batch_indices
+
+    @Shadowable
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every process (as of their last synchronisation)."""
+        return self.current_run.clock
+
+    @Shadowable
+    def goodput(self) -> Goodput:
+        """How the time of the job was spent, its restarts included."""
+        return self.current_run.goodput
 
     def __init__(
         self,
@@ -381,10 +512,34 @@ class Trainer:
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint
     save_model = model_card.save_model
-    check_weights = saving.check_weights
-    register_for_checkpointing = saving.register_for_checkpointing
     save_training_state = saving.save_training_state
     load_training_state = saving.load_training_state
+
+    def check_weights(self) -> None:
+        """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
+
+        Call it on every process.
+
+        :raises NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
+        """
+        saving.check_weights(self)
+
+    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+        """Include one of your own objects in every training state.
+
+        A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
+        starting events may have reset it. ``find_lr`` and the like leave it as it was.
+
+        :param name: name of the object, which must be the same in the run that resumes
+        :param obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process,
+            and what the first one returns is saved for all: if their states differ, :meth:`gather` them in
+            ``state_dict()``.
+        """
+        if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
+            raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
+        if name in self.registered_objects:
+            raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
+        self.registered_objects[name] = obj
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -544,8 +699,24 @@ class Trainer:
         else:
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
-    advance_scheduler = scheduling.advance_scheduler
-    _step_after_epoch = scheduling.step_after_epoch
+    def advance_scheduler(self, num_updates: int) -> None:
+        """Advance a newly created scheduler to its position after a number of updates.
+
+        Called instead of restoring the scheduler's state when a run is resumed with a different number of updates per
+        epoch. Steps the scheduler ``num_updates`` times by default. Override it if the scheduler is stepped
+        differently.
+
+        :param num_updates: number of updates that a run with the new settings would have made for the samples seen so
+            far
+        :raises TypeError: if ``scheduler_step`` is overridden and this method is not
+        """
+        if is_overridden(self, "scheduler_step"):
+            raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
+        for _ in range(num_updates):
+            self.scheduler.step()
+
+    def _step_after_epoch(self) -> None:
+        scheduling.step_after_epoch(self)
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
@@ -591,6 +762,7 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
+    # Not written here: a step would make a call more for each, and reports of hangs name the call of a collective.
     log = losses.log
     update = manual.update
     recompute_gradients = closures.recompute_gradients
@@ -600,12 +772,63 @@ class Trainer:
     all_gather_object = collectives.all_gather_object
     tensor_to_numeric = collectives.tensor_to_numeric
     sync_buffers = collectives.sync_buffers
-    get_model = get_model
-    rewrap_model = rewrap_model
-    skip_update = gradients.skip_update
-    compare_replicas = replicas.compare_replicas
-    can_rewrap_model = property(can_rewrap_model)
-    update_was_skipped = property(gradients.update_was_skipped)
+
+    def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the model without its wrappers for distributed training.
+
+        :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+        """
+        trained = self.current_run.trained_model
+        model = self.model if trained is None else trained
+        if self.prepared_model is not None and self.prepared_model.outlives_runs:
+            unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
+            return unwrapped
+        return unwrap(model, keep_torch_compile)
+
+    def rewrap_model(self) -> None:
+        """Tell ``DistributedDataParallel`` that the set of trained parameters has changed. Call it on every process.
+
+        Call it after freezing or unfreezing parameters in the middle of a run, between updates, for example in
+        ``on_train_epoch_start``: the wrapper averages the gradients only of parameters that were trained when it was
+        created. With one process, it does nothing.
+
+        :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
+        """
+        prepared_model.rewrap_model(self)
+
+    @property
+    def can_rewrap_model(self) -> bool:
+        """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
+        return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
+
+    def skip_update(self) -> None:
+        """Skip the update that is about to happen, leaving weights, optimizer and scheduler unchanged.
+
+        Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
+        """
+        run = self.current_run
+        run.step.skips_update = True
+        scaler = self.accelerator.scaler
+        updates_all = not run.step.updates_one_by_one
+        if scaler is not None and updates_all:  # otherwise it would complain about gradients being unscaled twice
+            scaler.update(scaler.get_scale())
+
+    @property
+    def update_was_skipped(self) -> bool:
+        """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
+        is_plain = self.prepared_model is None or self.prepared_model.is_plain
+        return self.current_run.step.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
+
+    def compare_replicas(self) -> None:
+        """Check that all processes hold the same weights, to the last bit. Call it on every process.
+
+        Checks every trained parameter: those of the optimizer, and of optimizers that are attributes of a subclass; and
+        the frozen parameters of the model. Sharded weights are skipped, and buffers, which may differ between two
+        forward passes.
+
+        :raises RuntimeError: if they differ; names the ranks, the parameter and the likely cause
+        """
+        replicas.compare_replicas(self)
 
     def call_event(self, event: str, **kwargs: Any) -> None:
         """Fire an event, which may be your own. Call it on every process.
@@ -632,11 +855,6 @@ class Trainer:
     @_loss_tracker.setter
     def _loss_tracker(self, tracker: LossTracker) -> None:
         self.current_run.loss_trackers["loss"] = tracker
-
-    @Shadowable
-    def running_loss(self) -> float:
-        """The mean loss of the epoch so far, on this process. Reads from the device, so avoid it in every step."""
-        return self._loss_tracker.average
 
     @property
     def is_running(self) -> bool:

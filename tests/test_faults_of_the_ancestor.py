@@ -1,4 +1,4 @@
-"""One test for each measured fault of pytorch-accelerated that may not live here, named after it."""
+"""One test for each measured fault of pytorch-accelerated that may not live here, named after what is right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.test_stopping import nan_on_one_rank
 from tests.test_training import schedule
 
 
-def test_an_attribute_error_inside_a_callback_is_swallowed():
+def test_an_attribute_error_inside_a_callback_is_raised():
     class Misspelt(TrainerCallback):
         def on_train_epoch_end(self, trainer, **kwargs):
             trainer.no_such_attribute  # noqa: B018
@@ -30,7 +30,7 @@ def test_an_attribute_error_inside_a_callback_is_swallowed():
         quiet_trainer(small_model(), callbacks=[Misspelt]).train(regression_data(4), 1)
 
 
-def test_on_train_step_end_fires_before_the_update():
+def test_on_train_step_end_fires_after_the_update():
     seen = []
 
     class Watch(TrainerCallback):
@@ -45,7 +45,7 @@ def test_on_train_step_end_fires_before_the_update():
     assert torch.equal(seen[1], seen[2])
 
 
-def test_the_reported_loss_is_divided_by_the_accumulation_steps():
+def test_the_reported_loss_does_not_depend_on_the_accumulation_steps():
     losses = []
     for accumulation in (1, 4):
         model = small_model()
@@ -55,7 +55,7 @@ def test_the_reported_loss_is_divided_by_the_accumulation_steps():
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
-def test_clipping_runs_on_every_micro_batch():
+def test_gradients_are_clipped_once_in_an_update():
     class Counts(Trainer):
         clips = 0
 
@@ -69,13 +69,13 @@ def test_clipping_runs_on_every_micro_batch():
     assert trainer.clips == 2
 
 
-def test_evaluation_in_mid_epoch_leaves_the_model_in_eval_mode():
+def test_after_an_evaluation_in_mid_epoch_the_model_is_in_training_mode():
     result = evaluate_inside()
     assert result["training"]
     assert equal(result[0][0], result[1][0])
 
 
-def test_best_model_ignores_save_scheduler_false_on_its_first_save(tmp_path):
+def test_the_first_best_model_heeds_save_scheduler_false(tmp_path):
     path = tmp_path / "best.pt"
     best = SaveBestModelCallback(path, save_scheduler=False, save_optimizer=False)
     trainer = quiet_trainer(small_model(), callbacks=[best])
@@ -87,7 +87,7 @@ def test_best_model_ignores_save_scheduler_false_on_its_first_save(tmp_path):
 
 
 @pytest.mark.programs
-def test_importing_it_and_train_force_seed_42():
+def test_neither_importing_it_nor_train_seeds_generators():
     script = """
 import random, numpy, torch
 torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
@@ -108,7 +108,7 @@ assert torch.initial_seed() == 1
     run_code(script)
 
 
-def test_string_eval_and_arithmetic_on_the_left_raise():
+def test_placeholders_take_arithmetic_from_both_sides():
     updates = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
     factory = partial(OneCycleLR, max_lr=0.1, total_steps=2 * updates + updates * 2 + 1)
     trainer = quiet_trainer(small_model())
@@ -116,7 +116,7 @@ def test_string_eval_and_arithmetic_on_the_left_raise():
     assert trainer.scheduler.total_steps == 17
 
 
-def test_on_training_run_end_is_skipped_on_errors():
+def test_on_training_run_end_is_called_on_errors():
     ends = []
 
     class Ends(TrainerCallback):
@@ -134,14 +134,14 @@ def test_on_training_run_end_is_skipped_on_errors():
     assert ends == ["in a step", "end"]
 
 
-def test_sys_exit_inside_a_callback():
+def test_a_nan_raises_an_error_rather_than_ending_the_program():
     model = small_model()
     trainer = Trainer(model, lambda out, y: (out * float("nan")).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(NonFiniteLossError, match=r"epoch 1, step 0: loss=nan"):
         trainer.train(regression_data(4), 1)
 
 
-def test_two_callbacks_of_one_class_are_refused(tmp_path):
+def test_two_callbacks_of_one_class_are_allowed(tmp_path):
     first, second = (SaveBestModelCallback(tmp_path / f"{name}.pt") for name in "ab")
     trainer = quiet_trainer(small_model(), callbacks=[first, second])
     trainer.train(regression_data(8), 1, regression_data(4))
@@ -149,7 +149,7 @@ def test_two_callbacks_of_one_class_are_refused(tmp_path):
     assert (tmp_path / "b.pt").exists()
 
 
-def test_a_users_accelerator_can_only_be_given_by_overriding_a_private_method():
+def test_an_accelerator_is_passed_or_created_by_an_overridden_method():
     accelerator = Accelerator()
     assert quiet_trainer(small_model(), accelerator=accelerator).accelerator is accelerator
 
@@ -163,7 +163,7 @@ def test_a_users_accelerator_can_only_be_given_by_overriding_a_private_method():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])
-def test_three_host_device_synchronisations_per_batch_by_default(callbacks):
+def test_the_default_callbacks_read_nothing_from_the_device_in_steps(callbacks):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks)
@@ -173,7 +173,7 @@ def test_three_host_device_synchronisations_per_batch_by_default(callbacks):
     assert counted.reads < 20
 
 
-def test_the_last_short_accumulation_window_has_half_its_gradient():
+def test_the_last_short_accumulation_window_has_its_whole_gradient():
     x, y = regression_data(6).tensors
     model = small_model()
     recorder = Recorder()
@@ -187,7 +187,7 @@ def test_the_last_short_accumulation_window_has_half_its_gradient():
 
 
 @pytest.mark.processes
-def test_15_updates_on_2_processes_makes_10(two_ranks):
+def test_a_limit_of_updates_holds_on_2_processes(two_ranks):
     for result in two_ranks(schedule):
         assert all(run["updates"] == 7 for (_, limit), run in result.items() if limit == 7)
 
@@ -197,7 +197,7 @@ class Countdown(IterableDataset):
         return iter(regression_data(10))
 
 
-def test_dict_batches_and_iterable_datasets_fail():
+def test_dict_batches_and_iterable_datasets_train_alike():
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -218,6 +218,6 @@ def test_dict_batches_and_iterable_datasets_fail():
 
 
 @pytest.mark.processes
-def test_a_nan_on_one_rank_stops_only_that_rank(two_ranks):
+def test_a_nan_on_one_rank_stops_all_ranks(two_ranks):
     assert len(two_ranks(nan_on_one_rank)) == 2
     assert None not in two_ranks(nan_on_one_rank)

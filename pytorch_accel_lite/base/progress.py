@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import IntEnum
+
+
+class EpochPhase(IntEnum):
+    """How far an epoch has got: its steps are being made, or are done; then its evaluation, and its ending events."""
+
+    TRAINING = 0
+    TRAINED = 1
+    EVALUATED = 2
+    ENDED = 3  # all but the final checkpoint
 
 
 @dataclass

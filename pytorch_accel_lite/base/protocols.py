@@ -48,7 +48,6 @@ class TrainerLike(Protocol):
 
     # The current or last run.
     current_run: Any
-    progress: Progress
     run_config: TrainerRunConfig | None
     step_metrics: dict[str, Any]
     train_dataset: Any
@@ -56,6 +55,8 @@ class TrainerLike(Protocol):
     train_dataloader: Any
     eval_dataloader: Any
 
+    @property
+    def progress(self) -> Progress: ...
     @property
     def ranks(self) -> Any: ...
     @property

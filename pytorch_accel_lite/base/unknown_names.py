@@ -23,51 +23,64 @@ _PUBLIC_METHODS = (
 #: Our names of arguments (of any method) and events, with the names in other libraries.
 _NAMES = {
     # arguments of a trainer
-    "loss_func": "loss loss_fn loss_function criterion",
-    "optimizer": "optim optimizers",
-    "callbacks": "callback hooks",
-    "run_history": "history",
-    "mixed_precision": "precision",
-    "metrics": "compute_metrics eval_metrics metric",
-    "seed": "random_seed random_state",
-    "deterministic": "full_determinism use_deterministic_algorithms",
-    "compile_model": "compile torch_compile",
+    "loss_func": ("loss", "loss_fn", "loss_function", "criterion"),
+    "optimizer": ("optim", "optimizers"),
+    "callbacks": ("callback", "hooks"),
+    "run_history": ("history",),
+    "mixed_precision": ("precision",),
+    "metrics": ("compute_metrics", "eval_metrics", "metric"),
+    "seed": ("random_seed", "random_state"),
+    "deterministic": ("full_determinism", "use_deterministic_algorithms"),
+    "compile_model": ("compile", "torch_compile"),
     # arguments of its methods
-    "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",
-    "eval_dataset": "val_dataset valid_dataset validation_dataset validation_data val_data eval_data val_ds valid_ds "
-    "val_dataloader val_dataloaders val_loader eval_loader test_dataset",
-    "dataset": "eval_dataset test_dataset test_data data dataloaders dataloader x",
-    "num_epochs": "epochs epoch n_epochs max_epochs num_train_epochs",
-    "per_device_batch_size": "batch_size bs train_batch_size per_device_train_batch_size per_device_eval_batch_size",
-    "max_num_train_steps": "max_steps num_steps total_steps max_updates num_updates",
-    "gradient_accumulation_steps": "accumulate_grad_batches grad_accumulation_steps accumulation_steps",
-    "gradient_clip_norm": "gradient_clip_val max_grad_norm clip_grad_norm grad_clip clip_norm",
-    "gradient_clip_value": "clip_grad_value clip_value clipvalue",
-    "create_scheduler_fn": "lr_scheduler scheduler schedulers lr_schedule create_scheduler lr_scheduler_type",
-    "warmup_steps": "warmup warmup_ratio num_warmup_steps",
-    "train_dataloader_kwargs": "dataloader_kwargs loader_kwargs dl_kwargs train_dl_kwargs",
-    "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
-    "collate_fn": "data_collator collate",
-    "resume_from": "resume resume_from_checkpoint ckpt_path checkpoint",
-    "evaluate_every": "eval_every eval_steps val_check_interval eval_every_n_steps eval_every_n_updates "
-    "evaluation_interval eval_freq eval_strategy evaluation_strategy",
-    "eval_every_n_epochs": "check_val_every_n_epoch validation_freq eval_interval",
-    "auto_microbatch": "auto_find_batch_size",
+    "train_dataset": (
+        "dataset", "data", "train_data", "train_ds", "train_set", "train_dataloader", "train_dataloaders",
+        "train_loader", "x",
+    ),
+    "eval_dataset": (
+        "val_dataset", "valid_dataset", "validation_dataset", "validation_data", "val_data", "eval_data", "val_ds",
+        "valid_ds", "val_dataloader", "val_dataloaders", "val_loader", "eval_loader", "test_dataset",
+    ),
+    "dataset": ("eval_dataset", "test_dataset", "test_data", "data", "dataloaders", "dataloader", "x"),
+    "num_epochs": ("epochs", "epoch", "n_epochs", "max_epochs", "num_train_epochs"),
+    "per_device_batch_size": (
+        "batch_size", "bs", "train_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size",
+    ),
+    "max_num_train_steps": ("max_steps", "num_steps", "total_steps", "max_updates", "num_updates"),
+    "gradient_accumulation_steps": ("accumulate_grad_batches", "grad_accumulation_steps", "accumulation_steps"),
+    "gradient_clip_norm": ("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "grad_clip", "clip_norm"),
+    "gradient_clip_value": ("clip_grad_value", "clip_value", "clipvalue"),
+    "create_scheduler_fn": (
+        "lr_scheduler", "scheduler", "schedulers", "lr_schedule", "create_scheduler", "lr_scheduler_type",
+    ),
+    "warmup_steps": ("warmup", "warmup_ratio", "num_warmup_steps"),
+    "train_dataloader_kwargs": ("dataloader_kwargs", "loader_kwargs", "dl_kwargs", "train_dl_kwargs"),
+    "dataloader_kwargs": ("eval_dataloader_kwargs", "loader_kwargs", "dl_kwargs"),
+    "collate_fn": ("data_collator", "collate"),
+    "resume_from": ("resume", "resume_from_checkpoint", "ckpt_path", "checkpoint"),
+    "evaluate_every": (
+        "eval_every", "eval_steps", "val_check_interval", "eval_every_n_steps", "eval_every_n_updates",
+        "evaluation_interval", "eval_freq", "eval_strategy", "evaluation_strategy",
+    ),
+    "eval_every_n_epochs": ("check_val_every_n_epoch", "validation_freq", "eval_interval"),
+    "auto_microbatch": ("auto_find_batch_size",),
     # arguments of callbacks
-    "save_every_n_steps": "save_every_n_updates save_steps every_n_train_steps every_n_steps save_interval save_freq",
-    "save_every_n_epochs": "every_n_epochs save_every_epochs",
-    "save_every_n_minutes": "train_time_interval save_every_minutes",
-    "max_checkpoints": "save_total_limit max_to_keep num_to_keep n_saved keep_last",
-    "save_dir": "output_dir checkpoint_dir default_root_dir directory folder dirpath",
-    "asynchronous": "async_save save_async background",
-    "early_stopping_patience": "patience",
-    "early_stopping_threshold": "min_delta threshold delta",
-    "watch_metric": "monitor metric metric_for_best_model",
-    "greater_is_better": "mode maximize higher_is_better",
-    "save_path": "filepath dirpath path filename",
-    "keep": "save_top_k",
-    "load_saved_checkpoint": "load_best_model_at_end restore_best_weights",
-}
+    "save_every_n_steps": (
+        "save_every_n_updates", "save_steps", "every_n_train_steps", "every_n_steps", "save_interval", "save_freq",
+    ),
+    "save_every_n_epochs": ("every_n_epochs", "save_every_epochs"),
+    "save_every_n_minutes": ("train_time_interval", "save_every_minutes"),
+    "max_checkpoints": ("save_total_limit", "max_to_keep", "num_to_keep", "n_saved", "keep_last"),
+    "save_dir": ("output_dir", "checkpoint_dir", "default_root_dir", "directory", "folder", "dirpath"),
+    "asynchronous": ("async_save", "save_async", "background"),
+    "early_stopping_patience": ("patience",),
+    "early_stopping_threshold": ("min_delta", "threshold", "delta"),
+    "watch_metric": ("monitor", "metric", "metric_for_best_model"),
+    "greater_is_better": ("mode", "maximize", "higher_is_better"),
+    "save_path": ("filepath", "dirpath", "path", "filename"),
+    "keep": ("save_top_k",),
+    "load_saved_checkpoint": ("load_best_model_at_end", "restore_best_weights"),
+}  # fmt: skip
 
 #: Our events, with the names of hooks at these points in detectron2, mmengine, fastNLP, Ignite, skorch, fastai,
 #: Composer, Keras, Lightning and transformers. Some names mean different points in two of them.
@@ -135,66 +148,68 @@ HOOKS = {
 
 #: Advice for words without a corresponding argument.
 _ADVICE = {
-    "fp16 bf16 fp8 amp": "pass mixed_precision='bf16', or 'fp16', to Trainer().",
-    "device devices gpus use_cpu num_gpus strategy num_nodes": (
+    ("fp16", "bf16", "fp8", "amp"): "pass mixed_precision='bf16', or 'fp16', to Trainer().",
+    ("device", "devices", "gpus", "use_cpu", "num_gpus", "strategy", "num_nodes"): (
         "Accelerate finds the devices. Start several processes with accelerate launch, or pass "
         "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
     ),
-    "logger loggers report_to log_with tracker": "add TrackerCallback(<value>) to the callbacks.",
-    "patience early_stopping early_stopping_patience": (
+    ("logger", "loggers", "report_to", "log_with", "tracker"): "add TrackerCallback(<value>) to the callbacks.",
+    ("patience", "early_stopping", "early_stopping_patience"): (
         "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks."
     ),
-    "monitor watch_metric metric_for_best_model load_best_model_at_end save_best": (
+    ("monitor", "watch_metric", "metric_for_best_model", "load_best_model_at_end", "save_best"): (
         "pass watch_metric to a SaveBestModelCallback or an EarlyStoppingCallback among the callbacks."
     ),
-    "num_workers shuffle drop_last pin_memory sampler batch_sampler": (
+    ("num_workers", "shuffle", "drop_last", "pin_memory", "sampler", "batch_sampler"): (
         "pass it in train_dataloader_kwargs or eval_dataloader_kwargs of train(), or in dataloader_kwargs elsewhere."
     ),
-    "lr learning_rate weight_decay momentum": "pass it to the optimizer that you pass to Trainer().",
-    "save_every save_steps save_dir output_dir checkpoint_dir default_root_dir": (
+    ("lr", "learning_rate", "weight_decay", "momentum"): "pass it to the optimizer that you pass to Trainer().",
+    ("save_every", "save_steps", "save_dir", "output_dir", "checkpoint_dir", "default_root_dir"): (
         "add SaveTrainingStateCallback(save_dir=...) to the callbacks."
     ),
-    "verbose progress_bar enable_progress_bar disable_tqdm": (
+    ("verbose", "progress_bar", "enable_progress_bar", "disable_tqdm"): (
         "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer(), or callbacks=[] for no output."
     ),
-    "tf32 allow_tf32": "call torch.set_float32_matmul_precision('high') before training.",
-    "benchmark cudnn_benchmark": "set torch.backends.cudnn.benchmark = True before training.",
-    "num_sanity_val_steps sanity_eval_batches": (
+    ("tf32", "allow_tf32"): "call torch.set_float32_matmul_precision('high') before training.",
+    ("benchmark", "cudnn_benchmark"): "set torch.backends.cudnn.benchmark = True before training.",
+    ("num_sanity_val_steps", "sanity_eval_batches"): (
         "call evaluate(Subset(eval_dataset, range(64))) before train(), or check(train_dataset, eval_dataset)."
     ),
-    "stopping_threshold divergence_threshold": (
+    ("stopping_threshold", "divergence_threshold"): (
         "raise StopTrainingError in a callback's on_training_run_epoch_end once the metric in run_history is beyond it."
     ),
-    "limit_train_batches limit_val_batches fast_dev_run": "add LimitBatchesCallback(num_batches) to the callbacks.",
-    "use_ema ema ema_decay": "add ModelEmaCallback(decay=...) to the callbacks.",
-    "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
+    ("limit_train_batches", "limit_val_batches", "fast_dev_run"): (
+        "add LimitBatchesCallback(num_batches) to the callbacks."
+    ),
+    ("use_ema", "ema", "ema_decay"): "add ModelEmaCallback(decay=...) to the callbacks.",
+    ("args", "training_args"): "there is no arguments object: pass the arguments to Trainer() and train().",
 }
 
 #: Methods of other libraries' trainers that are never called here, with those to override instead.
 _REPLACED = {
-    "training_step": "calculate_train_batch_loss train_step",
-    "run_step": "calculate_train_batch_loss train_step",
-    "train_step_single": "calculate_train_batch_loss train_step",
-    "one_batch": "calculate_train_batch_loss train_step",
-    "get_loss": "calculate_train_batch_loss calculate_eval_batch_loss",
-    "eval_forward": "calculate_eval_batch_loss",
-    "compute_loss": "calculate_train_batch_loss train_step",
-    "validation_step": "calculate_eval_batch_loss",
-    "test_step": "calculate_eval_batch_loss",
-    "prediction_step": "calculate_eval_batch_loss calculate_predict_batch_output",
-    "predict_step": "calculate_predict_batch_output",
-    "get_train_dataloader": "create_train_dataloader",
-    "get_eval_dataloader": "create_eval_dataloader",
-    "build_train_loader": "create_train_dataloader",
-    "build_test_loader": "create_eval_dataloader",
-    "build_lr_scheduler": "create_scheduler",
-    "val_dataloader": "create_eval_dataloader",
-    "_clip_gradients": "clip_gradients",
-    "_prepare_model_optimizer_and_dataloaders": "_create_accelerator training_run_start",
-    "_perform_forward_and_backward_passes": "calculate_train_batch_loss backward_step",
-    "_run_evaluation": "evaluation_run_start evaluation_run_end evaluate",
-    "_update_loss_tracker": "calculate_train_batch_loss calculate_eval_batch_loss",
-    "_add_epoch_loss_to_run_history": "train_epoch_end eval_epoch_end",
+    "training_step": ("calculate_train_batch_loss", "train_step"),
+    "run_step": ("calculate_train_batch_loss", "train_step"),
+    "train_step_single": ("calculate_train_batch_loss", "train_step"),
+    "one_batch": ("calculate_train_batch_loss", "train_step"),
+    "get_loss": ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
+    "eval_forward": ("calculate_eval_batch_loss",),
+    "compute_loss": ("calculate_train_batch_loss", "train_step"),
+    "validation_step": ("calculate_eval_batch_loss",),
+    "test_step": ("calculate_eval_batch_loss",),
+    "prediction_step": ("calculate_eval_batch_loss", "calculate_predict_batch_output"),
+    "predict_step": ("calculate_predict_batch_output",),
+    "get_train_dataloader": ("create_train_dataloader",),
+    "get_eval_dataloader": ("create_eval_dataloader",),
+    "build_train_loader": ("create_train_dataloader",),
+    "build_test_loader": ("create_eval_dataloader",),
+    "build_lr_scheduler": ("create_scheduler",),
+    "val_dataloader": ("create_eval_dataloader",),
+    "_clip_gradients": ("clip_gradients",),
+    "_prepare_model_optimizer_and_dataloaders": ("_create_accelerator", "training_run_start"),
+    "_perform_forward_and_backward_passes": ("calculate_train_batch_loss", "backward_step"),
+    "_run_evaluation": ("evaluation_run_start", "evaluation_run_end", "evaluate"),
+    "_update_loss_tracker": ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
+    "_add_epoch_loss_to_run_history": ("train_epoch_end", "eval_epoch_end"),
 }
 _OF_OPTIMIZERS = (
     "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
@@ -221,7 +236,7 @@ def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
 
 
 def _our_names(word: str) -> list[str]:
-    return [ours for ours, theirs in _NAMES.items() if word in theirs.split()] + events_meant(word)
+    return [ours for ours, theirs in _NAMES.items() if word in theirs] + events_meant(word)
 
 
 def events_meant(hook: str) -> list[str]:
@@ -284,7 +299,7 @@ def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str
         moved = next((ours for ours in candidates if ours in parameters), None)
         if moved:
             return f"pass {moved} to {_called(cls, other)}."
-    advice = next((advice for words, advice in _ADVICE.items() if word in words.split()), "")
+    advice = next((advice for words, advice in _ADVICE.items() if word in words), "")
     advice = advice.replace("<value>", repr(value if isinstance(value, str) else "wandb"))
     return advice or did_you_mean(word, arguments).strip() or f"it has {', '.join(arguments)}."
 
@@ -343,9 +358,8 @@ def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ())
     defined = {name: value for c in reversed(classes) for name, value in vars(c).items()}
     never_called = {name: advice for name, advice in _GONE.items() if name in defined}
     for name in defined.keys() & _REPLACED.keys():
-        methods = _REPLACED[name].split()
-        if not defined.keys() & set(methods):
-            never_called[name] = f"Override {' or '.join(methods)} instead."
+        if defined.keys().isdisjoint(_REPLACED[name]):
+            never_called[name] = f"Override {' or '.join(_REPLACED[name])} instead."
     if not hasattr(cls, "configure_run"):  # it is not a callback, too
         _warn_of_hooks(cls, defined, events)
     for name, advice in never_called.items():

@@ -2,56 +2,109 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.events import CallbackHandler as CallbackHandler
-from pytorch_accel_lite.base.events import CallbackMethodNotImplementedError as CallbackMethodNotImplementedError
-from pytorch_accel_lite.base.events import NonFiniteLossError as NonFiniteLossError
-from pytorch_accel_lite.base.events import RunInterruptedError as RunInterruptedError
-from pytorch_accel_lite.base.events import RunPausedError as RunPausedError
-from pytorch_accel_lite.base.events import StopTrainingError as StopTrainingError
-from pytorch_accel_lite.base.events import TrainerCallback as TrainerCallback
+from pytorch_accel_lite.base.events import (
+    CallbackHandler,
+    CallbackMethodNotImplementedError,
+    NonFiniteLossError,
+    RunInterruptedError,
+    RunPausedError,
+    StopTrainingError,
+    TrainerCallback,
+)
 from pytorch_accel_lite.base.validation import check_bool
-from pytorch_accel_lite.base.watched_metric import WatchedMetric as WatchedMetric
-from pytorch_accel_lite.callbacks.advice import AdviceCallback as AdviceCallback
-from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback as SaveBestModelCallback
-from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback as SkipFailedBatchesCallback
-from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback as HangWatchCallback
-from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback as LimitBatchesCallback
-from pytorch_accel_lite.callbacks.limits import LimitEvalStepsCallback as LimitEvalStepsCallback
-from pytorch_accel_lite.callbacks.metrics import MetricsCallback as MetricsCallback
-from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback as MetricsFileCallback
-from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback as ModelEmaCallback
-from pytorch_accel_lite.callbacks.model_summary import ModelSummaryCallback as ModelSummaryCallback
-from pytorch_accel_lite.callbacks.monitoring import DeviceMemoryCallback as DeviceMemoryCallback
-from pytorch_accel_lite.callbacks.monitoring import GradientNormCallback as GradientNormCallback
-from pytorch_accel_lite.callbacks.monitoring import LearningRateMonitorCallback as LearningRateMonitorCallback
-from pytorch_accel_lite.callbacks.monitoring import LossScaleCallback as LossScaleCallback
-from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.non_finite import GradientSpikeCallback as GradientSpikeCallback
-from pytorch_accel_lite.callbacks.non_finite import NaNReportCallback as NaNReportCallback
-from pytorch_accel_lite.callbacks.non_finite import TerminateOnNaNCallback as TerminateOnNaNCallback
-from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback as ShowOutputsCallback
-from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
-from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback as PredictionWriterCallback
-from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions as iterate_predictions
-from pytorch_accel_lite.callbacks.prediction_writer import read_predictions as read_predictions
-from pytorch_accel_lite.callbacks.printing import LogMetricsCallback as LogMetricsCallback
-from pytorch_accel_lite.callbacks.printing import PrintProgressCallback as PrintProgressCallback
-from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback as ProgressBarCallback
-from pytorch_accel_lite.callbacks.run_log import RunLogCallback as RunLogCallback
-from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback as StepBasedEvaluationCallback
-from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback as EarlyStoppingCallback
-from pytorch_accel_lite.callbacks.stopping import TimeLimitCallback as TimeLimitCallback
-from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback as ConvertSyncBatchNormCallback
-from pytorch_accel_lite.callbacks.table import ProgressTableCallback as ProgressTableCallback
-from pytorch_accel_lite.callbacks.throughput import ThroughputCallback as ThroughputCallback
-from pytorch_accel_lite.callbacks.timing import ProfilerCallback as ProfilerCallback
-from pytorch_accel_lite.callbacks.timing import TimingCallback as TimingCallback
-from pytorch_accel_lite.callbacks.trackers import TrackerCallback as TrackerCallback
-from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback as SaveTrainingStateCallback
-from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback as GradualUnfreezingCallback
-from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback as WorstSamplesCallback
-from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback as WSDCheckpointCallback
+from pytorch_accel_lite.base.watched_metric import WatchedMetric
+from pytorch_accel_lite.callbacks.advice import AdviceCallback
+from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
+from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
+from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback
+from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
+from pytorch_accel_lite.callbacks.metrics import MetricsCallback
+from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
+from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
+from pytorch_accel_lite.callbacks.model_summary import ModelSummaryCallback
+from pytorch_accel_lite.callbacks.monitoring import (
+    DeviceMemoryCallback,
+    GradientNormCallback,
+    LearningRateMonitorCallback,
+    LossScaleCallback,
+)
+from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
+from pytorch_accel_lite.callbacks.non_finite import GradientSpikeCallback, NaNReportCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
+from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback
+from pytorch_accel_lite.callbacks.prediction_writer import (
+    PredictionWriterCallback,
+    iterate_predictions,
+    read_predictions,
+)
+from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
+from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
+from pytorch_accel_lite.callbacks.run_log import RunLogCallback
+from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
+from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
+from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback
+from pytorch_accel_lite.callbacks.table import ProgressTableCallback
+from pytorch_accel_lite.callbacks.throughput import ThroughputCallback
+from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
+from pytorch_accel_lite.callbacks.trackers import TrackerCallback
+from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
+from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
+from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
+
+__all__ = [
+    "CallbackHandler",
+    "CallbackMethodNotImplementedError",
+    "NonFiniteLossError",
+    "RunInterruptedError",
+    "RunPausedError",
+    "StopTrainingError",
+    "TrainerCallback",
+    "WatchedMetric",
+    "AdviceCallback",
+    "SaveBestModelCallback",
+    "SkipFailedBatchesCallback",
+    "HangWatchCallback",
+    "LimitBatchesCallback",
+    "LimitEvalStepsCallback",
+    "MetricsCallback",
+    "MetricsFileCallback",
+    "ModelEmaCallback",
+    "ModelSummaryCallback",
+    "DeviceMemoryCallback",
+    "GradientNormCallback",
+    "LearningRateMonitorCallback",
+    "LossScaleCallback",
+    "MoveModulesToDeviceCallback",
+    "GradientSpikeCallback",
+    "NaNReportCallback",
+    "TerminateOnNaNCallback",
+    "ShowOutputsCallback",
+    "PlotMetricsCallback",
+    "PredictionWriterCallback",
+    "iterate_predictions",
+    "read_predictions",
+    "LogMetricsCallback",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
+    "RunLogCallback",
+    "StepBasedEvaluationCallback",
+    "EarlyStoppingCallback",
+    "TimeLimitCallback",
+    "ConvertSyncBatchNormCallback",
+    "ProgressTableCallback",
+    "ThroughputCallback",
+    "ProfilerCallback",
+    "TimingCallback",
+    "TrackerCallback",
+    "SaveTrainingStateCallback",
+    "GradualUnfreezingCallback",
+    "WorstSamplesCallback",
+    "WSDCheckpointCallback",
+    "get_default_callbacks",
+    "DEFAULT_CALLBACKS",
+]
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
@@ -79,10 +132,3 @@ class _Callbacks(tuple[type[TrainerCallback], ...]):
 
 
 DEFAULT_CALLBACKS = get_default_callbacks()
-
-_MODULES = "pytorch_accel_lite.callbacks", "pytorch_accel_lite.base.events", "pytorch_accel_lite.base.watched_metric"
-__all__ = [
-    name
-    for name, value in globals().items()
-    if not name.startswith("_") and getattr(value, "__module__", "").startswith(_MODULES)
-]

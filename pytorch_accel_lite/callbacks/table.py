@@ -454,7 +454,8 @@ def _modification_time(path: str) -> int | None:
 def _title(name: str) -> str:
     """Return a metric's column title, which omits common suffixes; evaluations within epochs share the columns."""
     name = visible(name.replace("intermediate_", ""))
-    loss = re.fullmatch(r"(.*_)?(train|eval)_(\w+?)(_epoch)?", name)
-    if loss and (loss[4] or loss[2] == "eval"):
-        return " ".join([*filter(None, [(loss[1] or "").rstrip("_")]), loss[2], loss[3]])
+    loss = re.fullmatch(r"(?P<prefix>.*_)?(?P<phase>train|eval)_(?P<loss>\w+?)(?P<epoch>_epoch)?", name)
+    if loss and (loss["epoch"] or loss["phase"] == "eval"):
+        prefix = (loss["prefix"] or "").rstrip("_")
+        return " ".join([*filter(None, [prefix]), loss["phase"], loss["loss"]])
     return name.removesuffix("_epoch")

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.inspection import sums_by_position
+from pytorch_accel_lite.base.randomness import restore_state
 from pytorch_accel_lite.checkpoint.columns import Columns, pack_columns, unpack_columns
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
 
@@ -318,12 +319,7 @@ class Decoder:
         state = self.decode(node, NoPlaceError)
         fits = current is not NoPlaceError and (_generator_state(current) or ("",))[0] == kind
         target = self._target(number, current, fits, lambda: _create_generator(kind))
-        if isinstance(target, np.random.Generator):
-            target.bit_generator.state = state
-        elif isinstance(target, random.Random):
-            target.setstate(state)
-        else:
-            target.set_state(state)
+        restore_state(target, state)
         return target
 
     def _state(self, current: Any, number: int, node: Node) -> Any:

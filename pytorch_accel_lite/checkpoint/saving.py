@@ -339,35 +339,13 @@ def _say_what_is_left_out(trainer: TrainerLike, name: str) -> None:
 
 
 def check_weights(self: TrainerLike) -> None:
-    """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
-
-    Call it on every process.
-
-    :raises NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
-    """
+    """Check that the weights are finite, as :meth:`Trainer.check_weights` describes."""
     if not attributes.weights_are_finite(self):
         raise NonFiniteLossError(
             f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "
             "learning rate, clip the gradients, or resume from an earlier state with SkipFailedBatchesCallback or "
             "GradientSpikeCallback."
         )
-
-
-def register_for_checkpointing(self: TrainerLike, name: str, obj: Any) -> None:
-    """Include one of your own objects in every training state.
-
-    A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
-    starting events may have reset it. ``find_lr`` and the like leave it as it was.
-
-    :param name: name of the object, which must be the same in the run that resumes
-    :param obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process, and
-        what the first one returns is saved for all: if their states differ, :meth:`gather` them in ``state_dict()``.
-    """
-    if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
-        raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
-    if name in self.registered_objects:
-        raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
-    self.registered_objects[name] = obj
 
 
 def save_training_state(

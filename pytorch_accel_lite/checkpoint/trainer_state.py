@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import named_callbacks
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.progress import EpochPhase
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
 from pytorch_accel_lite.checkpoint.attribute_states import (
@@ -187,7 +188,7 @@ def _collect_metadata(trainer: TrainerLike) -> dict[str, Any]:
         "progress": trainer.progress.state_dict(),
         "stop_reason": run.end.reason,
         "stopped_by": run.end.stopped_by,
-        "epoch_phase": 0 if run.end.reason is None else run.epoch_phase,
+        "epoch_phase": 0 if run.end.reason is None else int(run.epoch_phase),
         "interrupted": run.end.pause is not None,
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
@@ -259,7 +260,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     _restore_user_attributes(trainer, state, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
     run = trainer.current_run
-    run.epoch_phase = state.metadata.get("epoch_phase", 0)
+    run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
     load_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
     run.step.load_state_dict(shared)

@@ -44,9 +44,12 @@ class AgreedStep(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class _Round(Generic[T]):
-    """Steps on which the processes agree at once: what this process has read for them, with a number for each."""
+    """Steps on which the processes agree at once: what this process has read for them, with a number for each.
 
-    steps: int
+    :ivar size: how many steps they are
+    """
+
+    size: int
     items: deque[T] = field(default_factory=deque)
     numbers: list[int] = field(default_factory=list)
 
@@ -68,7 +71,7 @@ class Lockstep(Generic[T]):
 
     def __iter__(self) -> Iterator[AgreedStep]:
         """Yield the steps for which any process has read something."""
-        following = _Round[T](steps=1)
+        following = _Round[T](size=1)
         self._read(following, 1)
         next_reports = self._begin_reporting(following)()
         has_next = self._any_has_read(next_reports, 0)
@@ -76,14 +79,14 @@ class Lockstep(Generic[T]):
             current, reports = following, next_reports
             largest = max(size for _, _, size, *_ in reports)
             limit = max(min(_MAX_BYTES // max(largest, 1), _MAX_STEPS), _MIN_STEPS)
-            following = _Round(min(2 * current.steps, limit))
-            pauses = max(current.steps - 1, 1)
-            for index in range(current.steps):
+            following = _Round(min(2 * current.size, limit))
+            pauses = max(current.size - 1, 1)
+            for index in range(current.size):
                 if index < pauses:
-                    self._read(following, -(-following.steps * (index + 1) // pauses))
+                    self._read(following, -(-following.size * (index + 1) // pauses))
                 if index == pauses - 1:
                     finish = self._begin_reporting(following)
-                if index + 1 < current.steps:
+                if index + 1 < current.size:
                     has_next = self._any_has_read(reports, index + 1)
                 else:
                     next_reports = finish()
@@ -95,26 +98,26 @@ class Lockstep(Generic[T]):
                 if not has_next:
                     return
 
-    def _read(self, steps: _Round[T], count: int) -> None:
-        """Read the first ``count`` items for some steps."""
+    def _read(self, coming: _Round[T], count: int) -> None:
+        """Read the first ``count`` items of a round."""
         try:
-            for item in islice(self._source, count - len(steps.items)):
-                steps.numbers.append(self._describe(item))
-                steps.items.append(item)
+            for item in islice(self._source, count - len(coming.items)):
+                coming.numbers.append(self._describe(item))
+                coming.items.append(item)
         except Exception as error:
             self._error = error
             self._source = iter(())
 
-    def _begin_reporting(self, steps: _Round[T]) -> Callable[[], list[list[int]]]:
-        """Start telling the other processes what has been read for some steps.
+    def _begin_reporting(self, coming: _Round[T]) -> Callable[[], list[list[int]]]:
+        """Start telling the other processes what has been read for a round.
 
         :return: a function that waits for the reports of all: how many items each has read, whether it failed to read
             more, the bytes of an item, and the number for each step
         """
-        count = len(steps.items)
-        steps.numbers = steps.numbers[:count] + [0] * (steps.steps - count)
-        size = sum(map(_size_of, parts_in([*steps.items][:1])))
-        return self._ranks.begin_gathering([count, self._error is not None, size, *steps.numbers])
+        count = len(coming.items)
+        coming.numbers = coming.numbers[:count] + [0] * (coming.size - count)
+        size = sum(map(_size_of, parts_in([*coming.items][:1])))
+        return self._ranks.begin_gathering([count, self._error is not None, size, *coming.numbers])
 
     def _any_has_read(self, reports: list[list[int]], index: int) -> bool:
         """Whether any process has read something for a step.

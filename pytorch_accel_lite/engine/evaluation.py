@@ -12,6 +12,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import CallbackHandler
 from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.progress import EpochPhase
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, NamedData
@@ -24,7 +25,7 @@ from pytorch_accel_lite.engine.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.engine.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.modes import is_in_training_mode, warn_of_other_mode
-from pytorch_accel_lite.engine.run import EVALUATED, Evaluation, LeftOut, Run, TrainerLike
+from pytorch_accel_lite.engine.run import Evaluation, LeftOut, Run, TrainerLike
 from pytorch_accel_lite.engine.snapshot import replaced
 
 
@@ -63,7 +64,7 @@ def evaluate_all(
                 run.completes_evaluation = of_run and number == len(loaders)
                 trainer._run_eval_epoch(loader, **how)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
-        run.epoch_phase = EVALUATED if of_run else run.epoch_phase
+        run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
         run.completes_evaluation = False
@@ -99,7 +100,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
     try:
         _evaluate_within(trainer, inner, is_intermediate=False)
     finally:
-        if inner.epoch_phase == EVALUATED:  # also if that was when a callback has stopped the run
+        if inner.epoch_phase == EpochPhase.EVALUATED:  # also if that was when a callback has stopped the run
             interval.advance(run)
             if run.request.scheduler_metric is not None and trainer.scheduler is not None:
                 trainer.scheduler_step()
@@ -137,7 +138,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)
     if completes:
-        run.epoch_phase = EVALUATED
+        run.epoch_phase = EpochPhase.EVALUATED
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)
 

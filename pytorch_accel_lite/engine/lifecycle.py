@@ -212,15 +212,14 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
     """Return the settings of a run, from the method that users of pytorch-accelerated override, with its arguments."""
-    names = ("num_epochs", "gradient_accumulation_steps", "max_num_train_steps", "gradient_clip_value")
-    requested = {name: getattr(run.request, name) for name in names}
-    return trainer._create_run_config(per_device_batch_size=batch_size, **requested)
-
-
-def run_config(trainer: TrainerLike) -> TrainerRunConfig | None:
-    """The settings of the run in progress, or else of the latest training; without one, of the latest evaluation."""
-    run: Run = trainer.current_run
-    return run.config if run.training is None or trainer.open_runs else run.training.config
+    request = run.request
+    return trainer._create_run_config(
+        per_device_batch_size=batch_size,
+        num_epochs=request.num_epochs,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_clip_value=request.gradient_clip_value,
+    )
 
 
 def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: int) -> TrainerRunConfig:
@@ -244,9 +243,17 @@ def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: in
     processes = logical or data.ranks.world_size
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
-    requested = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
     return TrainerRunConfig(
-        **requested,
+        num_epochs=request.num_epochs,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        gradient_clip_value=request.gradient_clip_value,
+        gradient_clip_norm=request.gradient_clip_norm,
+        scheduler_interval=request.scheduler_interval,
+        scheduler_metric=request.scheduler_metric,
+        eval_every_n_epochs=request.eval_every_n_epochs,
+        evaluate_every=request.evaluate_every,
+        auto_microbatch=request.auto_microbatch,
         train_per_device_batch_size=train_batch_size,
         train_dl_kwargs=data.train_loader_kwargs,
         eval_per_device_batch_size=eval_batch_size,

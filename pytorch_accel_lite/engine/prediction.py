@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, islice, zip_longest
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
@@ -138,6 +138,18 @@ def _predicted(
             raise
 
 
+class _Report(NamedTuple):
+    """What a process tells the others of the steps that it has predicted since they last gathered.
+
+    :param has_outputs: whether it has any, for each of these steps
+    :param size: the bytes of all its outputs
+    """
+
+    has_outputs: list[bool]
+    seconds: float
+    size: int
+
+
 def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Any]]:
     """Yield for each step the outputs of all processes, which they gather after a number of steps."""
     ranks = trainer.data_ranks
@@ -160,14 +172,16 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
             continue
         seconds = time.perf_counter() - begin
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(mine))
-        are_filled, times, sizes = zip(*ranks.all_gather_object(([*map(bool, mine)], seconds, size)), strict=True)
+        reports = ranks.all_gather_object(_Report([*map(bool, mine)], seconds, size))
         gathered = ranks.all_gather_object(mine, only_first)
-        for step, any_is_filled in enumerate(map(any, zip_longest(*are_filled))):
-            if any_is_filled:
+        most_steps = max(len(report.has_outputs) for report in reports)
+        for step in range(most_steps):
+            if any(any(report.has_outputs[step : step + 1]) for report in reports):
                 yield [part for outputs_of_rank in gathered for part in chain(*outputs_of_rank[step : step + 1])]
-        if max(map(len, are_filled)) < steps:
+        if most_steps < steps:
             return
-        fraction = min(_BYTES_AT_ONCE / max(*sizes, 1), _SECONDS_AT_ONCE / max(*times, 1e-6))
+        largest, slowest = max(report.size for report in reports), max(report.seconds for report in reports)
+        fraction = min(_BYTES_AT_ONCE / max(largest, 1), _SECONDS_AT_ONCE / max(slowest, 1e-6))
         steps = int(min(max(steps * fraction, 1), _STEPS_AT_ONCE))
 
 

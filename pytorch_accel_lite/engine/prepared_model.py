@@ -114,24 +114,6 @@ class PreparedModel:
         return released, optimizer
 
 
-def get_model(self: TrainerLike, keep_torch_compile: bool = True) -> nn.Module:
-    """Return the model without its wrappers for distributed training.
-
-    :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
-    """
-    trained = self.current_run.trained_model
-    model = self.model if trained is None else trained
-    if self.prepared_model is not None and self.prepared_model.outlives_runs:
-        unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
-        return unwrapped
-    return unwrap(model, keep_torch_compile)
-
-
-def can_rewrap_model(self: TrainerLike) -> bool:
-    """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
-    return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
-
-
 def prepare_model(trainer: TrainerLike, training: bool) -> None:
     """Prepare the model and the optimizer with Accelerate, unless they are prepared already."""
     prepared = trainer.prepared_model
@@ -243,14 +225,7 @@ def _first_argument(factory: Callable[..., Any]) -> str:
 
 
 def rewrap_model(self: TrainerLike) -> None:
-    """Tell ``DistributedDataParallel`` that the set of trained parameters has changed. Call it on every process.
-
-    Call it after freezing or unfreezing parameters in the middle of a run, between updates, for example in
-    ``on_train_epoch_start``: the wrapper averages the gradients only of parameters that were trained when it was
-    created. With one process, it does nothing.
-
-    :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
-    """
+    """Wrap the model again, as its set of trained parameters has changed: :meth:`Trainer.rewrap_model`."""
     if not self.can_rewrap_model:
         raise RuntimeError(
             "The set of trained parameters cannot change in the middle of this run: the model is sharded "

@@ -23,14 +23,7 @@ _UNUSED = (
 
 
 def compare_replicas(self: TrainerLike) -> None:
-    """Check that all processes hold the same weights, to the last bit. Call it on every process.
-
-    Checks every trained parameter: those of the optimizer, and of optimizers that are attributes of a subclass; and the
-    frozen parameters of the model. Sharded weights are skipped, and buffers, which may differ between two forward
-    passes.
-
-    :raises RuntimeError: if they differ; names the ranks, the parameter and the likely cause
-    """
+    """Check that all processes hold the same weights, as :meth:`Trainer.compare_replicas` describes."""
     prepared = self.prepared_model
     if self.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from operator import attrgetter
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -20,7 +19,7 @@ from pytorch_accel_lite.base.events import RunPausedError
 from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.intervals import Interval
-from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.progress import EpochPhase, Progress
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.user_attributes import CreatedAttributes
@@ -49,10 +48,6 @@ class TrainerLike(protocols.TrainerLike, Protocol):
     @property
     def data_ranks(self) -> Ranks: ...  # noqa: D102
     def _create_step(self, run: Run) -> Step: ...
-
-
-#: What is over of an epoch whose steps are: its training, its evaluation, all but the final checkpoint.
-TRAINED, EVALUATED, ENDED = 1, 2, 3
 
 
 class Step:
@@ -287,7 +282,7 @@ class Run:
     :ivar created: what the program had created when the run began
     :ivar holders: modules outside of the model that hold trained parameters, by the ids of these
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
+    :ivar epoch_phase: how far the epoch has got
     :ivar batch: the batch being processed; ``None`` outside a step
     :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
     :ivar loss_trackers: the running losses of the epoch or evaluation
@@ -325,7 +320,7 @@ class Run:
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)
     trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
-    epoch_phase: int = 0
+    epoch_phase: EpochPhase = EpochPhase.TRAINING
     batch: Batch | None = None
     batch_number: int | None = None
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
@@ -472,11 +467,11 @@ T = TypeVar("T")
 
 
 class Shadowable(Generic[T]):
-    """An attribute that the trainer never reads itself, so that a subclass may use its name for something else."""
+    """A property that the package never reads, so that a subclass may use its name for an attribute of its own."""
 
-    def __init__(self, read: Callable[[Any], T], doc: str | None = None) -> None:
+    def __init__(self, read: Callable[[Any], T]) -> None:
         self._read = read
-        self.__doc__ = read.__doc__ if doc is None else doc
+        self.__doc__ = read.__doc__
 
     def __repr__(self) -> str:
         return "<read-only attribute>"
@@ -485,48 +480,27 @@ class Shadowable(Generic[T]):
     def __get__(self, trainer: None, owner: type) -> Shadowable[T]: ...
     @overload
     def __get__(self, trainer: object, owner: type) -> T: ...
-    def __get__(self, trainer: Any, owner: type) -> T | Shadowable[T]:
+    def __get__(self, trainer: object, owner: type) -> T | Shadowable[T]:
         return self if trainer is None else self._read(trainer)
 
+    if TYPE_CHECKING:  # if it were there, an attribute of an instance would not hide the property
 
-def shadowable(name: str) -> Any:
-    """Return an :class:`Shadowable` attribute of the current or last run."""
-    return Shadowable(attrgetter(f"current_run.{name}"), _doc(name))
-
-
-def run_property(name: str) -> Any:
-    """Return a property for an attribute of the current or last run."""
-    return property(attrgetter(f"current_run.{name}"), doc=_doc(name))
+        def __set__(self, trainer: object, value: Any) -> None: ...
 
 
-def settable(name: str) -> Any:
-    """Return a property that changes the run when it is set, as users of pytorch-accelerated do."""
+def run_to_change(trainer: Any, loader_of: Literal["train", "eval"] | None = None) -> Run:
+    """Return the current run, for a program to set an attribute of it.
 
-    def write(trainer: Any, value: Any) -> None:
-        _check_assignment(trainer, name)
-        part, _, attribute = f"current_run.{name}".rpartition(".")
-        setattr(attrgetter(part)(trainer), attribute, value)
-
-    return property(attrgetter(f"current_run.{name}"), write, doc=_doc(name))
-
-
-def _doc(name: str) -> str:
-    part, _, attribute = name.rpartition(".")
-    owner = RunData if part == "data" else Run
-    return getattr(getattr(owner, attribute, None), "__doc__", None) or ""
-
-
-def _check_assignment(trainer: Any, name: str) -> None:
-    """Check that an attribute of the current run can be set now.
-
+    :param loader_of: whose dataloader that is, if it is one
     :raises AttributeError: before the trainer is initialised, or for a dataloader while nothing is running, as the next
         run would replace it
     """
     if "current_run" not in vars(trainer):
         raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
-    if name.endswith("_loader") and not trainer.open_runs:
-        phase = name.removeprefix("data.").removesuffix("_loader")
+    if loader_of is not None and not trainer.open_runs:
         raise AttributeError(
-            f"{type(trainer).__name__}.{phase}_dataloader is the loader of the current run, but nothing is running. "
-            f"Store your own loader under another name, and return it from create_{phase}_dataloader()."
+            f"{type(trainer).__name__}.{loader_of}_dataloader is the loader of the current run, but nothing is "
+            f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
         )
+    run: Run = trainer.current_run
+    return run

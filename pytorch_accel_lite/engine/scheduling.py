@@ -368,18 +368,3 @@ def _updates_made(run: Run, per_epoch: int) -> int:
         nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
         return updates + min(nominal, per_epoch)
     return updates + max(0, per_epoch - math.ceil(remaining / run.window.steps))
-
-
-def advance_scheduler(self: TrainerLike, num_updates: int) -> None:
-    """Advance a newly created scheduler to its position after a number of updates.
-
-    Called instead of restoring the scheduler's state when a run is resumed with a different number of updates per
-    epoch. Steps the scheduler ``num_updates`` times by default. Override it if the scheduler is stepped differently.
-
-    :param num_updates: number of updates that a run with the new settings would have made for the samples seen so far
-    :raises TypeError: if ``scheduler_step`` is overridden and this method is not
-    """
-    if is_overridden(self, "scheduler_step"):
-        raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
-    for _ in range(num_updates):
-        self.scheduler.step()

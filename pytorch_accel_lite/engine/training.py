@@ -16,6 +16,7 @@ from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.progress import EpochPhase
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
@@ -33,7 +34,7 @@ from pytorch_accel_lite.engine.modes import (
     warn_of_other_mode,
 )
 from pytorch_accel_lite.engine.replicas import note_missing_gradients
-from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, GlobalModes, Run, TrainerLike
+from pytorch_accel_lite.engine.run import GlobalModes, Run, TrainerLike
 from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
@@ -83,15 +84,15 @@ def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
 def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
     begin_epoch(run)
-    if run.epoch_phase < TRAINED:
+    if run.epoch_phase < EpochPhase.TRAINED:
         with explaining(trainer, run, "training"):
             run.has_reached_limit = bool(trainer._run_train_epoch(run.data.train_loader))
-    if run.epoch_phase < EVALUATED and run.evaluation_is_due:
+    if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
-    if run.epoch_phase < ENDED:
+    if run.epoch_phase < EpochPhase.ENDED:
         trainer._step_after_epoch()
         trainer.training_run_epoch_end()
-        run.epoch_phase = ENDED
+        run.epoch_phase = EpochPhase.ENDED
         trainer.call_event("on_training_run_epoch_end")
         run.control.sync(now=True)
     trainer.run_history._increment_epoch()
@@ -109,7 +110,7 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     """Count an epoch, its evaluation included, and let callbacks save."""
     if run.evaluations is not None and run.evaluation_is_due:
         run.evaluations.advance(run, ends_epoch=True)
-    run.epoch_phase = 0
+    run.epoch_phase = EpochPhase.TRAINING
     run.progress.epochs_completed = run.progress.epoch
     trainer.call_event("on_epoch_checkpoint")
     run.control.sync(now=True, can_save=True)
@@ -171,7 +172,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
     run.unrecorded = None
-    run.epoch_phase = TRAINED
+    run.epoch_phase = EpochPhase.TRAINED
     trainer.call_event("on_train_epoch_end")
 
 

@@ -244,31 +244,8 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
     return total
 
 
-def skip_update(self: TrainerLike) -> None:
-    """Skip the update that is about to happen, leaving weights, optimizer and scheduler unchanged.
-
-    Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
-    """
-    run = self.current_run
-    run.step.skips_update = True
-    scaler = self.accelerator.scaler
-    updates_all = not run.step.updates_one_by_one
-    if scaler is not None and updates_all:  # otherwise it would complain about gradients being unscaled twice
-        scaler.update(scaler.get_scale())
-
-
-def update_was_skipped(self: TrainerLike) -> bool:
-    """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
-    is_plain = self.prepared_model is None or self.prepared_model.is_plain
-    return self.current_run.step.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
-
-
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
-    """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
-
-    For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
-    overridden ``train_step``, it is that of the optimizer being updated.
-    """
+    """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
     run = trainer.current_run
     if run.step.gradient_norm is None:
         updates_all = not run.step.updates_one_by_one  # otherwise those of the one being updated are unscaled already

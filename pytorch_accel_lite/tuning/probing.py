@@ -29,7 +29,7 @@ from pytorch_accel_lite.base.batches import (
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.progress import EpochPhase, Progress
 from pytorch_accel_lite.base.randomness import mix, seed_all
 from pytorch_accel_lite.base.splitting import select_samples
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
@@ -497,7 +497,9 @@ class Probe:
         with Snapshot() as before:
             keep_training(trainer, before)
             before.enter_context(self._preserving_attributes(*self._callbacks))
-            before.enter_context(replaced(run, step=run.step, loss_trackers=run.loss_trackers, epoch_phase=0))
+            before.enter_context(
+                replaced(run, step=run.step, loss_trackers=run.loss_trackers, epoch_phase=EpochPhase.TRAINING)
+            )
             before.enter_context(replaced(run, window=copy.copy(run.window), progress=Progress()))
             handler = OwnCallbacks(self._callbacks)
             handler.failures = self.failed_callbacks

@@ -19,7 +19,7 @@ from pytorch_accel_lite.extensions.experiment.run_folders import NoRunsError, na
 from pytorch_accel_lite.extensions.experiment.seed_comparison import compare_seeds
 from pytorch_accel_lite.extensions.experiment.tested_weights import find_weights, load_weights, predictions_of
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
-from pytorch_accel_lite.extensions.experiment.yaml_files import ExperimentError, is_ours
+from pytorch_accel_lite.extensions.experiment.yaml_files import ExperimentError, was_raised_by_us
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import as_json, format_metric, record_error
 
@@ -93,7 +93,7 @@ def _is_user_error(error: Exception) -> bool:
     """Whether the message of an error suffices: it is from a check of ours, and not from within a step."""
     if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
         return True
-    return is_ours(error) and not any(note.startswith("In ") for note in _notes_of(error))
+    return was_raised_by_us(error) and not any(note.startswith("In ") for note in _notes_of(error))
 
 
 def _parser() -> argparse.ArgumentParser:

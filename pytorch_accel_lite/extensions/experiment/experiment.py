@@ -34,9 +34,9 @@ from pytorch_accel_lite.extensions.experiment.yaml_files import (
     ExperimentError,
     dump_yaml,
     flat,
-    is_ours,
     load_yaml,
     read,
+    was_raised_by_us,
 )
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import result_of_first
@@ -363,7 +363,7 @@ def _naming(part: str) -> Iterator[None]:
     except ExperimentError:
         raise  # already names the part
     except Exception as error:
-        if is_ours(error):
+        if was_raised_by_us(error):
             raise ExperimentError(f"{part}: {error}") from error
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if all(file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES) for file in files):

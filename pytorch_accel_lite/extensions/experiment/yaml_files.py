@@ -28,7 +28,7 @@ class ExperimentError(ValueError):
     """An experiment's file, or what overrides it, is wrong. The message names the file and line, or the key."""
 
 
-def is_ours(error: Exception) -> bool:
+def was_raised_by_us(error: Exception) -> bool:
     """Whether an error comes from a check of this package, so that its message suffices."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_check = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError, NotADirectoryError))
