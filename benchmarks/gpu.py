@@ -662,8 +662,8 @@ def setting_of(kind: str, compiled: bool, everything: bool) -> Setting:
 def measure_all(kind: str, quick: bool, show: Callable[[dict[str, Any]], None]) -> None:
     """Measure all contenders one after another, and show each as soon as it is known, or why it failed."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    # To trace the ResNet takes long, and a rehearsal has traced others.
-    for compiled in (False,) if quick and kind == "gpu_resnet" else (False, True):
+    # To trace large models takes long, and a rehearsal has traced the tiny one.
+    for compiled in (False,) if quick and kind != "gpu_tiny" else (False, True):
         for contender in contenders_of(compiled):
             row = {"workload": kind, "contender": contender, "compiled": compiled}
             try:
