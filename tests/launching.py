@@ -141,6 +141,8 @@ class WarmPython(subprocess.Popen[str]):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit._clear()  # what this process has planned for its own end
         atexit.register(shutdown._close_all)
+        shutdown.record_end(failed=False)  # runs of tests before
+        vars(sys).pop("last_type", None)
         use_filters(warnings.filters)
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()

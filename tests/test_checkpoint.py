@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -633,9 +634,8 @@ def test_an_open_file_holds_what_a_path_does(tmp_path):
         save(tmp_path / name)
         with open(tmp_path / "open", "wb") as file:
             save(file)
-        if name == "model.pt":
-            assert same(torch.load(tmp_path / "open"), torch.load(tmp_path / name))
-    assert (tmp_path / "open").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+        read = torch.load if name == "model.pt" else load_file
+        assert same(read(tmp_path / "open"), read(tmp_path / name))
     other = trained(seed=1)
     with open(tmp_path / "open", "rb") as file:
         other.load_checkpoint(file)
