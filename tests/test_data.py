@@ -1072,7 +1072,7 @@ def test_training_datasets_by_name_give_batches_by_name(seed, capsys):
         assert {"train_a_epoch", "train_b_epoch"} <= set(trainer.run_history.get_metric_names())
     start = "The datasets differ in length ('a' 6, 'b' 10): an epoch is as long as the "
     assert capsys.readouterr().out.splitlines() == [
-        f"{start}shortest, 'a'; of the others, as many samples are used, drawn anew in each epoch.",
+        f"{start}shortest, 'a'; of the others, as many samples are used, drawn again in each epoch.",
         f"{start}longest, 'b'; the others are repeated.",
     ]
     trainer = TwoTasks(model, nn.MSELoss(), optimizer, callbacks=[], seed=seed)

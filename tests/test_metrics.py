@@ -628,6 +628,16 @@ def test_training_metrics_whose_task_was_found_are_resumed(tmp_path):
         }
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 5, 3, 4)])
+def test_pixels_are_not_taken_for_labels(shape):
+    size = torch.Size(shape).numel() // 2
+    data = TensorDataset(torch.randn(2, size), torch.zeros(shape))
+    model = nn.Sequential(nn.Linear(size, size), nn.Unflatten(1, shape[1:]))
+    trainer = make_trainer(metrics="accuracy", model=model, loss_func=nn.MSELoss())
+    with pytest.raises(ValueError, match="cannot be told from outputs"):
+        trainer.evaluate(data)
+
+
 def test_outputs_that_are_none_of_a_classifier_say_what_to_pass():
     trainer = make_trainer(
         metrics="accuracy", model=nn.Sequential(nn.Linear(4, 2)), loss_func=lambda *args: args[0].sum()

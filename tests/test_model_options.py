@@ -70,7 +70,7 @@ def test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names():
         for _ in range(2):
             trainer.train(data, 1, data, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
         assert trainer.model is each
-    assert len(compiled) == 2  # with gradients and without: the second run compiles nothing anew
+    assert len(compiled) == 2  # with gradients and without: the second run compiles nothing again
     assert equal(weights(model), weights(plain))
     assert torch.equal(trainer.predict(data), plain(data.tensors[0]).detach())
 

@@ -288,7 +288,7 @@ def test_a_step_that_cannot_be_repeated_says_what_it_takes(tmp_path):
     trainer = failing_run(tmp_path, [], saves=None, seed=0)
     with pytest.raises(NonFiniteLossError, match=r"It begins at the start of the run"):
         fit(trainer, spoilt(), epochs=1)
-    with pytest.raises(ValueError, match=r"the trainer has trained since. Create it anew"):
+    with pytest.raises(ValueError, match=r"the trainer has trained since. Create another"):
         NaNReportCallback.repeat(trainer, report, spoilt(), 1)
 
 

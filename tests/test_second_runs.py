@@ -75,6 +75,7 @@ SCHEDULES = [
         (0.1, partial(OneCycleLR, max_lr=0.1, total_steps=9)),
         (0.01, partial(CyclicLR, base_lr=0.01, max_lr=0.1)),
         (None, partial(OneCycleLR, max_lr=0.1, total_steps=9)),  # torch's default
+        (torch.tensor(0.1), partial(OneCycleLR, max_lr=0.1, total_steps=9)),
     ],
 )
 def test_a_rate_that_a_schedule_replaces_is_named(rate, schedule, capsys):

@@ -106,7 +106,7 @@ def test_extensions_use_only_what_users_can_import():
 
 @pytest.mark.skipif(not (PACKAGE / "experiment.py").exists(), reason="an extension has been deleted")
 def test_the_public_interface_is_what_is_written_down():
-    """A change is meant, or a mistake: ``python -m tests.interface`` writes it down anew."""
+    """A change is meant, or a mistake: ``python -m tests.interface`` writes it down again."""
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
 
 

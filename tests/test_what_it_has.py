@@ -630,7 +630,7 @@ def test_a_changed_loss():
         train(make_trainer([listener(on_train_step_end=double)]))
 
 
-@row("an event of your own", "a handler calls callbacks, also with events of yours")
+@row("an event of your own", "a handler calls callbacks, also with your own events")
 def test_own_events():
     heard: list[int] = []
     trainer = make_trainer([listener(on_mine=lambda trainer, **kwargs: heard.append(kwargs["x"]))])
@@ -1179,7 +1179,7 @@ def test_one_mode():
     assert modes == [False] * 3
 
 
-@row("arguments of `forward` by the keys of a batch", "keys that `forward` does not take", "keys for a loss of yours")
+@row("arguments of `forward` by the keys of a batch", "keys that `forward` does not take", "keys for your own loss")
 def test_batches_that_are_dicts():
     trained = [make_trainer(model=TakesX()) for _ in range(2)]
     train(trained[0], train_dataset=dicts(), train_dataloader_kwargs=HERE)
@@ -1301,7 +1301,7 @@ def test_epochs_of_a_sampler():
 
 @row(
     "the position in the data is saved",
-    "states of yours come back when loaded",
+    "your own states come back when loaded",
     "states of hooks are saved and loaded",
     "several hooks of one class have a state each",
     "a state whose hook is missing is warned of",

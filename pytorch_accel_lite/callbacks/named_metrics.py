@@ -27,7 +27,6 @@ _ALIASES = {
     "rocauc": "auroc",
     "averageprecisionscore": "averageprecision",
     "f1": "f1score",
-    "f1macro": "f1score",
     "iou": "jaccardindex",
     "mcc": "matthewscorrcoef",
     "r2": "r2score",
@@ -57,9 +56,11 @@ class Classification(NamedTuple):
         is_of_classes = predictions.is_floating_point() and not targets.is_floating_point()
         if is_of_classes and len(shape) == len(wanted) + 1 and shape[0] == wanted[0] and shape[2:] == wanted[1:]:
             return cls("multiclass", shape[1])
-        if shape == wanted or (len(shape) == 2 and shape[1] == 1 and shape[:1] == wanted):
-            labels = shape[1] if len(shape) > 1 else 1
-            return cls("binary", 2) if labels == 1 else cls("multilabel", labels)
+        one_each = shape[1:2] in ((), (1,)) and (shape == wanted or shape[:1] == wanted)
+        if one_each:
+            return cls("binary", 2)
+        if shape == wanted and len(shape) == 2:  # with more dimensions, these may be pixels of one label
+            return cls("multilabel", shape[1])
         raise ValueError(
             f"the task of the metrics cannot be told from outputs {short(predictions)} and targets {short(targets)}. "
             "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
@@ -113,7 +114,8 @@ class NamedMetric:
     def higher_is_better(self) -> bool | None:
         """What the metric declares, as far as it is the same in all tasks."""
         kinds = importlib.import_module("torchmetrics.classification")
-        declared: bool | None = getattr(kinds, f"Multiclass{self._kind.__name__}").higher_is_better
+        kind = getattr(kinds, f"Multiclass{self._kind.__name__}", self._kind)
+        declared: bool | None = getattr(kind, "higher_is_better", None)
         return declared
 
 

@@ -196,7 +196,7 @@ class NaNReportCallback(TrainerCallback):
         if repeated.state is None and (trainer.progress.step or not repeated.has_seed):
             raise ValueError(
                 f"report={os.fspath(report)!r} is of a run that saved no training states"
-                + (", and the trainer has trained since. Create it anew" if repeated.has_seed else " and had no seed")
+                + (", and the trainer has trained since. Create another" if repeated.has_seed else " and had no seed")
                 + ". To repeat a step, give the run a SaveTrainingStateCallback(save_every=...)."
             )
         callback._repetition, error = repeated, None  # noqa: SLF001

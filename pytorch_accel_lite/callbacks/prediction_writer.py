@@ -156,7 +156,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or type(content.get("length")) is not int or content["length"] < 0:
         raise ValueError(
             f"{os.fspath(path)!r} is not the description of predictions that PredictionWriterCallback writes. To "
-            "predict anew, choose another directory, or pass overwrite=True."
+            "predict again, choose another directory, or pass overwrite=True."
         )
     return content
 

@@ -224,7 +224,7 @@ def describe_lengths(sampler: Any) -> str:
     if length == max(sizes.values()):
         how = f"longest, {deciding!r}; the others are repeated"
     else:
-        used = "drawn anew in each epoch" if sampler.shuffle else "the first ones"
+        used = "drawn again in each epoch" if sampler.shuffle else "the first ones"
         how = f"shortest, {deciding!r}; of the others, as many samples are used, {used}"
     shown = ", ".join(f"{name!r} {size:,}" for name, size in sizes.items())
     return f"The datasets differ in length ({shown}): an epoch is as long as the {how}."

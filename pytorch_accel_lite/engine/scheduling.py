@@ -106,7 +106,8 @@ def _begin_from_initial_rates(
 
 def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
     """Name the learning rates that the user gave an optimizer, if a schedule with rates of its own replaces them."""
-    rates = {id(group): values.get("lr") for group, values in zip(trainer.optimizer.param_groups, initial, strict=True)}
+    groups = trainer.optimizer.param_groups
+    rates = {id(group): float(v["lr"]) for group, v in zip(groups, initial, strict=True) if v.get("lr") is not None}
     for scheduler in schedulers_in(trainer.scheduler).values():
         if not isinstance(scheduler, (OneCycleLR, CyclicLR)):
             continue
@@ -114,7 +115,7 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
         default = inspect.signature(type(optimizer)).parameters.get("lr")
         groups = optimizer.param_groups
         highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
-        used = {None, *highest, *scheduler.base_lrs, default and default.default}
+        used = {None, *map(float, [*highest, *scheduler.base_lrs]), default and default.default}
         unused = [rate for group in groups if (rate := rates.get(id(group))) not in used]
         if unused:
             trainer.print(
