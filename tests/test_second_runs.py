@@ -83,11 +83,11 @@ def test_a_rate_that_a_schedule_replaces_is_named(rate, schedule, capsys):
     optimizer = torch.optim.SGD(model.parameters(), **({} if rate is None else {"lr": rate}))
     trainer = make_trainer(model=model, optimizer=optimizer)
     train(trainer, epochs=1, create_scheduler_fn=schedule)
+    printed = capsys.readouterr().out
+    assert ("has no effect" in printed) == (rate == 0.5)
     kind = schedule.func.__name__
-    said = (
-        f"learning rate 0.5 has no effect: {kind} sets rates of its own, up to max_lr=0.1." in capsys.readouterr().out
-    )
-    assert said == (rate == 0.5)
+    if rate == 0.5:
+        assert f"learning rate 0.5 has no effect: {kind} sets rates of its own, up to max_lr=0.1." in printed
 
 
 @pytest.mark.parametrize("second", SCHEDULES, ids=lambda factory: factory.func.__name__)

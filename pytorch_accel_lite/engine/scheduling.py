@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.environment import warn_outside
@@ -107,7 +108,7 @@ def _begin_from_initial_rates(
 def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
     """Name the learning rates that the user gave an optimizer, if a schedule with rates of its own replaces them."""
     groups = trainer.optimizer.param_groups
-    rates = {id(group): float(v["lr"]) for group, v in zip(groups, initial, strict=True) if v.get("lr") is not None}
+    rates = {id(group): values.get("lr") for group, values in zip(groups, initial, strict=True)}
     for scheduler in schedulers_in(trainer.scheduler).values():
         if not isinstance(scheduler, (OneCycleLR, CyclicLR)):
             continue
@@ -115,8 +116,11 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
         default = inspect.signature(type(optimizer)).parameters.get("lr")
         groups = optimizer.param_groups
         highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
-        used = {None, *map(float, [*highest, *scheduler.base_lrs]), default and default.default}
-        unused = [rate for group in groups if (rate := rates.get(id(group))) not in used]
+        used = [*highest, *scheduler.base_lrs, *([default.default] if default else [])]
+        as_shown = {
+            _listed([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
+        }  # tensors are rounded
+        unused = [rate for group in groups if _listed([rate := rates.get(id(group))]) not in {"none", *as_shown}]
         if unused:
             trainer.print(
                 f"The optimizer's learning rate {_listed(unused)} has no effect: {type(scheduler).__name__} sets rates "
