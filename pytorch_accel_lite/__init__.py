@@ -2,10 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.intervals import Interval
-from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
-from pytorch_accel_lite.base.progress import Progress
-from pytorch_accel_lite.base.run_settings import TrainerRunConfig
 from pytorch_accel_lite.callbacks import (
     CallbackHandler,
     NonFiniteLossError,
@@ -14,9 +10,13 @@ from pytorch_accel_lite.callbacks import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.distributed.launch import notebook_launcher
-from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.engine.losses import LossTracker
 from pytorch_accel_lite.extensions.experiment import compare_runs, compare_seeds, cross_validate
+from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
+from pytorch_accel_lite.run.intervals import Interval
+from pytorch_accel_lite.run.losses import LossTracker
+from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.trainer import Trainer, TrainerWithTimmScheduler
 
 __version__ = "0.2.0"

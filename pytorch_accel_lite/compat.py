@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import RunPausedError, StopTrainingError
-from pytorch_accel_lite.engine import training
-from pytorch_accel_lite.engine.lifecycle import close_failed
-from pytorch_accel_lite.engine.run import Run, TrainerLike
+from pytorch_accel_lite.loop import training
+from pytorch_accel_lite.loop.lifecycle import close_failed
+from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
 def run_training(trainer: TrainerLike, run: Run) -> None:

@@ -1,6 +1,6 @@
 """Public path of values of a run for use in scheduler factories."""
 
-from pytorch_accel_lite.base.placeholders import (
+from pytorch_accel_lite.schedulers.placeholders import (
     Placeholder,
     PlaceholderError,
     TrainerPlaceholderValues,

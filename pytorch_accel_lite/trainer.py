@@ -15,25 +15,11 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite import compat
-from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
-from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.base.goodput import Goodput
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
-from pytorch_accel_lite.base.placeholders import (
-    PlaceholderError,
-    TrainerPlaceholderValues,
-    replace_trainer_placeholder_values,
-)
-from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.reprs import join_wrapped
-from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.base.signals import ending_in_order, exit_after
-from pytorch_accel_lite.base.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
-from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -49,28 +35,45 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data import NamedData
+from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
-from pytorch_accel_lite.distributed import Ranks, accelerators, collectives, launch, shutdown
-from pytorch_accel_lite.engine import (
+from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
+from pytorch_accel_lite.loop import (
     arguments,
+    collectives,
     evaluation,
+    gradients,
     lifecycle,
-    losses,
+    logged_values,
     prediction,
-    prepared_model,
+    preparing,
     replicas,
     scheduling,
     training,
 )
-from pytorch_accel_lite.engine.arguments import check_parallelism
-from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.engine.prepared_model import PreparedModel, combine_or_defer
-from pytorch_accel_lite.engine.run import Run, Shadowable, Step, run_to_change
-from pytorch_accel_lite.engine.scheduling import check_scheduler
-from pytorch_accel_lite.optimizers import gradients
+from pytorch_accel_lite.loop.arguments import check_parallelism
+from pytorch_accel_lite.loop.preparing import combine_or_defer
+from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
+from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
+from pytorch_accel_lite.run.goodput import Goodput
+from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
+from pytorch_accel_lite.run.intervals import Interval, parse_interval
+from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.prepared_model import PreparedModel
+from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.shadowable import Shadowable
+from pytorch_accel_lite.run.signals import ending_in_order, exit_after
+from pytorch_accel_lite.run.state import Run, Step, run_to_change
+from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
+from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
+from pytorch_accel_lite.schedulers.placeholders import (
+    PlaceholderError,
+    TrainerPlaceholderValues,
+    replace_trainer_placeholder_values,
+)
 from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compiled import CompiledForward
@@ -763,7 +766,7 @@ class Trainer:
     # --------------------------------------------------------------------- for steps and callbacks to use
 
     # Not written here: a step would make a call more for each, and reports of hangs name the call of a collective.
-    log = losses.log
+    log = logged_values.log
     update = manual.update
     recompute_gradients = closures.recompute_gradients
     gather = collectives.gather
@@ -794,7 +797,7 @@ class Trainer:
 
         :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
         """
-        prepared_model.rewrap_model(self)
+        preparing.rewrap_model(self)
 
     @property
     def can_rewrap_model(self) -> bool:

@@ -2,11 +2,9 @@
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE, import_extra
 from pytorch_accel_lite.base.text import as_cell, format_metric, format_value, from_cell
-from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
 from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.data.workers import worker_init_fn
-from pytorch_accel_lite.distributed.collectives import remove_padding, result_of_first
 from pytorch_accel_lite.distributed.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.distributed.process_zero import (
@@ -14,7 +12,9 @@ from pytorch_accel_lite.distributed.process_zero import (
     local_process_zero_only,
     world_process_zero_only,
 )
+from pytorch_accel_lite.loop.collectives import remove_padding, result_of_first
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma
+from pytorch_accel_lite.run.unknown_names import suggest
 
 LIMIT_BATCHES_ENV_VAR = LIMIT_BATCHES_VARIABLE  # the name in pytorch-accelerated
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.unknown_names import AttributeElsewhere
+from pytorch_accel_lite.run.unknown_names import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
 MODULES = ("", ".callbacks", ".data", ".schedulers", ".optimizers", ".finetuning", ".experiment", ".integrations")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
-from pytorch_accel_lite.engine.run import Step
+from pytorch_accel_lite.run.state import Step
 from pytorch_accel_lite.steps.combinations import KINDS, as_markdown
 from tests.launching import CAN_SHARD
 from tests.ranks import world_size

@@ -10,8 +10,8 @@ import pytest
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
-from pytorch_accel_lite.base.events import EVENTS, keywords_of
 from pytorch_accel_lite.callbacks import LimitEvalStepsCallback, LogMetricsCallback
+from pytorch_accel_lite.run.events import EVENTS, keywords_of
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests import typed_callbacks
 from tests.shipped import SHIPPED, build

@@ -18,7 +18,7 @@ from matplotlib import pyplot
 
 import pytorch_accel_lite
 from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.base import events
+from pytorch_accel_lite.run import events
 from tests.launching import CAN_SHARD, HAS_MUON, ROOT
 
 PAGES = [

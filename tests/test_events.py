@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.base.events import EVENTS, STEP_EVENTS, keywords_of
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, SkipFailedBatchesCallback
-from pytorch_accel_lite.engine.run import Step
-from pytorch_accel_lite.engine.step import PlainStep
+from pytorch_accel_lite.loop.step import PlainStep
+from pytorch_accel_lite.run.events import EVENTS, STEP_EVENTS, keywords_of
+from pytorch_accel_lite.run.state import Step
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.failed_batches import GuardedStep
 from pytorch_accel_lite.steps.logical_step import LogicalStep

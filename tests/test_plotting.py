@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 from torchmetrics import R2Score
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.base import time_budget
 from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, PlotMetricsCallback, WorstSamplesCallback
 from pytorch_accel_lite.plotting import plot_schedule
+from pytorch_accel_lite.run import time_budget
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from pytorch_accel_lite.schedulers.preview import schedule_values
 from tests.tasks import Stream, listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train

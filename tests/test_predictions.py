@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.base.splitting import concatenate
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from pytorch_accel_lite.data.splitting import concatenate
 from tests.launching import run_python
 from tests.ranks import OrderedStream, shared_folder
 from tests.tasks import Stream, alone, listener, make_model, quiet_trainer, regression_data, small_model

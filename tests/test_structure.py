@@ -17,11 +17,11 @@ from tests.launching import ROOT
 PACKAGE = ROOT / "pytorch_accel_lite"
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 ROOMS = (
-    "base", "distributed", "optimizers", "schedulers", "plotting", "data", "checkpoint", "engine", "steps", "callbacks",
-    "tuning", "compat", "trainer",
+    "base", "distributed", "optimizers", "schedulers", "plotting", "data", "run", "checkpoint", "loop", "steps",
+    "callbacks", "tuning", "compat", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
-EXCEPTIONS = {("pytorch_accel_lite.base.events", "pytorch_accel_lite.trainer")}
+EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}
 PUBLIC_PATHS = {"ema", "experiment", "finetuning", "integrations", "placeholders", "run_config", "tracking", "utils"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -108,6 +108,12 @@ def test_extensions_use_only_what_users_can_import():
 def test_the_public_interface_is_what_is_written_down():
     """A change is meant, or a mistake: ``python -m tests.interface`` writes it down again."""
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
+
+
+def test_the_map_names_files_that_exist():
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / "internals.md").read_text())
+    assert len(named) > 50
+    assert [path for path in named if not (PACKAGE / path).exists() and not (ROOT / path).exists()] == []
 
 
 def test_each_test_file_says_what_it_is_about_and_no_name_is_long():

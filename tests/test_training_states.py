@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.base.events import EVENTS
 from pytorch_accel_lite.callbacks import (
     GradualUnfreezingCallback,
     LimitBatchesCallback,
@@ -48,6 +47,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.checksums import checksum
+from pytorch_accel_lite.run.events import EVENTS
 from tests.launching import (
     CAN_SHARD,
     PATIENCE,

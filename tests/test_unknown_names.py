@@ -17,14 +17,14 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.base.events import EVENTS
-from pytorch_accel_lite.base.unknown_names import HOOKS
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
+from pytorch_accel_lite.run.events import EVENTS
+from pytorch_accel_lite.run.unknown_names import HOOKS
 from tests.tasks import make_data, make_model, make_trainer, train
 
 INPUTS, TARGETS = make_data().tensors

@@ -33,7 +33,6 @@ from pytorch_accel_lite import (
     TrainerRunConfig,
     TrainerWithTimmScheduler,
 )
-from pytorch_accel_lite.base.events import EVENTS
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
@@ -49,6 +48,7 @@ from pytorch_accel_lite.callbacks import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.run.events import EVENTS
 from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS, replace_trainer_placeholder_values
 from tests.launching import ROOT
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights

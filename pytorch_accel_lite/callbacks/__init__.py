@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.events import (
-    CallbackHandler,
-    CallbackMethodNotImplementedError,
-    NonFiniteLossError,
-    RunInterruptedError,
-    RunPausedError,
-    StopTrainingError,
-    TrainerCallback,
-)
 from pytorch_accel_lite.base.validation import check_bool
-from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
@@ -52,6 +42,16 @@ from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
+from pytorch_accel_lite.run.events import (
+    CallbackHandler,
+    CallbackMethodNotImplementedError,
+    NonFiniteLossError,
+    RunInterruptedError,
+    RunPausedError,
+    StopTrainingError,
+    TrainerCallback,
+)
+from pytorch_accel_lite.run.watched_metric import WatchedMetric
 
 __all__ = [
     "CallbackHandler",

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
-from pytorch_accel_lite.base.events import STEP_EVENTS, TrainerCallback, set_listening
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
-from pytorch_accel_lite.engine.run import TrainerLike
-from pytorch_accel_lite.optimizers.gradients import total_norm
+from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
+from pytorch_accel_lite.run.events import STEP_EVENTS, TrainerCallback, set_listening
+from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.steps.manual import ManualStep
 
 _FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch

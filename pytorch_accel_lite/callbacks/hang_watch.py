@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.distributed.positions import innermost_function, stack_of, waits_for_others
 from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect
 from pytorch_accel_lite.distributed.watch import EXIT_CODE as EXIT_CODE
 from pytorch_accel_lite.distributed.watch import end as end_process
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
+from pytorch_accel_lite.run.state import TrainerLike
 
 _LONGEST_INTERVAL = 5.0
 _stores: Any = dist  # whose stub does not declare the stores

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.watched_metric import WatchedMetric
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.watched_metric import WatchedMetric
 
 
 class MetricWatcher(TrainerCallback):

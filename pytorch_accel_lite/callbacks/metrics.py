@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytorch_accel_lite.base.batches import TARGET_KEYS
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.callbacks.named_metrics import Classification, NamedMetric
+from pytorch_accel_lite.data.batches import TARGET_KEYS
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import as_cell, from_cell
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import no_link, write_text
-from pytorch_accel_lite.engine.history import RunHistory
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.history import RunHistory
+from pytorch_accel_lite.run.intervals import Interval
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 Row = dict[str, Any]
 

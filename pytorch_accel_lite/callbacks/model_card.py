@@ -22,10 +22,11 @@ from pytorch_accel_lite.callbacks.run_page import environment_facts, training_fa
 from pytorch_accel_lite.checkpoint.files import replacing, write_text
 from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters
 from pytorch_accel_lite.checkpoint.saving import save_weights
-from pytorch_accel_lite.checkpoint.weights import CARD, LoadedWeights
-from pytorch_accel_lite.engine.history import InMemoryRunHistory
-from pytorch_accel_lite.engine.run import Run, TrainerLike
+from pytorch_accel_lite.checkpoint.weights import CARD
 from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor, panels_by_metric
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.parts import LoadedWeights
+from pytorch_accel_lite.run.state import Run, TrainerLike
 
 _MARKER = (
     "<!-- Written by save_model() of pytorch_accel_lite, which replaces this file as long as it has this line. -->"

@@ -9,15 +9,15 @@ import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.engine.arguments import check_data
-from pytorch_accel_lite.engine.inference import inference, inference_run
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.loop.arguments import check_data
+from pytorch_accel_lite.loop.inference import inference, inference_run
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 if TYPE_CHECKING:
     from torchinfo import ModelStatistics

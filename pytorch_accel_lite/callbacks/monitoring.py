@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.devices import accumulation_dtype, module_of, to_float
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.engine.run import TrainerLike
-from pytorch_accel_lite.optimizers.gradients import total_norm
+from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 _MIB = 2**20
 

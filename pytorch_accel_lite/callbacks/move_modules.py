@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.engine.run import TrainerLike
-from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.paths import StrPath, folder_path
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.callbacks.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.checkpoint.files import write_text
-from pytorch_accel_lite.engine.run import TrainerLike
-from pytorch_accel_lite.optimizers.gradients import total_norm
+from pytorch_accel_lite.loop.gradients import total_norm
+from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.run.state import TrainerLike
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
 

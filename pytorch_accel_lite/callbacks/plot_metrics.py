@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.base.environment import import_extra, in_notebook
-from pytorch_accel_lite.base.events import TrainerCallback, set_listening
-from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.base.validation import optional
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.plotting import NothingToPlotError, new_figure
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
+from pytorch_accel_lite.run.intervals import Interval, parse_interval
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.time_budget import TimeBudget
 
 
 class PlotMetricsCallback(TrainerCallback):

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import find_length, is_overridden
 from pytorch_accel_lite.base.paths import folder_path, local_path
-from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, write_checkpoint, write_text
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.engine.run import TrainerLike
-from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, reorder, to_cpu
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 _DESCRIPTION = "predictions.json"
 _SHARD = re.compile(r"shard-\d{12,}-\d{12,}-rank\d+\.pt")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from pytorch_accel_lite.base.events import TrainerCallback, set_listening
 from pytorch_accel_lite.base.text import format_metric, visible
-from pytorch_accel_lite.engine.history import NewMetrics
-from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers.operations import parts_of
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
+from pytorch_accel_lite.run.history import NewMetrics
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 class PrintProgressCallback(TrainerCallback):

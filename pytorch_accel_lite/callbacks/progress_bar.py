@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.run_settings import TrainerRunConfig
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
 from pytorch_accel_lite.callbacks.bars import NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.callbacks.printing import epoch_of, shown_rates
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 class _Speed:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.paths import folder_path
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, optional
-from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_directory
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.checkpoint.training_state import read_directory
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 class RayReportCallback(TrainerCallback):

@@ -26,21 +26,21 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.environment import in_notebook, warn_outside
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import class_of
 from pytorch_accel_lite.base.paths import folder_path
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.run_page import ShownPicture, pages, shown_outputs
 from pytorch_accel_lite.checkpoint.files import write_text
-from pytorch_accel_lite.engine.history import InMemoryRunHistory
-from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers.operations import parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.time_budget import TimeBudget
 
 _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy", "timm", "transformers")
 

@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.base.environment import install_command
-from pytorch_accel_lite.base.goodput import describe_fractions
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, visible
 from pytorch_accel_lite.plotting.panels import MetricPanel, best_of, direction_of, panels_by_metric
+from pytorch_accel_lite.run.goodput import describe_fractions
 
 _SHOWN_OUTPUTS = 20  # the latest
 

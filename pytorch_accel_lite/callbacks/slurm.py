@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import RunInterruptedError
+from pytorch_accel_lite.run.events import RunInterruptedError
 
 #: The signals by which a job asks Slurm to be warned (``sbatch --signal``). SIGTERM is also that of ``scancel``.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.base.batches import is_number
 from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
-from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.validation import check_positive_int, optional
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.data.batches import is_number
+from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.run.intervals import Interval, parse_interval
+from pytorch_accel_lite.run.state import TrainerLike
 
 # Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4

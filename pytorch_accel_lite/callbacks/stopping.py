@@ -6,12 +6,12 @@ import math
 from datetime import timedelta
 from typing import Any, Literal
 
-from pytorch_accel_lite.base.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.engine.run import Run, TrainerLike
+from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 
 @suggest_arguments

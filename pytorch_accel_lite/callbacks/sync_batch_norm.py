@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):

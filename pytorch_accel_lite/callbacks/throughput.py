@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.devices import DeviceTimer, module_of
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, split_into_parts
-from pytorch_accel_lite.engine.inference import unwrapped_model
-from pytorch_accel_lite.engine.run import TrainerLike
-from pytorch_accel_lite.engine.snapshot import StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.engine.step import loss_of
+from pytorch_accel_lite.data.batches import find_batch_size
+from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, split_into_parts
+from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.snapshot import StepSnapshot, preserving_attributes, replaced
+from pytorch_accel_lite.loop.step import loss_of
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 # Peak TFLOPs per second by part of the device's name, the most specific first: of 16-bit floats, TF32 and float32,
 # without sparsity, as in the vendors' data sheets. A device without TF32 computes in float32 instead.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.devices import DeviceTimer, is_asynchronous
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.paths import folder_path
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import align
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
 

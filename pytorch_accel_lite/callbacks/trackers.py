@@ -14,14 +14,14 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoardTracker
 
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.intervals import Interval
 from pytorch_accel_lite.base.paths import parse_location
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.engine.history import NewMetrics
-from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.plotting.pictures import Picture
+from pytorch_accel_lite.run.history import NewMetrics
+from pytorch_accel_lite.run.intervals import Interval
+from pytorch_accel_lite.run.state import TrainerLike
 
 _NO_PICTURES: Mapping[str, Picture] = MappingProxyType({})
 _LONGEST_KEY = 240  # characters, of which MLflow allows 250

@@ -10,22 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from pytorch_accel_lite.base.events import RunPausedError, TrainerCallback, set_listening
-from pytorch_accel_lite.base.intervals import Interval, parse_interval
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import add_note, wrapped
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.remote import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
-from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import RunPausedError, TrainerCallback, set_listening
+from pytorch_accel_lite.run.intervals import Interval, parse_interval
+from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 # Seconds that the first state is expected to take, and number of states whose mean is expected of the next.
 _FIRST_PAUSE = 0.05

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
-from pytorch_accel_lite.engine.run import TrainerLike
 from pytorch_accel_lite.optimizers.freezing import ModelFreezer, parameters_by_group
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.operations import is_created
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 class GradualUnfreezingCallback(TrainerCallback):

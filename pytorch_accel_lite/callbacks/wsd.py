@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.paths import folder_path, local_path
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.state import TrainerLike
 
 _PRE = "pre_decay"
 _POST = "post_decay"

@@ -13,7 +13,6 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.paths import StrPath
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.trainability import lacks_groups
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
@@ -22,7 +21,8 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     sharded_like,
 )
-from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.backends import describe_settings, deterministic_kernels
-from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 def fingerprint(trainer: TrainerLike) -> dict[str, Any]:

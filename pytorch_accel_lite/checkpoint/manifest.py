@@ -14,10 +14,10 @@ import accelerate
 import torch
 
 from pytorch_accel_lite.base.paths import StrPath
-from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, checksum, hash_files
 from pytorch_accel_lite.checkpoint.files import hidden_name
+from pytorch_accel_lite.run.progress import Progress
 
 T = TypeVar("T")
 

@@ -26,15 +26,15 @@ from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import class_of
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed, to_number
-from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import is_created, parts_of, schedulers_in
 from pytorch_accel_lite.optimizers.rates import initial_options
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 
 #: Callbacks that only observe a run.

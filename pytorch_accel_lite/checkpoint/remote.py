@@ -34,7 +34,6 @@ from pytorch_accel_lite.checkpoint.manifest import (
 from pytorch_accel_lite.checkpoint.store import STATE_NAME, DirectoryStore, StateStore
 from pytorch_accel_lite.checkpoint.training_state import (
     CapturedState,
-    TrainingState,
     read_directory,
     read_model,
     read_verified,
@@ -43,6 +42,7 @@ from pytorch_accel_lite.checkpoint.training_state import (
 )
 from pytorch_accel_lite.checkpoint.weights import CARD, WEIGHTS
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.parts import TrainingState
 
 _OWNER = ".owner.json"  # names the run that saves here
 _PREFIX = "pytorch_accel_lite-state-"  # so that no folder of anybody else is removed with the remains of killed runs

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import NonFiniteLossError
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
@@ -43,7 +41,6 @@ from pytorch_accel_lite.checkpoint.training_state import read_learned
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,
-    LoadedWeights,
     check_has_trainable,
     describe_other_weights,
     fit_model_state,
@@ -55,7 +52,10 @@ from pytorch_accel_lite.checkpoint.weights import (
     verify_weights,
 )
 from pytorch_accel_lite.distributed.watch import naming
-from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import NonFiniteLossError
+from pytorch_accel_lite.run.parts import LoadedWeights
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:

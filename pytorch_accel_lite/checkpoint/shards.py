@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.checkpoint.files import map_nested, open_tensors, write_tensors
+from pytorch_accel_lite.run.parts import OpenTensor
 
 _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
@@ -79,7 +80,7 @@ def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.
 
 
 def restore_tensors(
-    state: Any, stored: Mapping[str, StoredTensor], find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None
+    state: Any, stored: Mapping[str, OpenTensor], find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None
 ) -> Any:
     """Return the state that was passed to :func:`extract_tensors`.
 

@@ -20,7 +20,7 @@ from pytorch_accel_lite.checkpoint.manifest import (
     verify_state,
 )
 from pytorch_accel_lite.checkpoint.remote import local_copy
-from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state
+from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state, read_weights
 
 
 def _states_in(folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def print_contents(state: StrPath) -> None:
     with local_copy(location) as directory:
         manifest = verify_state(directory)
         opened = open_state(directory, manifest)
-        weights = opened.read_weights()
+        weights = read_weights(opened)
     shared = opened.shared
     print(f"training state {os.fspath(state)}, format {manifest['format_version']}, saved {_saved(manifest)}")
     for title in ("versions", "progress", "machine"):

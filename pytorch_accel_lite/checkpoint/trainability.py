@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.weights import without_compile
-from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.freezing import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.optimizers.operations import is_created, parts_of
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:

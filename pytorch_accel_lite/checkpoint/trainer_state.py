@@ -12,11 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import named_callbacks
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.progress import EpochPhase
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
@@ -37,7 +34,13 @@ from pytorch_accel_lite.checkpoint.trainability import (
     lacks_groups,
     restore_trainability,
 )
-from pytorch_accel_lite.checkpoint.training_state import SHARD_OF_MODEL, CapturedState, TrainingState, pack_numbers
+from pytorch_accel_lite.checkpoint.training_state import (
+    SHARD_OF_MODEL,
+    CapturedState,
+    pack_numbers,
+    read_tensors,
+    read_weights,
+)
 from pytorch_accel_lite.checkpoint.user_attributes import capture_attributes, restore_attributes
 from pytorch_accel_lite.checkpoint.weights import (
     describe_other_weights,
@@ -47,8 +50,12 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     without_compile,
 )
-from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import class_names, group_names
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import named_callbacks
+from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:
@@ -239,10 +246,10 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
             return optimized.get(keys[2])
         return current.get(keys[-1])  # averaged weights, for example
 
-    state.read_tensors(find_like)
+    read_tensors(state, find_like)
     shared = state.shared
     left_out = shared.get(FROZEN, {})
-    weights = fit_model_state(model, state.read_weights(current), state.directory, left_out=left_out)
+    weights = fit_model_state(model, read_weights(state, current), state.directory, left_out=left_out)
     if left_out and (others := describe_other_weights(model, left_out, state.directory)):
         raise ValueError(
             f"{others} Create the model as it was in the run that saved the state: from the same pretrained weights, "

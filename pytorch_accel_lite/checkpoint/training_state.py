@@ -43,8 +43,9 @@ from pytorch_accel_lite.checkpoint.manifest import (
     previous_path,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.shards import Parts, StoredTensor, find_tensors, restore_tensors, write_parts
+from pytorch_accel_lite.checkpoint.shards import Parts, find_tensors, restore_tensors, write_parts
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.parts import TrainingState
 
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
@@ -59,48 +60,27 @@ _IN_LOCAL = ("losses", "generators")
 _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 
 
-@dataclass(eq=False, repr=False)
-class TrainingState:
-    """The contents of a training state, except the weights.
+def read_weights(state: TrainingState, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of the model, by name.
 
-    :param metadata: facts about the run from the manifest: progress, processes, versions ...
-    :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
-    :param local: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
-        by a different number of processes
-    :param weights: the weights, if they have been read already, as the local copy of a remote state is removed
-    :param tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
-    :param postponed: names of optimizers that are restored once they have all their groups
+    :param like: the weights of a model, whose sharding is used for weights saved in shards; by default, none is sharded
     """
+    weights = read_model(Path(state.directory)) if state.weights is None else state.weights
+    sharded = {
+        name.removeprefix(SHARD_OF_MODEL): tensor.read((like or {}).get(name.removeprefix(SHARD_OF_MODEL)))
+        for name, tensor in state.tensors.items()
+        if name.startswith(SHARD_OF_MODEL)
+    }
+    return {**weights, **sharded, **state.shared["model_extra"]}
 
-    directory: Path | str
-    metadata: dict[str, Any]
-    shared: dict[str, Any]
-    local: dict[str, Any] | None = None
-    weights: dict[str, torch.Tensor] | None = None
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    postponed: set[str] = field(default_factory=set)
 
-    def read_weights(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state of the model, by name.
+def read_tensors(state: TrainingState, find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None) -> None:
+    """Read the large and the sharded tensors in ``shared``.
 
-        :param like: the weights of a model, whose sharding is used for weights saved in shards; by default, none is
-            sharded
-        """
-        weights = read_model(Path(self.directory)) if self.weights is None else self.weights
-        sharded = {
-            name.removeprefix(SHARD_OF_MODEL): tensor.read((like or {}).get(name.removeprefix(SHARD_OF_MODEL)))
-            for name, tensor in self.tensors.items()
-            if name.startswith(SHARD_OF_MODEL)
-        }
-        return {**weights, **sharded, **self.shared["model_extra"]}
-
-    def read_tensors(self, find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None) -> None:
-        """Read the large and the sharded tensors in ``shared``.
-
-        :param find_like: returns, for a path of keys, the tensor whose sharding to use; by default, none is sharded
-        """
-        history = self.shared.pop("history")  # which may be long, and has none
-        self.shared = restore_tensors(self.shared, self.tensors, find_like) | {"history": history}
+    :param find_like: returns, for a path of keys, the tensor whose sharding to use; by default, none is sharded
+    """
+    history = state.shared.pop("history")  # which may be long, and has none
+    state.shared = restore_tensors(state.shared, state.tensors, find_like) | {"history": history}
 
 
 @dataclass(eq=False, repr=False)
@@ -256,8 +236,8 @@ def read_learned(directory: StrPath) -> dict[str, Any]:
     :raises DamagedStateError: if the state is damaged; names the file
     """
     state = open_state(Path(directory), verify_state(directory))
-    weights = state.read_weights()
-    state.read_tensors()
+    weights = read_weights(state)
+    read_tensors(state)
     return {
         "model_state_dict": weights,
         "loss_func_state_dict": state.shared.get("loss_func", {}),

@@ -11,7 +11,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -19,9 +18,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.events import LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
 from pytorch_accel_lite.base.inspection import is_ours
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.plain_objects import (
     Decoder,
@@ -36,37 +33,18 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import tells_where
 from pytorch_accel_lite.checkpoint.trainability import trainability
-from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
+from pytorch_accel_lite.run.parts import CreatedAttributes, Key
+from pytorch_accel_lite.run.state import TrainerLike
 
 #: The name of the owner of an attribute, ``""`` for the trainer, and that of the attribute.
-Key = tuple[str, str]
 
 _MOST_PARTS = 100_000  # of an attribute that is looked at before a run
 _MOST_BYTES = 1 << 28
 _KEPT_ANYWAY = 1 << 20  # bytes of an attribute with tensors, though it has not changed
 _LARGE = 1 << 30  # bytes that are worth a message
 _RECENT = 30 * 24 * 3600  # seconds
-
-
-@dataclass(eq=False, repr=False)
-class CreatedAttributes:
-    """What a program had created when a run began.
-
-    :ivar digests: of each attribute of moderate size
-    :ivar settings: of each attribute that holds only numbers and texts, its node
-    :ivar changed: attributes that are known to have changed
-    :ivar told: what has been said not to be kept
-    :ivar compared: attributes whose arguments the comparison of settings has named
-    :ivar trainability: which parameters are trained after the starting events
-    """
-
-    digests: dict[Key, str] = field(default_factory=dict)
-    settings: dict[Key, Node] = field(default_factory=dict)
-    names: dict[str, set[str]] = field(default_factory=dict)
-    changed: set[Key] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
-    compared: set[Key] = field(default_factory=set)
-    trainability: dict[str, dict[str, bool]] = field(default_factory=dict)
 
 
 def note_created(trainer: TrainerLike) -> CreatedAttributes:

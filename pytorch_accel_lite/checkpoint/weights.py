@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -24,12 +24,12 @@ from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import sums_of_bits
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, adapter_names, has_adapters
 from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded
+from pytorch_accel_lite.run.state import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
 WEIGHTS = "model.safetensors"
@@ -38,19 +38,6 @@ _INDEX = "model.safetensors.index.json"
 CARD = "README.md"
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
-
-
-class LoadedWeights(NamedTuple):
-    """Weights that were loaded into the model.
-
-    :param file: name of the file or directory
-    :param numbers: the numbers in the file, such as the epoch and the metric of a best model
-    :param update: the number of updates of the run at that time
-    """
-
-    file: str
-    numbers: dict[str, float]
-    update: int
 
 
 def full_state_dict(state: Any, keep: bool) -> Any:

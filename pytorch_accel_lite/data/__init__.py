@@ -1,6 +1,6 @@
 """Samplers and loaders: order, position, sharding and batched reading."""
 
-from pytorch_accel_lite.base.batches import Batch
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.composed_streams import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader

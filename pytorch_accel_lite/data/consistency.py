@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.batches import tensors_in
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.data.batches import tensors_in
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of, is_table
 from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks

@@ -12,7 +12,6 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.batches import Batch, find_batch_size, tensors_in
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import (
@@ -25,6 +24,7 @@ from pytorch_accel_lite.base.randomness import (
     seed_generators,
     state_of,
 )
+from pytorch_accel_lite.data.batches import Batch, find_batch_size, tensors_in
 from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader

@@ -11,8 +11,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from pytorch_accel_lite.base.batches import Batch, find_batch_size, parts_in
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.data.batches import Batch, find_batch_size, parts_in
 from pytorch_accel_lite.data.shares import with_last
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.messages import Message, decode

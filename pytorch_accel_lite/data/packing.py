@@ -12,9 +12,9 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from pytorch_accel_lite.base.batches import IGNORED_LABEL, first_label, tensors_in, without_adapters
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.data.batches import IGNORED_LABEL, first_label, tensors_in, without_adapters
 
 _ROW_KEYS = ("input_ids", "labels")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.base.batches import Batch
+from pytorch_accel_lite.data.batches import Batch
 
 
 def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:

@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.splitting import slice_batch
+from pytorch_accel_lite.data.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.shares import ended
+from pytorch_accel_lite.data.splitting import slice_batch
 from pytorch_accel_lite.data.stream_shards import package_of, streams_in
 
 #: For each source, by identity, the tracker of the loader that started reading it last.

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from pytorch_accel_lite.base.batches import Batch
+from pytorch_accel_lite.data.batches import Batch
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.batches import Batch, find_batch_size
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.data.batches import Batch, find_batch_size
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import LoaderOptions, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, deal

@@ -12,24 +12,24 @@ from datetime import timedelta
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.distributed import watch
+from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks
 
-_open: weakref.WeakSet[TrainerLike] = weakref.WeakSet()
+_open: weakref.WeakSet[Participant] = weakref.WeakSet()
 _job: list[tuple[Accelerator, Ranks]] = []  # ends the job, even if its trainers were dropped without being closed
 _last_run_failed = False  # even if the program has caught the error
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
-def register(trainer: TrainerLike) -> None:
+def register(trainer: Participant) -> None:
     """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
     watch.begin(trainer.ranks)
     _open.add(trainer)
     _job[:] = [(trainer.accelerator, trainer.ranks)]
 
 
-def unregister(trainer: TrainerLike) -> bool:
+def unregister(trainer: Participant) -> bool:
     """Mark a trainer as closed, and return whether it was open."""
     is_open = trainer in _open
     _open.discard(trainer)

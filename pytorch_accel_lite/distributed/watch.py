@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pytorch_accel_lite.base.environment import HANG_VARIABLE
-from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.distributed import exchange, positions
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
+from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks, connect
 
 #: Exit code of a program ended by a watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
@@ -79,7 +79,7 @@ class Watch(threading.Thread):
         self._seconds = seconds
         self._interval = min(seconds / 10, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
-        self._runs: list[tuple[int, weakref.ref[TrainerLike]]] = []
+        self._runs: list[tuple[int, weakref.ref[Participant]]] = []
         self._verdict = ""
         self._answered = 0
         self._next_report = seconds
@@ -95,7 +95,7 @@ class Watch(threading.Thread):
         self._watched = threading.get_ident()
         self._watched_native = threading.get_native_id()
 
-    def enter(self, number: int, trainer: TrainerLike) -> None:
+    def enter(self, number: int, trainer: Participant) -> None:
         """Note that a run begins, whose number is the same on all processes."""
         self.begun = number
         self._has_left = False
@@ -384,7 +384,7 @@ def stop(reason: str = "") -> None:
 
 
 @contextmanager
-def watching(trainer: TrainerLike) -> Iterator[None]:
+def watching(trainer: Participant) -> Iterator[None]:
     """Watch a run in a block; call it on every process. An error about the loss of another process says which."""
     watch = _watch if trainer.ranks.world_size > 1 else None
     if watch is None:

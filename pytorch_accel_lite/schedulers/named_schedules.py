@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory
+from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
 
 #: The names that ``train(create_scheduler_fn=...)`` takes: ``"constant"``, ``"linear"``, ``"cosine"``, ``"wsd"``.

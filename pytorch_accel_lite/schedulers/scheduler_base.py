@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.base.text import to_number
 from pytorch_accel_lite.optimizers.rates import layer_scales, set_option
+from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues
 
 UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 # Epochs of the run, a fraction if it is limited by max_num_train_steps.

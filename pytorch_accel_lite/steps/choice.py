@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.engine.run import Run, Step, TrainerLike
-from pytorch_accel_lite.engine.step import PlainStep
+from pytorch_accel_lite.loop.step import PlainStep
+from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.combinations import KINDS, check_combinations
 from pytorch_accel_lite.steps.sharded import ShardedStep
 

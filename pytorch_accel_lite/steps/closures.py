@@ -6,18 +6,18 @@ import inspect
 
 import torch
 
-from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.inspection import codes_in, is_ours, is_overridden
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
-from pytorch_accel_lite.engine.step import PlainStep, backward
-from pytorch_accel_lite.optimizers import attributes
-from pytorch_accel_lite.optimizers.gradients import NOTHING, gradient_sync
+from pytorch_accel_lite.loop.gradients import NOTHING, gradient_sync
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.step import PlainStep, backward
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
 from pytorch_accel_lite.steps.features import FP16, SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.logical_step import LOGICAL

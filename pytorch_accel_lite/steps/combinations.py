@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.engine.run import Run, TrainerLike
+from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compiled import COMPILED
 from pytorch_accel_lite.steps.failed_batches import GuardedStep

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.loss_shapes import shapes_are_known
-from pytorch_accel_lite.engine.run import Run, TrainerLike
+from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, find_batch_size
+from pytorch_accel_lite.data.loss_shapes import shapes_are_known
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.logical_step import LOGICAL
 from pytorch_accel_lite.steps.manual import MANUAL

@@ -11,16 +11,16 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache
 
-from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size
-from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.engine.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
-from pytorch_accel_lite.engine.inference import unwrapped_model
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.snapshot import StepSnapshot
-from pytorch_accel_lite.engine.step import PlainStep, as_returned, backward
+from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.snapshot import StepSnapshot
+from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
+from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.batches import Batch, BatchOutput, is_number
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_all
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.checkpoint.training_state import TrainingState
+from pytorch_accel_lite.data.batches import Batch, BatchOutput, is_number
 from pytorch_accel_lite.data.shares import Shares, split
-from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.engine.run import TrainerLike
+from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 class LogicalProcesses:

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.randomness import seed_all
-from pytorch_accel_lite.base.splitting import concatenate_if_possible
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.shares import split
-from pytorch_accel_lite.engine.batch_parts import merge_outputs
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.step import PlainStep, as_returned, backward
-from pytorch_accel_lite.optimizers import attributes
-from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
+from pytorch_accel_lite.data.splitting import concatenate_if_possible
+from pytorch_accel_lite.loop.batch_parts import merge_outputs
+from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.window import Count, GradientWindow, as_weight
 from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
 from pytorch_accel_lite.steps.features import FP16, SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.logical_gradients import GradientSum

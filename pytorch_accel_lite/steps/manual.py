@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.engine.run import Run, Step, TrainerLike
-from pytorch_accel_lite.engine.snapshot import replaced
-from pytorch_accel_lite.engine.step import backward
-from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
-from pytorch_accel_lite.optimizers.gradients import GradientWindow
+from pytorch_accel_lite.loop.snapshot import replaced
+from pytorch_accel_lite.loop.step import backward
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.run.attributes import all_optimized_parameters, buffers_in
+from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.window import GradientWindow
 from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 

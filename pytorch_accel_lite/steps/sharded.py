@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.batches import BatchOutput
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.layout import covers, is_hybrid, mesh_infos
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.step import PlainStep
-from pytorch_accel_lite.optimizers.gradients import parameters_not_in_model
+from pytorch_accel_lite.loop.gradients import parameters_not_in_model
+from pytorch_accel_lite.loop.step import PlainStep
+from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
 class ShardedStep(PlainStep):

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from pytorch_accel_lite.base.batches import TARGET_KEYS, parts_in, tensors_in
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.randomness import seed_generators
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.data.batches import TARGET_KEYS, parts_in, tensors_in
 from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, doubt, mistake
 
 # ----------------------------------------------------------------------------------------------------- reading

@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import RandomSampler
 
-from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch, is_packed, tensors_in
 from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.optimizers.attributes import registered
+from pytorch_accel_lite.data.batches import TARGET_KEYS, Batch, is_packed, tensors_in
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
+from pytorch_accel_lite.run.attributes import registered
 from pytorch_accel_lite.tuning.probing import (
     TOLERANCE,
     Finding,

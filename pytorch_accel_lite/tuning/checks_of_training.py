@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytorch_accel_lite.base.batches import TARGET_KEYS, Batch, is_as_long, tensors_in
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.loss_shapes import LossShapeError
-from pytorch_accel_lite.base.splitting import select_samples
 from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.engine.snapshot import replaced
+from pytorch_accel_lite.data.batches import TARGET_KEYS, Batch, is_as_long, tensors_in
+from pytorch_accel_lite.data.loss_shapes import LossShapeError
+from pytorch_accel_lite.data.splitting import select_samples
+from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.tuning.probing import (
     LOSSES_OF_ELEMENTS,

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.devices import module_of
-from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.advice import faster_data, unfused_class
 from pytorch_accel_lite.data import Batch, NamedData
-from pytorch_accel_lite.engine.history import InMemoryRunHistory
-from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
-from pytorch_accel_lite.engine.step import loss_of
-from pytorch_accel_lite.engine.training import train_step
-from pytorch_accel_lite.engine.trial import trial
+from pytorch_accel_lite.data.batches import find_batch_size
+from pytorch_accel_lite.loop.logged_values import create_trackers
+from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
+from pytorch_accel_lite.loop.step import loss_of
+from pytorch_accel_lite.loop.training import train_step
+from pytorch_accel_lite.loop.trial import trial
+from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.tuning.finders import repeat_epochs, update_from
 from pytorch_accel_lite.tuning.reports import Report, describe_error
 

@@ -18,21 +18,21 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size, tensors_in
-from pytorch_accel_lite.base.events import CallbackHandler
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded, local, unwrap
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.engine.lifecycle import begin_training
-from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.sharded_models import shard_model
-from pytorch_accel_lite.engine.snapshot import replaced
-from pytorch_accel_lite.engine.training import train_step
-from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size, tensors_in
+from pytorch_accel_lite.loop.lifecycle import begin_training
+from pytorch_accel_lite.loop.sharded_models import shard_model
+from pytorch_accel_lite.loop.snapshot import replaced
+from pytorch_accel_lite.loop.training import train_step
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import CallbackHandler
+from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tuning.live_bytes import LiveBytes
 

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from accelerate.utils.memory import clear_device_cache
 
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedData, NamedDatasets
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.engine.batch_parts import is_out_of_memory
-from pytorch_accel_lite.engine.inference import unwrapped_model
-from pytorch_accel_lite.engine.lifecycle import create_train_loader
-from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.step import loss_of
-from pytorch_accel_lite.engine.training import smallest_share, train_step
-from pytorch_accel_lite.engine.trial import trial
+from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
+from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.lifecycle import create_train_loader
+from pytorch_accel_lite.loop.logged_values import create_trackers
+from pytorch_accel_lite.loop.step import loss_of
+from pytorch_accel_lite.loop.training import smallest_share, train_step
+from pytorch_accel_lite.loop.trial import trial
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.plotting import plot_range_test
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import Run, TrainerLike
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

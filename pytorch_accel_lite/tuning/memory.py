@@ -10,20 +10,20 @@ from typing import Any, Literal
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
-from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.devices import capacity_of
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import format_bytes
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data import Batch, NamedData
-from pytorch_accel_lite.engine.arguments import check_data, check_training
-from pytorch_accel_lite.engine.lifecycle import create_train_loader
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.trial import check_can_try
-from pytorch_accel_lite.optimizers.gradients import Accumulation
+from pytorch_accel_lite.data.batches import find_batch_size
+from pytorch_accel_lite.loop.arguments import check_data, check_training
+from pytorch_accel_lite.loop.lifecycle import create_train_loader
+from pytorch_accel_lite.loop.trial import check_can_try
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.window import Accumulation
 from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
 from pytorch_accel_lite.tuning.live_bytes import KINDS
 from pytorch_accel_lite.tuning.reports import Report

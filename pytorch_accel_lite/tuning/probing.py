@@ -17,7 +17,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from pytorch_accel_lite.base.batches import (
+from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.randomness import mix, seed_all
+from pytorch_accel_lite.data.batches import (
     Batch,
     Share,
     complete_output,
@@ -26,19 +29,16 @@ from pytorch_accel_lite.base.batches import (
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.progress import EpochPhase, Progress
-from pytorch_accel_lite.base.randomness import mix, seed_all
-from pytorch_accel_lite.base.splitting import select_samples
-from pytorch_accel_lite.engine.history import InMemoryRunHistory
-from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.run import Run, TrainerLike
-from pytorch_accel_lite.engine.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.engine.training import train_step
-from pytorch_accel_lite.engine.trial import keep_training
-from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.data.splitting import select_samples
+from pytorch_accel_lite.loop.logged_values import create_trackers
+from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
+from pytorch_accel_lite.loop.training import train_step
+from pytorch_accel_lite.loop.trial import keep_training
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.progress import EpochPhase, Progress
+from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.schedulers.preview import values_of_groups
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.logical import LogicalProcesses

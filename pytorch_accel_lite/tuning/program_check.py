@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_number
-from pytorch_accel_lite.engine.lifecycle import create_eval_loaders
-from pytorch_accel_lite.engine.run import TrainerLike
-from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
-from pytorch_accel_lite.engine.trial import trial
+from pytorch_accel_lite.loop.lifecycle import create_eval_loaders
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.trial import trial
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.schedulers.named_schedules import resolve_names
 from pytorch_accel_lite.tuning import checks_of_data, checks_of_models, checks_of_training
 from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, Status

@@ -1,0 +1,28 @@
+"""What the processes of a job ask of a trainer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from accelerate import Accelerator
+
+from pytorch_accel_lite.distributed.ranks import Ranks
+
+
+class Position(Protocol):
+    """How far a run has got."""
+
+    epoch: int
+    step: int
+
+
+class Participant(Protocol):
+    """A trainer, as one of those that are open in each process of a job."""
+
+    accelerator: Accelerator
+
+    @property
+    def ranks(self) -> Ranks: ...  # noqa: D102
+    @property
+    def progress(self) -> Position: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102

@@ -1,0 +1,446 @@
+"""Checks of the user's arguments before anything else happens.
+
+Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, with its name and value.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import find_length, is_ours, is_overridden
+from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
+from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
+from pytorch_accel_lite.data.consistency import is_prepared
+from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.process_zero import current_process
+from pytorch_accel_lite.distributed.watch import naming
+from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import TrainerCallback, arguments_of
+from pytorch_accel_lite.run.history import RunHistory
+from pytorch_accel_lite.run.intervals import parse_interval
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
+
+_COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"
+#: The types of a trainer's arguments.
+_TYPES: dict[str, tuple[Any, str]] = {
+    "model": (nn.Module, "a torch.nn.Module"),
+    "run_history": ((RunHistory, NoneType), "an instance of RunHistory, or None"),
+    "accelerator": ((Accelerator, NoneType), "an accelerate.Accelerator, or None"),
+    "compile_model": _COMPILE,
+    "compile_step": _COMPILE,
+}
+#: The rules for arguments of ``train``, where ``None`` stands for no limit.
+_LIMITS: dict[str, Callable[[str, Any], Any]] = {
+    "num_epochs": check_positive_int,
+    "max_num_train_steps": check_positive_int,
+    "gradient_clip_value": check_positive_number,
+    "gradient_clip_norm": check_positive_number,
+}
+_SEEDED = "Leave it out and pass Trainer(seed=...): the order of an epoch then follows from that seed and the epoch."
+#: What to do instead of setting an option of the ``DataLoaderConfiguration`` that has no effect here.
+_INSTEAD_OF_CONFIGURATION = {
+    "use_seedable_sampler": _SEEDED,
+    "data_seed": _SEEDED,
+    "use_stateful_dataloader": "Leave it out: training states hold the position within an epoch. For a stream that "
+    "workers read, pass torchdata's StatefulDataLoader.",
+    "split_batches": "Leave it out and pass the batch size of one process.",
+    "dispatch_batches": "Leave it out: each process reads its share of data that can be indexed or divided; the first "
+    "process reads other streams for all.",
+}
+#: Settings of a run that may differ between ranks.
+_OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
+_DEFAULT_BATCH_SIZE = 8
+_SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
+
+
+# ------------------------------------------------------------------------------------------ of a trainer
+
+
+def check_types(**arguments: Any) -> None:
+    """Check the types of arguments of a trainer, by name."""
+    for name, value in arguments.items():
+        types, expected = _TYPES[name]
+        _refuse_class(name, value)
+        if not isinstance(value, types):
+            order = " The arguments are Trainer(model, loss_func, optimizer)." if name == "model" else ""
+            raise TypeError(f"{name}={value!r} must be {expected}.{order}")
+
+
+def check_constructor(loss_func: Any, optimizer: Any, seed: Any) -> None:
+    """Check the other arguments of a trainer."""
+    _refuse_class("loss_func", loss_func)
+    if loss_func is not None and not callable(loss_func):
+        hint = "Pass a loss function, such as torch.nn.CrossEntropyLoss()."
+        if hasattr(loss_func, "param_groups"):
+            hint = "The optimizer comes after it: Trainer(model, loss_func, optimizer)."
+        raise TypeError(f"loss_func={short(loss_func)} must be callable, or None. {hint}")
+    several = isinstance(optimizer, (Mapping, list, tuple))  # checked when they are combined
+    is_one = hasattr(optimizer, "param_groups") or (callable(optimizer) and not isinstance(optimizer, nn.Module))
+    if optimizer is not None and not several and not is_one:
+        raise TypeError(
+            f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, several in a dict or a list, a "
+            "function that makes them from the model's parameters, such as functools.partial(AdamW, lr=1e-3), or None."
+        )
+    if seed is not None:
+        check_number("seed", seed, numbers.Integral, "an integer, or None")
+        if not 0 <= seed < _SEEDS:
+            raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
+
+
+def check_precision(precision: str | None, accelerator: Accelerator | None) -> None:
+    """Check that an accelerator has the mixed precision wanted; or, before there is one, that the device can have it.
+
+    Accelerate would compute fp16 on CPUs without a gradient scaler, and raises errors of its own elsewhere.
+    """
+    if precision is None:
+        return
+    check_choice("mixed_precision", precision, ("no", "fp16", "bf16", "fp8"))
+    if accelerator is None and precision == "fp16" and current_process().device.type == "cpu":
+        raise ValueError("mixed_precision='fp16' needs a GPU or a similar device. Pass 'bf16', or 'no', on CPUs.")
+    if accelerator is not None and accelerator.mixed_precision != precision:
+        raise ValueError(
+            f"mixed_precision={precision!r}, but that of the accelerator is {accelerator.mixed_precision!r}. Pass only "
+            f"one of them to the trainer: mixed_precision, or Accelerator(mixed_precision={precision!r})."
+        )
+
+
+def _refuse_class(name: str, value: Any) -> None:
+    if isinstance(value, type):
+        raise TypeError(f"{name}={value!r} must be an instance, not a class: {value.__name__}(...).")
+
+
+def check_parallelism(accelerator: Accelerator) -> None:
+    """Check that the trainer can do what the accelerator's ``parallelism_config`` asks for."""
+    config = getattr(accelerator, "parallelism_config", None)
+    shared = [f"{name}={getattr(config, name)}" for name in ("cp_size", "sp_size") if getattr(config, name, 1) > 1]
+    if shared:
+        raise ValueError(
+            f"The accelerator's parallelism_config has {', '.join(shared)}: several processes would share the samples "
+            "of a sequence. Context and sequence parallelism are not supported."
+        )
+    size = tensor_parallel_size(accelerator)
+    if size > 1 and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            f"The accelerator's parallelism_config has tp_size={size} beside FSDP, which Accelerate cannot combine "
+            "(accelerate issue 3729). Let the model come sharded: load it with transformers' "
+            "distributed_config=DistributedConfig(tp_size=..., fsdp_size=...), or call parallelize_module and then "
+            "fully_shard in parallelize_model(mesh); pass an Accelerator without an FSDP plugin."
+        )
+
+
+def tensor_parallel_size(accelerator: Accelerator) -> int:
+    """Return the number of processes that share each batch according to the accelerator's ``parallelism_config``."""
+    return getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1) or 1
+
+
+# ------------------------------------------------------------------------------------------- of a training run
+
+
+def check_resume_from(resume_from: Any) -> None:
+    """Check that a state to resume from is named."""
+    if resume_from is not None and not isinstance(resume_from, (str, os.PathLike)):
+        raise TypeError(
+            f"resume_from={resume_from!r} must be 'latest', for the newest state, the directory or URL of a state, or "
+            "None for a new run."
+        )
+
+
+def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest) -> None:
+    """Check the arguments of a training run."""
+    if optimizer is None:
+        raise ValueError("optimizer=None: train() needs an optimizer. Pass one to the trainer.")
+    if request.num_epochs is None and request.max_num_train_steps is None:
+        raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
+    for name, check in _LIMITS.items():
+        if getattr(request, name) is not None:
+            check(name, getattr(request, name))
+    _check_accumulation(request.gradient_accumulation_steps)
+    check_positive_int("eval_every_n_epochs", request.eval_every_n_epochs)
+    if request.evaluate_every is not None:
+        parse_interval("evaluate_every", request.evaluate_every)
+        if request.eval_every_n_epochs != 1:
+            raise ValueError(
+                f"evaluate_every={request.evaluate_every!r} is instead of eval_every_n_epochs="
+                f"{request.eval_every_n_epochs}: pass only one of them."
+            )
+    interval, metric = request.scheduler_interval, request.scheduler_metric
+    check_choice("scheduler_interval", interval, ("update", "epoch"))
+    if metric is not None and not isinstance(metric, str):
+        raise TypeError(f"scheduler_metric={metric!r} must be the name of a metric, or None.")
+    if metric is not None and interval != "epoch":
+        raise ValueError(
+            f"scheduler_metric={metric!r}: metrics are recorded in evaluations. Pass scheduler_interval='epoch' too."
+        )
+    _check_accelerator(accelerator)
+
+
+def _check_accumulation(steps: object) -> None:
+    name = "gradient_accumulation_steps"
+    if not isinstance(steps, Mapping):
+        check_positive_int(name, steps)
+        return
+    for first, size in steps.items():
+        check_number(f"a key of {name}", first, numbers.Integral, "a number of updates")
+        check_positive_int(f"{name}[{first!r}]", size)
+    if min(steps, default=-1) != 0:
+        raise ValueError(
+            f"{name}={dict(steps)!r} must begin with 0, such as {{0: 1, 1000: 2}}: one batch in an update, and two "
+            "after 1000 updates."
+        )
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse what an accelerator is set to do and the trainer does otherwise."""
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
+            "Leave it at 1 there and pass gradient_accumulation_steps to train() instead."
+        )
+    for name, instead in _INSTEAD_OF_CONFIGURATION.items():
+        value = getattr(accelerator.dataloader_config, name)
+        if value not in (None, False):
+            raise ValueError(f"The accelerator's DataLoaderConfiguration has {name}={value}. {instead}")
+
+
+def check_optimizers(trainer: TrainerLike) -> None:
+    """Check that the optimizers have all parameters that are meant to be trained.
+
+    If a factory has not created the optimizer yet, this is checked once it has.
+    """
+    if not is_created(trainer.optimizer):
+        return
+    parts = parts_of(trainer.optimizer)
+    model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
+    optimized = set(attributes.all_optimized_parameters(trainer))
+    missed = _not_optimized(model, optimized) if parts else ""
+    if missed:
+        raise ValueError(
+            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
+            "optimizers, or call requires_grad_(False) on those that should not be trained."
+        )
+    in_optimizer = list(optimized_parameters(trainer.optimizer))
+    modules = [model, *attributes.modules(trainer).values()]
+    in_modules = {parameter for module in modules for parameter in module.parameters()}
+    if in_optimizer and in_modules.isdisjoint(in_optimizer):
+        warn_outside(
+            f"None of the {len(in_optimizer)} parameters of the optimizer belongs to the model, so training will not "
+            "change the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of "
+            "the model passed to the trainer, and recreate it whenever you recreate the model."
+        )
+    elif in_optimizer and isinstance(loss_func, nn.Module):
+        missed = _not_optimized(loss_func, {*model.parameters(), *optimized})
+        if missed:
+            warn_outside(
+                f"{type(loss_func).__name__}, the loss function, has trainable parameters that no optimizer has: "
+                f"{missed}. Create the optimizer from [*model.parameters(), *loss_func.parameters()], or call "
+                "loss_func.requires_grad_(False) if they should not be trained."
+            )
+
+
+def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
+    """Return the names of trainable parameters that no optimizer has, or the first three of them."""
+    return listed([name for name, p in module.named_parameters() if p.requires_grad and p not in optimized], 3)
+
+
+# ------------------------------------------------------------------------------------------------- of data
+
+
+def check_data(
+    trainer: TrainerLike,
+    name: str,
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
+    other: Any = None,
+) -> None:
+    """Check a dataset, or a loader, and the arguments for reading it.
+
+    If an overridden method creates the dataloader, the dataset may be anything.
+
+    :param other: the other data of the run, which ``batch_size`` and ``collate_fn`` are for, too
+    """
+    check_positive_int("per_device_batch_size", batch_size)
+    name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
+    if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
+        raise TypeError(f"{name_of_kwargs}={loader_kwargs!r} must be a dict of arguments for torch's DataLoader.")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn={collate_fn!r} must be a function that makes a batch from a list of samples.")
+    is_built = is_overridden(trainer, f"create_{'train' if name == 'train_dataset' else 'eval'}_dataloader")
+    parts = _by_name(name, dataset)
+    if not parts:
+        raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")
+    if not is_built:
+        _check_loader_kwargs(name_of_kwargs, loader_kwargs or {})
+    for name_of_part, part in parts.items():
+        if not is_built:
+            _check_readable(name_of_part, part)
+        _check_length(name_of_part, dataset_of(part))
+        if find_length(dataset_of(part)) == 0:
+            kind = type(dataset_of(part)).__name__
+            raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
+    if not is_built and all(map(is_loader, parts.values())):
+        options: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
+        other_parts = {} if other is None else _by_name("", other)
+        if all(map(is_loader, other_parts.values())):
+            sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *other_parts.values())]
+            is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
+            options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
+        _refuse_options(name_of_part, part, options)
+
+
+def _check_loader_kwargs(name: str, arguments: dict[str, Any]) -> None:
+    """Check that torch's ``DataLoader`` knows all arguments."""
+    known = [*inspect.signature(DataLoader).parameters]
+    for argument in arguments:
+        if argument not in known:
+            closest = did_you_mean(str(argument), known)
+            raise TypeError(f"{name} has the key {argument!r}, which is no argument of torch's DataLoader.{closest}")
+
+
+def _check_length(name: str, data: Any) -> None:
+    """Check that ``__len__`` of data returns a number of samples; one that raises a ``TypeError`` stands for none."""
+    try:
+        length = type(data).__len__(data) if hasattr(type(data), "__len__") else 0
+    except (TypeError, NotImplementedError):
+        return
+    except Exception as error:
+        add_note(error, f"raised by __len__ of {name}, a {type(data).__name__}")
+        raise
+    if not isinstance(length, numbers.Integral) or not 0 <= int(length) <= sys.maxsize:
+        kind = ValueError if isinstance(length, numbers.Integral) else TypeError
+        raise kind(
+            f"{name}: __len__ of {type(data).__name__} returned {length!r}. It must return the number of samples, an "
+            f"int from 0 to {sys.maxsize}."
+        )
+
+
+def _refuse_options(name: str, loader: Any, options: dict[str, Any]) -> None:
+    for argument, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loader).__name__}), "
+                "which has its own. Set it in the loader instead, or pass the dataset itself."
+            )
+
+
+def _by_name(name: str, data: Any) -> dict[str, Any]:
+    """Return what is to be read by its name in messages: a dataset or a loader, or those in a dict."""
+    return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
+
+
+def _check_readable(name: str, dataset: Any) -> None:
+    _refuse_class(name, dataset)
+    if dataset is None:
+        raise ValueError(f"{name}=None: pass a dataset.")
+    if isinstance(dataset, DataLoader) and is_prepared(dataset):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, which Accelerate has prepared: it gives each process a part "
+            "already, and some samples twice. Pass the DataLoader without accelerator.prepare(...)."
+        )
+    if _are_columns(dataset):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
+            "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
+        )
+    is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
+    if isinstance(dataset, (str, bytes)) or not (is_dataset or is_loader(dataset)):
+        raise TypeError(
+            f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "
+            "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples. "
+            "Pass batches as a DataLoader, or as OwnShard(batches)."
+        )
+
+
+def _are_columns(dataset: Any) -> bool:
+    """Whether data are a table by columns: pandas' or a pair of inputs and targets."""
+    if not isinstance(dataset, tuple) or len(dataset) not in (2, 3):
+        return hasattr(dataset, "iloc")
+    sizes = {tuple(getattr(column, "shape", ()))[:1] for column in dataset}
+    return len(sizes) == 1 and sizes.isdisjoint({(), (1,)})
+
+
+# ------------------------------------------------------------------------------------------- on all ranks
+
+
+def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data: Any) -> None:
+    """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
+
+    It comes before any other communication, in which they would wait for each other.
+
+    :param call: the method of the trainer that begins the run
+    """
+    ranks = trainer.ranks
+    settings = {"call": call, "callbacks": trainer.callback_handler.callback_list, "seed": trainer.seed}
+    settings |= _arguments_of_callbacks(trainer.callback_handler.callbacks)
+    for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
+        settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
+    with naming(ranks, call):
+        check_same_on_all_ranks(settings, ranks)
+
+
+def check_same_on_all_ranks(settings: dict[str, Any], ranks: Ranks) -> None:
+    """Check that all ranks have the same settings: otherwise they would deadlock or read each other's samples."""
+    by_rank = ranks.all_gather_object({name: value for name, value in settings.items() if name not in _OF_ONE_RANK})
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        for name in [*first, *(other.keys() - first.keys())]:
+            if name.startswith("callbacks[") and not (name in first and name in other):
+                continue  # an object on one of them, such as a trial that only the first process has
+            mine, theirs = (repr(values[name]) if name in values else "nothing" for values in (first, other))
+            if mine != theirs and (name not in first or name not in other or first[name] != other[name]):
+                raise ValueError(
+                    f"{name}={theirs} on rank {rank}, but {name}={mine} on rank 0. Make the same calls on every "
+                    "process, with the same arguments and callbacks: each derives its share of the run from them."
+                )
+
+
+#: Callbacks that only show something, on one process, and arguments that only name where it is written.
+_SHOW = ("bars", "plot_metrics", "printing", "progress_bar", "table")
+_PLACES = re.compile(r"path|dir|folder|file|name|url|project")
+
+
+def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, Any]:
+    """Return the arguments of this package's callbacks by which processes decide when to communicate."""
+    found: dict[str, Any] = {}
+    for number, callback in enumerate(callbacks):
+        if is_ours(type(callback)) and not type(callback).__module__.endswith(_SHOW):
+            for name, value in arguments_of(callback).items():
+                if _is_plain(value) and not _PLACES.search(name):
+                    found[f"callbacks[{number}].{name}"] = value
+    return found
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """Return the settings of an optimizer by group, for a comparison between processes."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for name, value in group.items():
+            value = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if _is_plain(value):
+                found[f"optimizer.param_groups[{number}][{name!r}]"] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

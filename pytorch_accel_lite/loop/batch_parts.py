@@ -1,0 +1,106 @@
+"""Batches in parts, for those that do not fit into memory: splitting them, and merging what a step returns for each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size, is_as_long, is_number
+from pytorch_accel_lite.data.splitting import concatenate_if_possible, is_list_of_samples, split_batch
+
+
+def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
+    """Split a batch into parts that together count in the window as the full batch does."""
+    if parts <= 1 or batch.is_filler:
+        return [batch]
+    begin = 0
+    pieces: list[Batch] = []
+    for data, size in split_batch(batch.data, parts, find_batch_size(batch.data, batch.num_samples)):
+        part = batch._replace(
+            data=data,
+            num_samples=None if batch.num_samples is None else size,
+            total_samples=0 if batch.total_samples is not None and pieces else batch.total_samples,
+            indices=None if batch.indices is None else batch.indices[begin : begin + size],
+        )
+        pieces.append(part)
+        begin += size
+    return pieces
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that the device or the host ran out of memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
+
+
+def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
+    """Merge the outputs of the parts into the output of a step on the full batch."""
+    if len(outputs) == 1:
+        return outputs[0]
+    shares = _shares(outputs, "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size")
+    merged: BatchOutput = {}
+    for key in outputs[0]:
+        values = [output[key] for output in outputs]
+        if key in ("batch_size", "num_items_in_batch"):
+            merged[key] = sum(values)
+        elif key == "loss":
+            merged[key] = _mean(values, shares)
+        elif key == "losses":
+            names = dict.fromkeys(chain.from_iterable(values))
+            merged[key] = {name: _mean([losses.get(name, 0) for losses in values], shares) for name in names}
+        elif all(map(is_number, values)):
+            merged[key] = _mean(values, _shares(outputs, "batch_size"))
+        else:
+            merged[key] = _join(values, _shares(outputs, "batch_size"), [output["batch_size"] for output in outputs])
+    return merged
+
+
+def _join(values: list[Any], shares: list[Any], sizes: list[Any]) -> Any:
+    """Put nested outputs of the parts together; a scalar in them, such as a loss, is averaged."""
+    first = values[0]
+    if all(value is None for value in values):
+        return None
+    if all(isinstance(value, torch.Tensor) and is_number(value) for value in values):
+        return _mean(values, shares)
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        joined = copy.copy(first)  # one of Hugging Face's models has attributes, too
+        for key in first:
+            joined[key] = _join([value[key] for value in values], shares, sizes)
+        return joined
+    if type(first) is tuple and all(len(value) == len(first) for value in values):
+        return tuple(_join(list(elements), shares, sizes) for elements in zip(*values, strict=True))
+    if _are_lists_of_samples(values, sizes):
+        return list(chain.from_iterable(values))
+    return concatenate_if_possible(values)
+
+
+def _are_lists_of_samples(values: list[Any], sizes: list[Any]) -> bool:
+    """Whether outputs certainly are lists with an element for each sample, as those of detectors."""
+    pairs = list(zip(values, sizes, strict=True))
+    if not all(type(value) is list and is_list_of_samples(value, size) for value, size in pairs):
+        return False
+    elements = [(element, size) for value, size in pairs for element in value]
+    return any(isinstance(element, dict) or not is_as_long(element, size) for element, size in elements)
+
+
+def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Any]:
+    """Return the shares of the outputs in what they count together; zeros if that is nothing."""
+    total = sum(output[counted] for output in outputs)
+    total = torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
+    return [output[counted] / total for output in outputs]
+
+
+def _mean(values: list[Any], shares: list[Any]) -> Any:
+    """Return the mean of values with shares; those without one, such as means over no items, do not count."""
+    if all(value is None for value in values):  # an evaluation may have no loss
+        return None
+    weighted = [value * share for value, share in zip(values, shares, strict=True)]
+    return sum(
+        torch.where(share > 0, value, 0) if isinstance(share, torch.Tensor) else value
+        for value, share in zip(weighted, shares, strict=True)
+    )

@@ -1,0 +1,277 @@
+"""Communication between processes for use in steps and callbacks: methods of the trainer, called on every process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.distributed.process_zero import current_process
+from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.distributed.watch import naming
+from pytorch_accel_lite.run.state import TrainerLike
+
+T = TypeVar("T")
+
+
+def gather(self: TrainerLike, tensor: Any, padding_value: float | None = None, *, with_gradients: bool = False) -> Any:
+    """Concatenate tensors from all processes along their first dimension. Call it on every process.
+
+    With several processes, the result carries no gradients unless ``with_gradients=True``, and a backward pass through
+    it raises an error. With one process, the input is returned unchanged.
+
+    :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ between
+        processes. Tensors without dimensions become a tensor with one element per process.
+    :param padding_value: in each tensor, drop the rows in which every element has this value; may be NaN
+    :param with_gradients: for losses over the samples of all processes, such as contrastive losses: gradients reach
+        the rows of all processes and equal those of one process with the full batch. Pass it for everything that
+        enters such a loss, including targets, so that filler batches, which only keep a process in step with the
+        others, are left out.
+    :raises ValueError: on all processes, if their tensors differ in more than the first dimension
+    :raises RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
+        ``SkipFailedBatchesCallback``); in the forward and backward passes of logical processes
+    """
+    run = self.current_run
+    if self.logical is not None and self.logical.is_computing:
+        raise RuntimeError(
+            f"gather() does not work in the forward and backward passes with logical_processes={self.logical.count}: "
+            "each process computes several of them, one after another. Call it in on_train_step_end, where it gathers "
+            "the rows of all."
+        )
+    is_filler = run.batch is not None and run.batch.is_filler
+    if with_gradients and run.window.is_guarded and torch.is_grad_enabled():
+        raise RuntimeError(
+            "gather(with_gradients=True) does not work on several processes with auto_microbatch=True or "
+            "SkipFailedBatchesCallback: a step that fails on one of them would leave the others waiting."
+        )
+    gathered = _gather(self, tensor, with_gradients, counts=not (with_gradients and is_filler))
+    if padding_value is None:
+        return gathered
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda rows: remove_padding(rows, padding_value), gathered)
+
+
+@contextmanager
+def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
+    """In a block, let Accelerate's ``gather_for_metrics`` gather the batches of a run, whose lengths may differ."""
+    attributes = vars(trainer.accelerator)
+    before = attributes.get("gather_for_metrics")
+    attributes["gather_for_metrics"] = partial(_gather_for_metrics, trainer)
+    try:
+        yield
+    finally:
+        attributes["gather_for_metrics"] = before
+        if before is None:
+            del attributes["gather_for_metrics"]
+
+
+def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Return what Accelerate would: tensors concatenated over all processes, or a list of other objects.
+
+    Called in a step, it leaves out the rows of filler batches. From then on, evaluations have filler batches as well,
+    so that a process without samples in the last step also takes part.
+    """
+    run, batch = trainer.current_run, trainer.current_run.batch
+    if batch is not None and not run.data.has_fillers:
+        _check_all_have_batches(trainer, batch)
+        run.data.has_fillers = True
+    is_filler = batch is not None and batch.is_filler
+    leaves, structure = torch.utils._pytree.tree_flatten(input_data)
+    if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return list(chain.from_iterable(trainer.data_ranks.all_gather_object([] if is_filler else input_data)))
+    rows = [(leaf if leaf.ndim else leaf[None])[: 0 if is_filler else None].detach() for leaf in leaves]
+    return trainer.gather(torch.utils._pytree.tree_unflatten(rows, structure))
+
+
+def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
+    """Raise an error if some processes certainly have no batch in the first step of an evaluation."""
+    ranks, total = trainer.data_ranks, batch.total_samples
+    is_short = total is not None and (total < ranks.world_size or total == batch.num_samples)
+    if trainer.logical is not None or is_short:
+        reason = f"the first step has {total} samples in all" if is_short else "logical_processes divide them unevenly"
+        raise RuntimeError(
+            f"accelerator.gather_for_metrics() waits for all processes in each step of an evaluation, but some have no "
+            f"batch: {reason}. Keep the values of each process, and call trainer.gather() once, in on_eval_epoch_end."
+        )
+
+
+def barrier(self: TrainerLike) -> None:
+    """Wait until every process has reached this point."""
+    with naming(self.ranks, "barrier()"):
+        self.ranks.barrier()
+
+
+def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
+    """Copy the buffers of a module from the first process to all others. Call it on every process."""
+    with naming(self.ranks, "sync_buffers()"):
+        self.ranks.copy_from_first(module.buffers())
+
+
+def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return the picklable object of one process on every process. Call it on every process.
+
+    :param source: rank of that process in the job
+    :param group: only among the processes of this group, which all call it; ``None`` for all of the job
+    """
+    with naming(self.ranks, "broadcast_object()"):
+        if group is not None:
+            objects = [obj]
+            dist.broadcast_object_list(objects, source, group)
+            return objects[0]
+        if source not in range(self.ranks.world_size):
+            raise ValueError(f"source={source!r} must be a rank of the job: 0 to {self.ranks.world_size - 1}.")
+        if source:
+            sent: list[Any] = self.ranks.all_gather_object(obj if self.ranks.rank == source else None)
+            return cast(T, sent[source])
+    first: T = self.ranks.broadcast_object(lambda: obj)
+    return first
+
+
+def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the picklable objects of all processes, ordered by rank. Call it on every process.
+
+    :param group: only among the processes of this group, which all call it; ``None`` for all of the job
+    """
+    with naming(self.ranks, "all_gather_object()"):
+        if group is None:
+            gathered: list[T] = self.ranks.all_gather_object(obj)
+            return gathered
+        objects: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(objects, obj, group)
+        return objects
+
+
+def tensor_to_numeric(self: TrainerLike, tensor: Any, reduce: str | None = None) -> Any:
+    """Return a tensor as a Python number, or as nested lists of numbers if it has several elements.
+
+    :param tensor: a tensor, or nested lists, tuples and dicts of tensors
+    :param reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"`` of all elements on all processes, which must then all
+        call it; ``None`` for this process's own values
+    """
+    if reduce not in (None, "sum", "mean", "max", "min"):
+        raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean', 'max' or 'min'.")
+    for leaf in torch.utils._pytree.tree_leaves(tensor):
+        if not isinstance(leaf, torch.Tensor) or (reduce and not leaf.numel()):
+            raise ValueError(
+                f"tensor={leaf!r} must be a tensor with elements, or nested lists, tuples and dicts of such."
+            )
+    return torch.utils._pytree.tree_map(partial(_to_numeric, self, reduce), tensor)
+
+
+def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) -> Any:
+    if reduce is None:
+        return tensor.item() if tensor.numel() == 1 else tensor.tolist()
+    apply = torch.sum if reduce == "mean" else getattr(torch, reduce)
+    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # which keeps the type of a single one
+    values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
+    if reduce == "mean":
+        return sum(values) / sum(counts)
+    combine: dict[str, Callable[[Iterable[Any]], Any]] = {"sum": sum, "max": max, "min": min}
+    return combine[reduce](values)
+
+
+def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool) -> Any:
+    """Concatenate tensors over the ranks along their first dimension.
+
+    :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
+    """
+    ranks = trainer.data_ranks
+    if ranks.world_size == 1:
+        return data
+    leaves, structure = torch.utils._pytree.tree_flatten(data)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
+    leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
+    rows = ", ".join(f"{leaf.dtype} of shape {tuple(leaf.shape[1:])}" for leaf in leaves)
+    layout = f"{' '.join(str(structure).split())} with rows of {rows}"
+    with naming(ranks, "gather()"):
+        gathered = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, layout))
+    lengths, counting, layouts = zip(*gathered, strict=True)
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
+            raise ValueError(
+                f"gather() was given {layouts[0]} on rank 0, but {other} on rank {rank}. Only the number of rows may "
+                "differ: nest the tensors in the same way, convert them to one dtype, and pad them to one shape."
+            )
+    apply = _Gather.apply if with_gradients else _GatherConstant.apply
+    per_leaf = zip(leaves, zip(*lengths, strict=True), strict=True)
+    return torch.utils._pytree.tree_unflatten(
+        [apply(leaf, leaf_lengths, counting, ranks) for leaf, leaf_lengths in per_leaf], structure
+    )
+
+
+def _gather_pieces(ranks: Ranks, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, which have these lengths and agree in the other dimensions."""
+    longest = max(lengths)
+    if len(tensor) < longest:
+        tensor = torch.cat([tensor, tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))])
+    tensor = tensor.contiguous()
+    pieces = [torch.empty_like(tensor) for _ in lengths]
+    dist.all_gather(pieces, tensor, group=ranks.device_group)
+    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers the rows of all ranks; the gradient of a row is the sum of its gradients on all ranks.
+
+    A rank whose rows do not count receives all rows, including its own, but contributes nothing to any gradient: its
+    loss has zero weight, yet duplicate rows might have made it NaN.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], ranks: Ranks
+    ) -> torch.Tensor:
+        counted = [length if counts else 0 for length, counts in zip(lengths, counting, strict=True)]
+        ctx.ranks = ranks
+        ctx.counts = counting[ranks.rank]
+        ctx.begin = sum(counted[: ranks.rank])
+        ctx.local_shape = tensor.shape
+        ctx.shape = sum(counted), *tensor.shape[1:]
+        pieces = _gather_pieces(ranks, tensor, lengths)
+        return torch.cat([piece for piece, counts in zip(pieces, counting, strict=True) if counts or not ctx.counts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.counts:
+            ctx.ranks.sum_on_device(gradient.new_zeros(ctx.shape))
+            return gradient.new_zeros(ctx.local_shape), None, None, None
+        total = ctx.ranks.sum_on_device(gradient.clone(memory_format=torch.contiguous_format))
+        return total[ctx.begin : ctx.begin + ctx.local_shape[0]], None, None, None
+
+
+class _GatherConstant(_Gather):
+    """Gathers the rows of all ranks as constants; a backward pass through them raises an error."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "A loss was computed from the result of trainer.gather(), which has no gradients. Pass with_gradients=True "
+            "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."
+        )
+
+
+def result_of_first(make: Callable[[], T]) -> T:
+    """Return the result of ``make`` on rank 0, the only rank that calls it. For use before the trainer is created.
+
+    With a single process, this does not initialise Accelerate, which is up to the trainer.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return make()
+    return Ranks(current_process()).broadcast_object(make)
+
+
+def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
+    """Return a tensor without the rows in which every element equals ``pad_value``, which may be NaN."""
+    is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
+    return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]

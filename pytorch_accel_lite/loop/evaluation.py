@@ -1,0 +1,302 @@
+"""Evaluation of one or several datasets, within a training run or on its own. Every sample counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.data import Batch, NamedData
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.loop.arguments import check_data
+from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
+from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
+from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
+from pytorch_accel_lite.loop.logged_values import create_trackers
+from pytorch_accel_lite.loop.modes import is_in_training_mode, warn_of_other_mode
+from pytorch_accel_lite.loop.snapshot import replaced
+from pytorch_accel_lite.run.events import CallbackHandler
+from pytorch_accel_lite.run.history import RunHistory, count_values
+from pytorch_accel_lite.run.intervals import Interval
+from pytorch_accel_lite.run.parts import Evaluation, LeftOut
+from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+
+@contextmanager
+def prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
+    """Prefix the names of the metrics recorded in a block."""
+    before = history.metric_name_prefix
+    history.set_metric_name_prefix(f"{before}{prefix}")
+    try:
+        yield
+    finally:
+        history.set_metric_name_prefix(before)
+
+
+def evaluate_all(
+    trainer: TrainerLike, run: Run, is_training: bool = True, is_intermediate: bool = False
+) -> dict[str, float]:
+    """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
+    data = run.data
+    losses: dict[str, float] = {}
+    # What is left at its default is not passed: an override may lack the argument, as it may in pytorch-accelerated.
+    how = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
+    loaders = data.eval_loaders or {"": data.eval_loader}
+    of_run = is_training and not is_intermediate
+    try:
+        for number, (name, loader) in enumerate(loaders.items(), 1):
+            prefix = f"{name}_" if name else ""
+            data.eval_loader = loader
+            data.eval_dataset_name = name or None
+            with (
+                explaining(trainer, run, "evaluation"),
+                run.goodput.counting("evaluation"),
+                prefixed(trainer.run_history, prefix),
+                _loss_in_evaluation_mode(trainer),
+            ):
+                run.completes_evaluation = of_run and number == len(loaders)
+                trainer._run_eval_epoch(loader, **how)
+            losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
+        run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
+    finally:
+        data.eval_dataset_name = None
+        run.completes_evaluation = False
+    return losses
+
+
+def start_evaluations(run: Run) -> None:
+    """Determine when a training run evaluates, from its beginning or from where it was."""
+    every = run.request.evaluate_every
+    if not run.data.all_eval_loaders:
+        if every is not None and run.data.ranks.rank == 0:
+            warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
+        return
+    run.evaluations = interval = (
+        Interval(run.request.eval_every_n_epochs, "epochs") if every is None else Interval(every)
+    )
+    interval.start(run, "" if every is None else "evaluate_every")
+    if run.resumed is not None and (saved := run.resumed.shared.get("evaluations")) is not None:
+        interval.load_state_dict(saved, run)
+
+
+def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) -> None:
+    """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
+
+    :param ends_epoch: whether the steps of the epoch are over: what is due then, other than by time, comes after it
+    """
+    interval = run.evaluations
+    if interval is None or run.is_finished or not interval.is_due(run):
+        return
+    if ends_epoch and (run.ends_with_epoch or not interval.is_time):
+        return
+    inner = run.derive()
+    try:
+        _evaluate_within(trainer, inner, is_intermediate=False)
+    finally:
+        if inner.epoch_phase == EpochPhase.EVALUATED:  # also if that was when a callback has stopped the run
+            interval.advance(run)
+            if run.request.scheduler_metric is not None and trainer.scheduler is not None:
+                trainer.scheduler_step()
+
+
+@contextmanager
+def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
+    """Set a loss module to evaluation mode for a block, then restore the modes of its parts outside the model."""
+    of_loss = set(trainer.loss_func.modules()) if isinstance(trainer.loss_func, nn.Module) else set()
+    with preserving_modes(of_loss - set(trainer.model.modules())):
+        for module in of_loss:
+            module.training = False
+        yield
+
+
+def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
+    """Evaluate on one dataset and record its losses."""
+    completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
+    trainer.eval_epoch_start()
+    was_training = is_in_training_mode(trainer)
+    run.loss_trackers = create_trackers(trainer)
+    trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
+    warn_of_other_mode(trainer, was_training, "evaluation")
+    loader = create_loader(trainer, run, source, training=False)
+    sync_ddp_buffers(trainer.model, trainer.ranks)
+    run.data.has_fillers = loader.options.fill
+    run.left_out = None if run.left_out is None else LeftOut("evaluation")
+    with inference(trainer), nullcontext() if trainer.logical is None else preserving_generators():
+        last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
+        if run.data.has_fillers:
+            _add_losses(trainer, run, _fillers(run, last))
+    run.data.has_fillers = True
+    report_left_out(trainer, run)
+    trainer.eval_epoch_end()
+    name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
+    run.record_losses(trainer.run_history, run.data.ranks, name)
+    if completes:
+        run.epoch_phase = EpochPhase.EVALUATED
+    trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
+    run.control.sync(now=True)
+
+
+def _fillers(run: Run, last: Batch | None) -> list[Batch]:
+    """Return the batches that this process lacks, in which the others wait for it: one at the end, and those left out.
+
+    :param last: the last batch that this process has read
+    """
+    lacking = 0 if last is None or last.is_last else 1
+    if run.left_out is not None:
+        last = run.left_out.last_computed
+        lacking += len(run.left_out.batches)
+    return [] if last is None else [last._replace(num_samples=0)] * lacking
+
+
+def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Batch | None:
+    """Compute the losses of batches, add them up, and return the last batch, also if it was left out."""
+    listeners = trainer.callback_handler.listeners
+    trackers = run.loss_trackers
+    batch = None
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
+        if output is OMITTED:
+            continue
+        trackers.measured = batch, output["batch_size"]
+        if trackers.unweighed:
+            trackers.weigh()
+        if batch.num_samples != 0:  # like is_filler, without a call for each batch
+            trackers.add(output)
+        if listeners["on_eval_step_end"]:
+            trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
+        del output  # before the next takes memory
+    return batch
+
+
+def evaluate(
+    self: TrainerLike,
+    dataset: NamedData | None = None,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    auto_microbatch: bool = False,
+) -> dict[str, Any]:
+    """Evaluate the model, counting every sample exactly once on any number of processes.
+
+    Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
+    are those of :meth:`train`.
+
+    :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is not
+        needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their names
+        (strings) prefix the names of the metrics.
+    :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
+        out the samples of a smaller last batch
+    :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
+        as needed; losses and metrics are those of the whole batch. In a run that was started with it, always.
+    :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
+        to the run history, except, within a run, those of metrics that the run's own evaluations record. After a run,
+        its curves and rows do not contain them.
+    """
+    dataset = self._latest_eval_dataset if dataset is None else dataset
+    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    if auto_microbatch and (self.is_sharded or self.logical is not None):
+        what = "sharded weights" if self.is_sharded else "logical_processes"
+        raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
+    request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)
+    with (
+        _collecting_values(self) as result,
+        _apart_from_run(self),
+        inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
+        preserving_randomness(self, run),
+        preserving_modes(self.model.modules()) if run.outer is not None else nullcontext(),
+        ending(self, run, "evaluation"),
+    ):
+        self.call_event("on_dataloaders_created")
+        self.evaluation_run_start()
+        self.call_event("on_evaluation_run_start")
+        evaluate_all(self, run, is_training=False)
+    if run.outer is None:
+        run.evaluation = Evaluation(dataset, result)
+    return result
+
+
+def run_evaluation(
+    self: TrainerLike,
+    model: nn.Module | None = None,
+    prefix: str = "",
+    is_intermediate: bool = True,
+    callbacks: CallbackHandler | None = None,
+) -> dict[str, float]:
+    """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
+
+    Call it from a callback, on every process. Modes, running losses and random generators are restored. The evaluations
+    of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or ``eval_epoch_end``.
+
+    :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
+        saved meanwhile still contain the trainer's model.
+    :param prefix: prefix of the metric names in the run history
+    :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
+        ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
+    :param callbacks: called instead of the trainer's callbacks
+    :return: the mean losses by metric name
+    :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
+    """
+    if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
+        raise RuntimeError(
+            "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
+            "evaluate(dataset)."
+        )
+    run = self.current_run.derive()
+    trained = self.model
+    if model is not None:
+        run.trained_model = trained
+    used = trained if model is None else model
+    handler = self.callback_handler if callbacks is None else callbacks
+    with prefixed(self.run_history, prefix), replaced(self, model=used, callback_handler=handler):
+        return _evaluate_within(self, run, is_intermediate)
+
+
+def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
+    """Evaluate in a run derived from the one that trains, which stays as it is."""
+    trained = trainer.model if run.trained_model is None else run.trained_model
+    with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
+        if run.trained_model is not None:
+            trainer.sync_buffers(trainer.model)
+        return evaluate_all(trainer, run, is_intermediate=is_intermediate)
+
+
+@contextmanager
+def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
+    """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
+
+    Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
+    are not taken for those of the run.
+    """
+    history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
+    counts_before = count_values(history)
+    latest: dict[str, Any] = {}
+    try:
+        yield latest
+    finally:
+        counts = count_values(history)
+        before = {name: counts_before.get(name, 0) for name in counts if counts[name] > counts_before.get(name, 0)}
+        latest.update((name, history.get_latest_metric(name)) for name in before)
+        if outer is not None:
+            history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
+            for name, count in count_values(history).items():
+                if name in before:
+                    outer.set_apart.setdefault(name, set()).update(range(before[name], count))
+
+
+def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
+    """Outside a run, record metrics apart from its own: under its last epoch, rather than one that is not trained."""
+    if trainer.is_running:
+        return nullcontext()
+    history, progress = trainer.run_history, trainer.progress
+    is_between = progress.epochs_completed and not progress.is_mid_epoch
+    epoch = progress.epochs_completed if is_between else history.current_epoch
+    apart: AbstractContextManager[None] = history._recording_apart(epoch)
+    return apart

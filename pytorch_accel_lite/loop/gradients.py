@@ -1,0 +1,134 @@
+"""Gradients of an accumulation window: those of the mean loss over its samples, however they were batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from pytorch_accel_lite.base.modules import are_sharded, local
+from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.run.state import TrainerLike
+
+NOTHING = nullcontext()
+
+
+def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:
+    """Return a context in which gradients are averaged over the ranks only at the end of a window."""
+    accelerator.sync_gradients = ends_window
+    if ends_window or accelerator.num_processes == 1:
+        return NOTHING
+    return accelerator.no_sync(model)  # type: ignore[no-any-return]
+
+
+def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters of an optimizer that are not in the model, such as those of the loss function."""
+    in_model = set(model.parameters())
+    return [parameter for parameter in optimized_parameters(optimizer) if parameter not in in_model]
+
+
+def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
+    """Return the parameters that an update changes: the optimizer's, and the model's if it optimizes copies of them."""
+    optimized = list(optimized_parameters(trainer.optimizer))
+    ids = set(map(id, optimized))
+    has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
+    if has_model or trainer.current_run.step.updates_one_by_one:  # it may be for another module
+        return optimized
+    return [*trainer.model.parameters(), *optimized]
+
+
+def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
+    """Clip each element of the gradients and their total norm, as configured."""
+    accelerator, run = trainer.accelerator, trainer.current_run
+    value, norm = config.gradient_clip_value, config.gradient_clip_norm
+    if trainer.is_sharded:
+        clipped = list(trainer.model.parameters())
+    else:
+        clipped = updated_parameters(trainer)
+        ids = list(map(id, clipped))
+        if run.window.clipped_ids != ids:
+            run.window.clipped_ids, run.window.clipped = ids, _in_model_order(clipped, trainer.model)
+        clipped = run.window.clipped
+    if are_sharded(clipped):
+        run.step.gradient_norm = clip_shards(accelerator, clipped, value, norm)
+        return
+    if value is not None:
+        accelerator.clip_grad_value_(clipped, value)
+    if norm is not None:
+        is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
+        run.step.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+
+
+def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Sort parameters in the order of the model, on which the last bits of their norm depend; others come last."""
+    positions = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    return sorted(parameters, key=lambda parameter: positions.get(id(parameter), len(positions)))
+
+
+def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
+    """Clip like ``torch.nn.utils.clip_grad_norm_``, with the same operations, but without sorting gradients twice.
+
+    Sorting, and moving each norm to the device on which it already is, take torch longer than clipping a small model.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
+    uniform = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
+    if device is None or device.type not in ("cpu", "cuda") or len(uniform) < len(gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    with torch.no_grad():
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+        torch._foreach_mul_(gradients, torch.clamp(limit / (total + 1e-6), max=1.0))
+    return total
+
+
+def total_norm(trainer: TrainerLike) -> torch.Tensor:
+    """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
+    run = trainer.current_run
+    if run.step.gradient_norm is None:
+        updates_all = not run.step.updates_one_by_one  # otherwise those of the one being updated are unscaled already
+        has_scaler = trainer.accelerator.scaler is not None
+        if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
+            trainer.accelerator.unscale_gradients(trainer.optimizer)
+        optimized = list(optimized_parameters(run.step.optimizer_to_update(trainer)))
+        gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
+        if are_sharded(optimized):
+            run.step.gradient_norm = total_norm_of_shards(gradients)
+        else:
+            run.step.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+    norm: torch.Tensor = run.step.gradient_norm
+    return norm
+
+
+def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the total norm of gradients, the same on all processes, as a plain tensor.
+
+    torch computes norms only of gradients of the same mesh, so those of each mesh are combined.
+    """
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms: list[Any] = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    full = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return full[0] if len(full) == 1 else torch.nn.utils.get_total_norm(full)
+
+
+def clip_shards(
+    accelerator: Accelerator, parameters: Iterable[torch.nn.Parameter], value: float | None, norm: float | None
+) -> torch.Tensor | None:
+    """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it."""
+    # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
+    accelerator.unscale_gradients()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [local(gradient) for gradient in gradients]
+    if value is not None:
+        torch._foreach_clamp_min_(shards, -value)
+        torch._foreach_clamp_max_(shards, value)
+    if norm is None:
+        return None
+    total = total_norm_of_shards(gradients)
+    torch._foreach_mul_(shards, torch.clamp(norm / (total + 1e-6), max=1.0))
+    return total

@@ -1,0 +1,84 @@
+"""What holds the memory of a device that has run out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import torch
+
+from pytorch_accel_lite.base.devices import capacity_of, module_of
+from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.text import format_bytes
+from pytorch_accel_lite.optimizers.operations import is_created
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+
+def describe_memory(trainer: TrainerLike) -> Iterator[str]:
+    """Yield what the memory is held by, its peak and capacity, and where torch's snapshot of it was written."""
+    device = trainer.device
+    memory, capacity = module_of(device), capacity_of(device)
+    held = held_bytes(trainer)
+    parts = [f"{name} {format_bytes(size)}" for name, size in held.items()]
+    if not hasattr(memory, "max_memory_allocated"):
+        yield f"  memory: {', '.join(parts)}, beside activations"
+        return
+    peak = memory.max_memory_allocated(device)
+    parts.append(f"the rest (activations, temporary results) {format_bytes(max(peak - sum(held.values()), 0))}")
+    of_capacity = "" if capacity is None else f" of {format_bytes(capacity)}"
+    yield f"  memory: {', '.join(parts)}; peak {format_bytes(peak)}{of_capacity}"
+    write = getattr(getattr(memory, "memory", None), "_dump_snapshot", None)
+    if write is not None:
+        path = f"out_of_memory_rank{trainer.ranks.rank}.pickle"
+        write(path)
+        yield f"  memory snapshot: {path} in the working directory; open it at https://docs.pytorch.org/memory_viz"
+
+
+def held_bytes(trainer: TrainerLike) -> dict[str, int]:
+    """Return the bytes that this process holds on the device, by kind.
+
+    Those of all modules, optimizers and gradients of a trainer, also in attributes; of sharded ones, its own part.
+    """
+    modules = [trainer.get_model(), *attributes.modules(trainer).values()]
+    parameters = [*chain.from_iterable(module.parameters() for module in modules)]
+    parameters += attributes.all_optimized_parameters(trainer)
+    buffers = chain.from_iterable(module.buffers() for module in modules)
+    optimizers = list(attributes.optimizers(trainer).values())
+    if trainer.optimizer is not None and is_created(trainer.optimizer):
+        optimizers.append(trainer.optimizer)
+    states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
+    values = chain.from_iterable(state.values() for state in states if isinstance(state, dict))
+    kinds: dict[str, Iterable[object]] = {
+        "weights": [*parameters, *buffers],
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer state": list(values),
+    }
+    return {kind: _total_bytes(tensors, trainer.device) for kind, tensors in kinds.items()}
+
+
+def _total_bytes(values: Iterable[object], device: torch.device) -> int:
+    tensors = [local(value) for value in values if isinstance(value, torch.Tensor)]
+    distinct = {id(tensor): tensor for tensor in tensors if tensor.device.type == device.type}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+
+
+def advise_on_memory(run: Run, phase: str) -> str:
+    """Return what to do about memory that has run out in a phase of a run."""
+    if phase == "prediction":
+        return "lower per_device_batch_size of predict()."
+    if run.request.auto_microbatch:
+        return (
+            "not even a single sample fits, or the update does not. Shorten or scale down the samples, or let the "
+            "model take less: lower precision, activation checkpointing, sharded weights. estimate_memory() shows what "
+            "fits."
+        )
+    if phase == "evaluation":
+        return (
+            "pass auto_microbatch=True to train() or evaluate(), which splits evaluation batches that do not fit, or "
+            "a lower per_device_batch_size, for evaluations in train() as eval_dataloader_kwargs={'batch_size': ...}."
+        )
+    return (
+        "lower per_device_batch_size, and raise gradient_accumulation_steps to keep the same updates; or pass "
+        "auto_microbatch=True to train(), which splits batches that do not fit."
+    )

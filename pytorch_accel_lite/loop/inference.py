@@ -1,0 +1,195 @@
+"""Computing batches without training: what evaluation and prediction share."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.modules import reshard, unwrap
+from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.left_out import OMITTED, before_step, begin_leaving_out, leave_out
+from pytorch_accel_lite.loop.lifecycle import create_config, create_eval_loaders, entering
+from pytorch_accel_lite.loop.modes import leaving_as_found
+from pytorch_accel_lite.loop.preparing import prepare_model
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.run.attributes import evaluating_optimizers
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
+
+
+@contextmanager
+def inference_run(
+    trainer: TrainerLike, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
+) -> Iterator[Run]:
+    """Enter an evaluation or prediction run, with its loaders and the model prepared.
+
+    An outer run is left unchanged. Without one, an evaluation becomes the latest run.
+    """
+    batch_size = int(batch_size)
+    run = trainer.current_run.derive()
+    run.data.eval_dataset = dataset
+    run.data.collate_fn = collate_fn
+    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
+        if run.outer is None:
+            run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
+            run.control = StopCoordinator(trainer.ranks)
+            run.step.num_eval_parts = 1
+        trainer.callback_handler.configure_run(trainer, request)
+        splits = run.request.auto_microbatch or request.auto_microbatch
+        requested = replace(
+            run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
+        )
+        run.request = request if run.outer is None else requested
+        begin_leaving_out(trainer, run, request)
+        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
+        prepare_model(trainer, training=False)
+        if run.outer is None:
+            run.config = create_config(trainer, run, batch_size)
+            run.before = None if request.kind == "evaluation" else run.before
+        yield run
+
+
+def compute_batches(
+    trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Callable[[Any], Any], is_evaluation: bool = True
+) -> Iterator[tuple[Batch, Any]]:
+    """Yield each batch with what a step method returns for it, or ``OMITTED`` if it has failed and is left out."""
+    listeners = trainer.callback_handler.listeners
+    run.batch_number = 0
+    batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
+    for number, batch in enumerate(batches, start=1):
+        run.batch = batch
+        if trainer.logical is not None:
+            trainer.logical.begin_share(batch)
+        if is_evaluation and listeners["on_eval_step_start"]:
+            trainer.call_event("on_eval_step_start")
+        if run.left_out is not None:
+            output = _compute_or_leave_out(trainer, run, batch, compute, is_evaluation)
+        elif is_evaluation and run.request.auto_microbatch:
+            output = _compute_in_parts(trainer, run, batch, compute)
+        else:  # as in _compute, without a call for each batch
+            with mixed_precision(trainer.accelerator):
+                output = compute(batch.data)
+            if is_evaluation:
+                complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        yield batch, output
+        del output
+        run.batch, run.batch_number = None, number
+    run.batch_number = None
+
+
+def _compute(trainer: TrainerLike, batch: Batch, compute: Callable[[Any], Any], is_evaluation: bool = True) -> Any:
+    with mixed_precision(trainer.accelerator):
+        output = compute(batch.data)
+    if is_evaluation:
+        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+    return output
+
+
+def _compute_or_leave_out(
+    trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Any], Any], is_evaluation: bool
+) -> Any:
+    """Return the output of a batch, or ``OMITTED`` if it has failed and is left out."""
+    assert run.left_out is not None
+    before = before_step(run)
+    try:
+        if isinstance(batch.data, FailedRead):
+            raise batch.data.error
+        if is_evaluation and run.request.auto_microbatch:
+            output = _compute_in_parts(trainer, run, batch, compute)
+        else:
+            output = _compute(trainer, batch, compute, is_evaluation)
+    except Exception as error:
+        leave_out(trainer, run, batch, error, before)
+        return OMITTED
+    run.left_out.last_computed = batch
+    return output
+
+
+def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Any], Any]) -> BatchOutput:
+    """Return the output of an evaluation batch, computed in parts that fit into memory.
+
+    Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
+    split further, like those after it; those before it are not computed again.
+    """
+    outputs: list[BatchOutput] = []
+    whole = batch._replace(num_samples=None) if batch.is_filler else batch
+    left = split_into_parts(whole, run.step.num_eval_parts)
+    while left:
+        part = left.pop(0)
+        # The parts of a filler batch are such, too.
+        with replaced(run, batch=part._replace(num_samples=0) if batch.is_filler else part):
+            output = _compute_if_it_fits(trainer, run, compute)
+        if output is not None:
+            outputs.append(output)
+            continue
+        clear_device_cache(garbage_collection=True)
+        left = [half for larger in (part, *left) for half in split_into_parts(larger, 2)]
+        samples, size = (find_batch_size(each.data, each.num_samples) for each in (part, whole))
+        run.step.num_eval_parts = max(run.step.num_eval_parts, -(-size // -(-samples // 2)))
+        trainer.print(
+            f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into "
+            f"{run.step.num_eval_parts} parts. Losses and metrics are still those of the whole batch."
+        )
+    return merge_outputs(outputs)
+
+
+def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Callable[[Any], Any]) -> BatchOutput | None:
+    """Return the output of the current evaluation batch, or ``None``, leaving no trace, if it must be split to fit."""
+    batch = run.batch
+    assert batch is not None
+    before = Snapshot()
+    before.keep_states([run.loss_trackers])
+    before.keep_generators()
+    try:
+        output: BatchOutput = _compute(trainer, batch, compute)
+    except Exception as error:
+        if find_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
+        before.close()
+        return None
+    run.loss_trackers.measure(batch, output["batch_size"])
+    return output
+
+
+@contextmanager
+def inference(trainer: TrainerLike) -> Iterator[None]:
+    """Compute without gradients in a block, by the bare model, with optimizers in evaluation mode."""
+    with evaluating_optimizers(trainer), unwrapped_model(trainer), torch.no_grad():
+        yield
+
+
+@contextmanager
+def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
+    """Bypass ``DistributedDataParallel``, whose forward pass communicates.
+
+    Ranks may then have different numbers of batches. Synchronise their buffers beforehand.
+    """
+    wrapped = trainer.model
+    is_sharded = trainer.is_sharded
+    if not is_sharded:
+        trainer.model = unwrap(wrapped)
+    try:
+        yield
+    finally:
+        trainer.model = wrapped
+        if is_sharded:
+            reshard(wrapped)
+
+
+def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
+    """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
+    if run.outer is not None or trainer.logical is not None:
+        return preserving_generators()
+    return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

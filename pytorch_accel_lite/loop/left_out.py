@@ -1,0 +1,115 @@
+"""Leaving batches that fail out of an evaluation or a prediction, on each process by itself."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import suppress
+from itertools import chain
+
+from pytorch_accel_lite.data import FailedRead
+from pytorch_accel_lite.data.batches import Batch, find_batch_size
+from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
+from pytorch_accel_lite.loop.explanations import explain, list_samples
+from pytorch_accel_lite.loop.snapshot import Snapshot
+from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.parts import LeftOut, LeftOutBatch
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+OMITTED = object()  # in place of the output of a batch
+_MOST_BATCHES = 8  # that the report lists
+
+
+def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
+    """Prepare a run to leave out what fails in its evaluations or its prediction, if that is requested.
+
+    :raises ValueError: if the processes compute each batch together
+    """
+    is_prediction = request.kind == "prediction"
+    run.left_out = None
+    if not (request.skips_in_prediction if is_prediction else request.skips_in_evaluation):
+        return
+    run.left_out = LeftOut("prediction" if is_prediction else "evaluation")
+    what = "sharded weights" if trainer.is_sharded else "logical_processes" if trainer.logical is not None else ""
+    if what:
+        raise ValueError(
+            f"SkipFailedBatchesCallback(phases=...) with {run.left_out.phase!r} does not work with {what}: no process "
+            "can leave out a batch that others compute with it."
+        )
+
+
+def before_step(run: Run) -> Snapshot:
+    """Keep what a step may change before it fails: what it logs, and the random generators."""
+    before = Snapshot()
+    before.keep_states([run.loss_trackers])
+    before.keep_generators()
+    return before
+
+
+def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before: Snapshot) -> None:
+    """Leave out a batch whose step has failed, or raise the error if it is not of the batch."""
+    if batch.is_filler or isinstance(error, (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)):
+        raise error
+    before.close()
+    left_out, step, indices = run.left_out, run.batch_number or 0, run.batch_indices
+    assert left_out is not None
+    explain(error, trainer, run, left_out.phase)
+    text = f"{type(error).__name__}: {error}"
+    left_out.batches.append(LeftOutBatch(trainer.ranks.rank, step, indices, _count_samples(batch), text))
+    left_out.first_error = left_out.first_error or error
+    event = "on_eval_batch_skipped" if left_out.phase == "evaluation" else "on_predict_batch_skipped"
+    failures = [left_out.batches[-1].as_failure()]
+    trainer.call_event(event, failures=failures, error=error, step=step)
+    if not isinstance(batch.data, FailedRead):  # whose frames are still in use
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
+
+
+def report_left_out(trainer: TrainerLike, run: Run) -> None:
+    """Gather what all processes have left out, and say it in a line.
+
+    :raises RuntimeError: on all processes, if every batch has failed
+    """
+    left_out = run.left_out
+    if left_out is None:
+        return
+    gathered = trainer.ranks.all_gather_object((left_out.batches, left_out.last_computed is not None))
+    left_out.last_computed = None  # frees it
+    left_out.batches = list(chain.from_iterable(batches for batches, _ in gathered))
+    left_out.is_gathered = True
+    if not left_out.batches:
+        return
+    name = run.data.eval_dataset_name
+    where = left_out.phase + (f" on {name!r}" if name else "")
+    error = f"First error: {_in_a_line(left_out.batches[0].error)}"
+    if not any(has_computed for _, has_computed in gathered):
+        raise RuntimeError(f"All batches of the {where} failed: {_describe(trainer, left_out)}. {error}") from (
+            left_out.first_error
+        )
+    trainer.print(f"Left out of the {where}: {_describe(trainer, left_out)}. {error}")
+
+
+def _describe(trainer: TrainerLike, left_out: LeftOut) -> str:
+    """Return the number of samples, and which they are, as far as that is known."""
+    batches = left_out.batches
+    numbers = [batch.samples for batch in batches if batch.samples is not None]
+    samples = sum(numbers)
+    count = f"{samples} sample{'s' * (samples != 1)}, " if len(numbers) == len(batches) else ""
+    shown = []
+    for batch in batches[:_MOST_BATCHES]:
+        process = f" of process {batch.rank}" if trainer.ranks.world_size > 1 else ""
+        shown.append(f"step {batch.step}{process}" + (f" ({list_samples(batch.indices)})" if batch.indices else ""))
+    return f"{count}{', '.join(shown)}" + (f" and {len(batches) - len(shown)} more" * (len(batches) > len(shown)))
+
+
+def _in_a_line(error: str) -> str:
+    """Return the type and the first line of an error, of one in a worker process without the traceback in its text."""
+    name, lines = error.partition(":")[0], error.splitlines()
+    return next(line for line in reversed(lines) if line.startswith(name))
+
+
+def _count_samples(batch: Batch) -> int | None:
+    if batch.num_samples is not None:
+        return batch.num_samples
+    with suppress(Exception):  # it may be what the step has failed at
+        return find_batch_size(batch.data)
+    return None

@@ -1,0 +1,464 @@
+"""How runs begin, nest and end: their data and settings, the starting point, the ending events."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.base.backends import deterministic_kernels
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
+from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.checkpoint.locks import lock_path
+from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, record_settings
+from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
+from pytorch_accel_lite.checkpoint.user_attributes import note_created
+from pytorch_accel_lite.data import ShardedLoader, shard
+from pytorch_accel_lite.data.loader_choice import dataset_of
+from pytorch_accel_lite.data.mixtures import describe_lengths
+from pytorch_accel_lite.distributed import shutdown, watch
+from pytorch_accel_lite.distributed.accelerators import in_effect
+from pytorch_accel_lite.loop.arguments import (
+    check_optimizers,
+    check_same_call,
+    check_same_on_all_ranks,
+    check_training,
+    settings_of,
+)
+from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
+from pytorch_accel_lite.loop.explanations import explain
+from pytorch_accel_lite.loop.left_out import begin_leaving_out
+from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
+from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
+from pytorch_accel_lite.loop.sharded_models import begin_sharded
+from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
+from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
+from pytorch_accel_lite.run.attributes import set_optimizer_modes
+from pytorch_accel_lite.run.events import NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.parts import Training
+from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.window import Accumulation, GradientWindow
+
+# ------------------------------------------------------------------------------------------- the data of a run
+
+
+def find_data(
+    trainer: TrainerLike,
+    run: Run,
+    batch_size: int,
+    train_loader_kwargs: dict[str, Any] | None,
+    eval_loader_kwargs: dict[str, Any] | None,
+    resume_from: str | os.PathLike[str] | None,
+) -> None:
+    """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
+    request = run.request
+    if trainer.ranks.rank == 0:
+        trainer.callback_handler.warn_of_unknown_events()
+    trainer.callback_handler.configure_run(trainer, request)
+    begin_leaving_out(trainer, run, request)
+    _lock_paths(trainer, run)
+    check_training(trainer.optimizer, trainer.accelerator, request)  # with their changes
+    _check_metrics(trainer, run)
+    if request.saves_training_states or resume_from is not None:
+        check_history(trainer.run_history)
+    if request.saves_training_states or resume_from is not None or request.paths:
+        run.created = note_created(trainer)
+    state = None
+    if resume_from is not None:
+        run.resumed = state = find_state(trainer, request.state_sources, resume_from)
+    run.data.seed = trainer.seed
+    if trainer.seed is not None:
+        seed_run(trainer.seed, alike=trainer.logical is not None)
+    if state is not None:
+        run.data.seed = state.metadata["data_seed"]
+        run.data.first_epoch = state.metadata.get("first_epoch", 1)
+    elif trainer.seed is None and (request.saves_training_states or run.data.ranks.replicas > 1):
+        run.data.seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
+        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
+    create_train_loader(trainer, run, batch_size, train_loader_kwargs)
+    _print_lengths(trainer, run)
+    if run.data.eval_dataset is not None:
+        create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
+    apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
+    # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
+    trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+
+
+def _print_lengths(trainer: TrainerLike, run: Run) -> None:
+    """Print how training datasets of different lengths are read together, if there are any."""
+    if lengths := describe_lengths(getattr(run.data.train_loader, "sampler", None)):
+        trainer.print(lengths)
+
+
+def _lock_paths(trainer: TrainerLike, run: Run) -> None:
+    """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
+
+    :raises RuntimeError: on all processes, if another run writes to one of them
+    """
+
+    def lock() -> None:
+        for path, argument in run.request.locked_paths.items():
+            run.locks.callback(lock_path(argument, path).release)
+
+    if run.request.locked_paths:
+        trainer.ranks.run_together(lock, only_first=True)
+
+
+def _check_metrics(trainer: TrainerLike, run: Run) -> None:
+    """Check, as far as can be known now, that the run records the metrics being watched."""
+    request = run.request
+    if request.scheduler_metric is not None:
+        request.metrics.require(f"scheduler_metric={request.scheduler_metric!r}", request.scheduler_metric)
+    request.metrics.settle(trainer)
+    if isinstance(trainer.run_history, InMemoryRunHistory):
+        trainer.run_history.directions = request.metrics.directions
+
+
+def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+    """Create the loader of the training batches."""
+    source = trainer.create_train_dataloader(batch_size, loader_kwargs)
+    run.data.train_loader = create_loader(trainer, run, source, training=True)
+    run.data.train_dataset = dataset_of(run.data.train_dataset)
+
+
+def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+    """Create the loaders of the evaluation dataset, or of several by name."""
+    run.data.eval_loader = None
+    run.data.eval_loaders = {}
+    dataset = run.data.eval_dataset
+    is_dict = isinstance(dataset, dict)
+    for name, part in dataset.items() if is_dict else [("", dataset)]:
+        if is_dict and not (name and isinstance(name, str)):
+            raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
+        run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
+        source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
+        run.data.eval_loader = create_loader(trainer, run, source, training=False)
+        if find_length(run.data.eval_loader) == 0:
+            raise ValueError(
+                "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
+            )
+        if name:
+            run.data.eval_loaders[name] = run.data.eval_loader
+    run.data.eval_dataset = {k: dataset_of(v) for k, v in dataset.items()} if is_dict else dataset_of(dataset)
+
+
+def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
+    """Return a loader that gives this process its share of a source of batches, with the options of the run."""
+    loader = shard(
+        source,
+        run.data.ranks,
+        trainer.device,
+        run.data.seed,
+        training or trainer.is_sharded,
+        limit=run.request.max_batches,
+        channels_last=trainer.channels_last,
+        shares=None if trainer.logical is None else trainer.logical.shares,
+        yields_failures=run.request.skips_failed_batches if training else run.left_out is not None,
+        divides=training,
+        first_epoch=run.data.first_epoch,
+    )
+    if loader is not source:
+        run.data.made_loaders.add(loader)
+        data = "training" if training else "evaluation"
+        if loader.shared_by:
+            trainer.print(f"Each process reads its own part of the {data} data, as sharded by {loader.shared_by}.")
+        elif loader.undivided:
+            trainer.print(
+                f"Each process reads all {data} batches of its own {loader.undivided}: they are not divided among the "
+                "processes. If all have the same batches, keep a part on each, such as "
+                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, pass "
+                "OwnShard(batches), which says so."
+            )
+    return loader
+
+
+# ------------------------------------------------------------------------------- its model, settings and start
+
+
+def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    """Prepare the model and the optimizer, and set up the accumulation window."""
+    had_optimizer = is_created(trainer.optimizer)
+    prepare_model(trainer, training=True)
+    if not had_optimizer:
+        check_optimizers(trainer)
+    run.config = create_config(trainer, run, batch_size)
+    run.training = Training(run.config, run.end, run.data.eval_dataset)
+    if trainer.ranks.world_size > 1:
+        options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
+        check_same_on_all_ranks(run.config.to_dict() | options, trainer.ranks)
+    run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
+    steps, batch_size = run.accumulation.after(0), run.config.train_per_device_batch_size
+    run.window = GradientWindow(run.data.ranks, trainer.device, steps, batch_size)
+    updates = run.config.max_num_train_steps
+    if updates is not None and 0 < updates <= run.accumulation.last_change and trainer.ranks.rank == 0:
+        warn_outside(
+            f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
+            f"reached: the run has {updates} updates."
+        )
+    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
+    trainer.accelerator.sync_gradients = True
+    run.step = trainer._create_step(run)
+
+
+def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
+    """Return the settings of a run, from the method that users of pytorch-accelerated override, with its arguments."""
+    request = run.request
+    return trainer._create_run_config(
+        per_device_batch_size=batch_size,
+        num_epochs=request.num_epochs,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_clip_value=request.gradient_clip_value,
+    )
+
+
+def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: int) -> TrainerRunConfig:
+    """Derive the settings of the current run from the request and the length of its data.
+
+    :raises ValueError: if the training data do not fill a single batch
+    """
+    accelerator = trainer.accelerator
+    data = trainer.current_run.data
+    steps = find_length(data.train_loader)
+    if steps == 0:
+        raise ValueError(
+            "train_dataset gives no batch: with drop_last=True it must hold at least one batch for every process. "
+            "Lower the batch size, or omit drop_last."
+        )
+    accumulation = Accumulation(request.gradient_accumulation_steps)
+    is_evaluation = data.train_loader is None
+    updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
+    request = _limit(request, accumulation, steps)
+    logical = None if trainer.logical is None else trainer.logical.count
+    processes = logical or data.ranks.world_size
+    train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
+    eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
+    return TrainerRunConfig(
+        num_epochs=request.num_epochs,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        gradient_clip_value=request.gradient_clip_value,
+        gradient_clip_norm=request.gradient_clip_norm,
+        scheduler_interval=request.scheduler_interval,
+        scheduler_metric=request.scheduler_metric,
+        eval_every_n_epochs=request.eval_every_n_epochs,
+        evaluate_every=request.evaluate_every,
+        auto_microbatch=request.auto_microbatch,
+        train_per_device_batch_size=train_batch_size,
+        train_dl_kwargs=data.train_loader_kwargs,
+        eval_per_device_batch_size=eval_batch_size,
+        eval_dl_kwargs=data.eval_loader_kwargs,
+        train_total_batch_size=train_batch_size * processes * accumulation.after(0),
+        eval_total_batch_size=eval_batch_size * processes,
+        num_update_steps_per_epoch=updates_per_epoch,
+        is_local_process_zero=accelerator.is_local_main_process,
+        is_world_process_zero=accelerator.is_main_process,
+        is_distributed=accelerator.num_processes > 1,
+        mixed_precision=accelerator.mixed_precision,
+        num_processes=accelerator.num_processes,
+        seed=trainer.seed,
+        logical_processes=logical,
+        deterministic=trainer.deterministic,
+    )
+
+
+def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
+    """Derive epochs from updates, or updates from epochs of ``steps`` steps; updates take precedence."""
+    updates, epochs = request.max_num_train_steps, request.num_epochs
+    if updates is not None:
+        return replace(request, num_epochs=None if steps is None else accumulation.epochs_for(updates, steps))
+    if steps is None or epochs is None:
+        return request
+    return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))
+
+
+def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
+    """Start from the beginning or from a training state."""
+    was_mid_epoch = run.before is not None and run.before.progress.is_mid_epoch
+    run.before = None  # frees the previous run and its data
+    if reset_run_history:
+        trainer.run_history.reset()
+    elif was_mid_epoch:
+        trainer.run_history._increment_epoch()
+    state = run.resumed
+    if trainer.accelerator.is_main_process and (state is not None or run.request.saves_training_states):
+        run.settings = record_settings(trainer)
+    if state is not None:
+        warn_of_other_schedule(trainer, state)
+        run.schedule.is_recreated = must_recreate(trainer, run, state)
+        trainer.load_training_state(state.directory)
+        run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
+        run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
+    if trainer.scheduler is not None:
+        check_length(trainer, run)
+    if state is not None and run.schedule.is_recreated:
+        resume_schedule(trainer, run, state)
+    if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
+        trainer.print(changes)
+    run.step.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
+    reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
+    run.step.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
+
+
+# ------------------------------------------------------------------------------------------ its scope and end
+
+
+@contextmanager
+def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
+    """Make a run the trainer's current one, and restore the previous run afterwards.
+
+    A run that has started sets its ``before`` to ``None``, and stays as the latest one.
+
+    :param call: the method that begins the run, which every process must call
+    """
+    run.before = trainer.current_run
+    run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
+    trainer.open_runs.append(run)
+    trainer.current_run = run
+    try:
+        with ExitStack() as run.locks, computing(trainer), _with_the_others(trainer, run, call):
+            if run.outer is None and (trainer.ranks.world_size > 1 or is_overridden(trainer, "parallelize_model")):
+                begin_sharded(trainer, run)
+            yield
+        shutdown.record_end(failed=False)
+    except BaseException as error:
+        shutdown.record_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
+        raise
+    finally:
+        if trainer.current_run is run and run.before is not None:
+            trainer.current_run = run.before
+        run.before = None
+        run.resumed = None
+        if run.schedule.initial_options:
+            note_initial_options(trainer.optimizer, run.schedule.initial_options)
+            run.schedule.final_rates = learning_rates(trainer.optimizer)
+        # This also ends predictions that were started within it and not iterated to their end.
+        trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
+        run.outer = None
+        if not trainer.open_runs:
+            set_optimizer_modes(trainer, training=False)
+            release_model(trainer)
+        for loader in run.data.made_loaders:
+            loader.stop_workers()
+
+
+@contextmanager
+def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
+    """Check that all processes begin the run, and watch it in a block."""
+    if trainer.ranks.world_size == 1:
+        yield
+        return
+    with gathering_uneven_batches(trainer):
+        check_same_call(trainer, call, run.data.train_dataset, run.data.eval_dataset)
+        with watch.watching(trainer):
+            yield
+
+
+@contextmanager
+def computing(trainer: TrainerLike) -> Iterator[None]:
+    """Let the settings of torch and Accelerate that a trainer has asked for hold in a block."""
+    with (
+        in_effect(trainer.accelerator),
+        nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
+        nullcontext() if trainer.logical is None else trainer.logical.computing_identically(trainer),
+    ):
+        yield
+
+
+@contextmanager
+def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
+    """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
+
+    The reason is printed last; that of a pause is printed at once, as saving takes time. Stops and errors within an
+    outer run are left to that run.
+    """
+    stopped = None
+    ended = kind == "evaluation"  # errors do not fire its ending events
+    try:
+        try:
+            with watch.naming(trainer.ranks):
+                yield
+        except StopTrainingError as stop:
+            stopped = stop
+            if run.outer is None:
+                _note_stop(trainer, run, stop)
+        ended = True
+        if kind == "training":
+            set_optimizer_modes(trainer, training=False)
+            trainer.training_run_end()
+            _call_ending_event(trainer, run, "on_training_run_end")
+        else:
+            trainer.evaluation_run_end()
+            _call_ending_event(trainer, run, "on_evaluation_run_end")
+        for message in run.end.messages:
+            message()
+    except BaseException as error:
+        close_failed(trainer, run, error, ended)
+        raise
+    if stopped is not None and run.outer is not None:
+        raise stopped
+
+
+def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
+    """Note why a run is stopped, print it, and notify the callbacks."""
+    run.end.reason = reason = str(stop) or type(stop).__name__
+    run.end.stopped_by = stop.raised_by
+    run.end.pause = stop if isinstance(stop, RunPausedError) else None
+    if run.end.pause is not None:
+        trainer.print(reason)
+    else:
+        text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
+        run.end.messages.append(lambda: trainer.print(text))
+    _call_ending_event(trainer, run, "on_stop_training_error")
+    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
+
+
+def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
+    """Fire an event while the run is ending, ignoring requests to stop it."""
+    try:
+        trainer.call_event(event)
+        if trainer.ranks.world_size > 1:
+            run.control.sync(now=True)
+    except StopTrainingError as stop:
+        run.end.reason = run.end.reason or str(stop)
+
+
+def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bool) -> None:
+    """Notify the callbacks that an error ends the run; the caller raises the error itself.
+
+    Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
+    events, as they may communicate with ranks that have not failed.
+
+    :param ended: whether the ending events have already begun; one of their listeners may have failed
+    """
+    if run.outer is not None:
+        return
+    explain(error, trainer, run, run.request.kind)
+    run.end.has_failed = True
+    run.control.forget()
+    together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
+    problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
+    if together and not ended:
+        try:
+            run.record_interrupted_epoch(trainer.run_history, run.data.ranks)
+            trainer.training_run_end()
+        except Exception as failure:
+            problems.append(failure)
+        problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
+    elif together:
+        problems += trainer.callback_handler.notify_rest("on_training_run_end", trainer)
+    for problem in problems:
+        text = "".join(traceback.format_exception(problem))
+        with suppress(OSError):  # a closed output must not hide the error itself
+            trainer.print(f"While the run was being ended by {error!r}, another error occurred:\n{text}")

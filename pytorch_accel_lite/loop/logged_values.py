@@ -1,0 +1,66 @@
+"""Values that a step logs, beside its losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.state import TrainerLike
+
+
+def create_trackers(trainer: TrainerLike) -> LossTrackers:
+    """Return the running losses of an epoch or an evaluation that begins."""
+    return LossTrackers() if trainer.logical is None else trainer.logical.create_trackers()
+
+
+def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
+    """Log a value of this step, to be averaged over the samples of the epoch or evaluation on all processes.
+
+    Call it in a step method, or in a callback's event of a step. The mean is recorded with the losses, as
+    ``train_<name>_epoch``, ``eval_<name>_epoch`` or ``evaluation_<name>``. In training, the latest value is also in
+    ``step_metrics``. Nothing is read from the device before the end of the epoch.
+
+    :param name: name of the value
+    :param value: a number, or a tensor, whose elements are averaged
+    :param weight: number of items that the value is a mean over; by default the samples in this process's batch: the
+        ``batch_size`` that the step returns
+    :raises RuntimeError: if called outside a step
+    :raises TypeError: if the value is not a real number
+    :raises ValueError: if a loss of the step has this name
+    """
+    if self.compiled_forward is not None and torch.compiler.is_compiling():
+        # What happens to the value is not the step's computation.
+        self.compiled_forward.logged.append(
+            (name, value.detach() if isinstance(value, torch.Tensor) else value, weight)
+        )
+        return
+    run = self.current_run
+    trackers = run.loss_trackers
+    if not self.is_running or run.batch is None or trackers.is_recorded:
+        raise RuntimeError(
+            f"log({name!r}) adds to the mean of an epoch, so it can only be called in a step or its events. Record a "
+            "value of an entire epoch with trainer.run_history.update_metric(name, value)."
+        )
+    if name == "loss" or name in trackers.parts:
+        raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
+    if not _is_real(value):
+        raise TypeError(f"log({name!r}, {value!r}): the value must be a real number, or a tensor of them.")
+    if run.batch.is_filler:
+        return
+    if isinstance(value, torch.Tensor):
+        value = value.detach().mean() if value.ndim else value.detach().clone()  # the step may change it
+    if weight is None:
+        trackers.log_for(run.batch, name, value)
+    else:
+        trackers.log(name, value, weight)
+    if trackers is run.unrecorded:  # those of a training epoch, whatever the mode of the model
+        run.step_metrics[name] = value
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_complex()
+    return hasattr(value, "__float__") and not np.iscomplexobj(value)

@@ -1,0 +1,122 @@
+"""Modes that callbacks or overridden steps leave changed: of the model, and global ones of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_ours, is_overridden
+from pytorch_accel_lite.base.modules import unwrap
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
+from pytorch_accel_lite.run.parts import GlobalModes
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+#: By phase, the methods of a trainer that computes a batch.
+_STEP_METHODS: dict[Phase, tuple[str, ...]] = {
+    "training": (
+        "train_step", "calculate_train_batch_loss", "backward_step", "clip_gradients", "optimizer_step",
+        "scheduler_step", "optimizer_zero_grad",
+    ),
+    "evaluation": ("calculate_eval_batch_loss",),
+    "prediction": ("calculate_predict_batch_output",),
+}  # fmt: skip
+
+
+def leaving_as_found(trainer: TrainerLike, run: Run, batches: Iterable[Batch], phase: Phase) -> Iterable[Batch]:
+    """Yield batches; if code of the user's runs between two, restore the mode of the model that it leaves changed.
+
+    Only the mode of the whole model is looked at, as that of a part may be changed for good. Without such code, the
+    batches are returned as they are, so that this costs nothing.
+    """
+    owners = _own_code(trainer, phase)
+    return _restoring(trainer, run, batches, " or ".join(owners), phase) if owners else batches
+
+
+def _restoring(trainer: TrainerLike, run: Run, batches: Iterable[Batch], who: str, phase: Phase) -> Iterator[Batch]:
+    model = unwrap(trainer.model, keep_torch_compile=False)
+    modes = {module: module.training for module in model.modules()}
+    is_training = model.training
+    has_warned = False
+    for batch in batches:
+        yield batch
+        if model.training != is_training:
+            for module, mode in modes.items():
+                module.training = mode
+            if not has_warned:
+                _warn_of_mode(who, phase, is_training)
+            has_warned = True
+        if phase == "training":
+            check_global_modes(trainer, run, who)
+
+
+def _warn_of_mode(who: str, phase: Phase, is_training: bool) -> None:
+    left, restored = ("evaluation", "training") if is_training else ("training", "evaluation")
+    start = "train_epoch_start" if phase == "training" else "eval_epoch_start"
+    instead = "" if phase == "prediction" else f" To choose the mode of a whole {phase}, override {start}."
+    warn_outside(
+        f"{who} left the model in {left} mode during {phase}; it is in {restored} mode again for the next batch. "
+        f"Restore the mode yourself after model.{'eval' if is_training else 'train'}().{instead}"
+    )
+
+
+def warn_of_other_mode(trainer: TrainerLike, was_training: bool, phase: Phase) -> None:
+    """Warn if a callback has changed the mode of the model just before the steps of a phase, which may be meant.
+
+    :param was_training: whether the model was in training mode before the event
+    """
+    if is_in_training_mode(trainer) == was_training:
+        return
+    event = "on_train_epoch_start" if phase == "training" else "on_eval_epoch_start"
+    mode, effect = "evaluation", "without dropout, and with fixed statistics of batch norm"
+    if not was_training:
+        mode, effect = "training", "with dropout, and changes the statistics of batch norm"
+    who = " or ".join(_own_code(trainer, phase, event)) or "A callback"
+    warn_outside(
+        f"{who}.{event} left the model in {mode} mode, so this {phase} is {effect}. Restore the mode there; if you "
+        f"mean it, override {event.removeprefix('on_')} of the trainer instead."
+    )
+
+
+def is_in_training_mode(trainer: TrainerLike) -> bool:
+    """Whether the model that is trained or evaluated is in training mode."""
+    return unwrap(trainer.model, keep_torch_compile=False).training
+
+
+def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or an overridden method") -> None:
+    """Warn of settings of torch that differ from those at the start of a run; enable gradients again."""
+    before, now = run.global_modes, GlobalModes.now(trainer.device)
+    if before is None or now == before:
+        return
+    if before.gradients and not now.gradients:
+        torch.set_grad_enabled(True)
+        warn_outside(
+            f"{who} left gradients disabled, without which nothing can be trained; they are enabled again. Use 'with "
+            "torch.no_grad():' in place of torch.set_grad_enabled(False)."
+        )
+    if now.autocast and not before.autocast:
+        warn_outside(
+            f"{who} left autocast on, so all that follows is computed in lower precision. Enter it by 'with "
+            "torch.autocast(...):', which ends it, or pass mixed_precision to Trainer() if you mean it."
+        )
+    if now.dtype != before.dtype:
+        warn_outside(
+            f"{who} left {now.dtype} as the default dtype in place of {before.dtype}, so new tensors have it from now "
+            "on. Restore it by torch.set_default_dtype, or set it before training if you mean it."
+        )
+    run.global_modes = GlobalModes.now(trainer.device)  # to warn once
+
+
+def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
+    """Return the classes of the user that have something to do at some events, or within the steps of a phase."""
+    owners = [
+        type(getattr(listener, "__self__", listener)).__name__
+        for event in events or STEP_EVENTS[phase]
+        for listener in trainer.callback_handler.listeners[event]
+        if not is_ours(listener)
+    ]
+    if not events and any(is_overridden(trainer, method) for method in _STEP_METHODS[phase]):
+        owners.append(type(trainer).__name__)
+    return list(dict.fromkeys(owners))

@@ -1,0 +1,275 @@
+"""Prediction: the model's outputs for a dataset, in the order of the dataset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.modules import evaluation_mode
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.data import Data
+from pytorch_accel_lite.data.batches import Batch, find_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.loop.arguments import check_data
+from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
+from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
+from pytorch_accel_lite.loop.lifecycle import close_failed
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+# Several processes gather the outputs of as many steps at once, on each process, as take about this time and memory.
+_SECONDS_AT_ONCE = 0.2
+_BYTES_AT_ONCE = 2**22
+_STEPS_AT_ONCE = 60
+
+
+def predict(
+    self: TrainerLike,
+    dataset: Data,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    only_first: bool = False,
+) -> Any:
+    """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
+
+    Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has a
+    ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
+
+    :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
+    :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
+        memory for them. All processes must make the call.
+    :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
+        tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
+    """
+    predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
+    outputs, is_empty = Concatenation(), True
+    with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
+        for step in predicted:
+            outputs.add(step)
+            is_empty = False
+    if is_empty:
+        raise ValueError(
+            f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
+            "has already written all predictions: read them with read_predictions()."
+        )
+    return outputs.result() if _keeps(self, only_first) else None
+
+
+def predict_iter(
+    self: TrainerLike,
+    dataset: Data,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    only_first: bool = False,
+) -> Iterator[Any]:
+    """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
+
+    Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a second
+    or at 4 MiB. Iterate to the end on every process; with ``only_first``, all but the first get ``None`` for each
+    part. Meanwhile the model is in evaluation mode, except within another run, where its own mode is restored between
+    the parts.
+    """
+    for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
+        yield concatenate(parts) if parts else None
+
+
+def _keeps(trainer: TrainerLike, only_first: bool) -> bool:
+    return not only_first or trainer.ranks.rank == 0
+
+
+def _predicted(
+    self: TrainerLike,
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
+    only_first: bool,
+    is_collected: bool,
+) -> Generator[list[Any], None, None]:
+    """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
+
+    :param is_collected: whether the caller does nothing but collect them
+    """
+    check_data(self, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    if isinstance(dataset, dict):
+        raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+    options = loader_kwargs or {}
+    if isinstance(dataset, DataLoader):
+        options = {"shuffle": type(dataset.sampler) is RandomSampler, "drop_last": dataset.drop_last}
+    for key in ("shuffle", "drop_last"):
+        if options.get(key):
+            where = "dataset" if isinstance(dataset, DataLoader) else "dataloader_kwargs"
+            raise ValueError(
+                f"{where} has {key}={options[key]!r}, but predict returns the outputs for every sample, in the order "
+                f"of the dataset. Omit {key}."
+            )
+    request = RunRequest("prediction", num_epochs=1)
+    with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
+        try:
+            self.call_event("on_predict_run_start")
+            sync_ddp_buffers(self.model, self.ranks)
+            mode = evaluation_mode(self.model) if run.outer is None else nullcontext()
+            with explaining(self, run, "prediction"), mode:
+                steps = _steps_of_all(self, run, only_first, is_collected)
+                steps = steps if _keeps(self, only_first) else ([] for _ in steps)
+                yield from steps if is_collected else _suspending(self, run, steps)
+                report_left_out(self, run)
+            self.call_event("on_predict_run_end")
+        except GeneratorExit:  # the caller stopped iterating
+            self.call_event("on_predict_run_end")
+            raise
+        except BaseException as error:
+            close_failed(self, run, error, ended=True)
+            raise
+
+
+class _Report(NamedTuple):
+    """What a process tells the others of the steps that it has predicted since they last gathered.
+
+    :param has_outputs: whether it has any, for each of these steps
+    :param size: the bytes of all its outputs
+    """
+
+    has_outputs: list[bool]
+    seconds: float
+    size: int
+
+
+def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Any]]:
+    """Yield for each step the outputs of all processes, which they gather after a number of steps."""
+    ranks = trainer.data_ranks
+    is_late = is_collected and is_asynchronous(trainer.device)
+    outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
+    generators: dict[str, Any] = {}
+    if is_collected and ranks.world_size == 1:
+        with _predicting(trainer, run, generators):
+            yield from filter(None, outputs)
+        return
+    steps = 1
+    while True:
+        begin = time.perf_counter()
+        with _predicting(trainer, run, generators):
+            mine = list(islice(outputs, steps))
+        if ranks.world_size == 1:
+            if not mine:
+                return
+            yield from filter(None, mine)
+            continue
+        seconds = time.perf_counter() - begin
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(mine))
+        reports = ranks.all_gather_object(_Report([*map(bool, mine)], seconds, size))
+        gathered = ranks.all_gather_object(mine, only_first)
+        most_steps = max(len(report.has_outputs) for report in reports)
+        for step in range(most_steps):
+            if any(any(report.has_outputs[step : step + 1]) for report in reports):
+                yield [part for outputs_of_rank in gathered for part in chain(*outputs_of_rank[step : step + 1])]
+        if most_steps < steps:
+            return
+        largest, slowest = max(report.size for report in reports), max(report.seconds for report in reports)
+        fraction = min(_BYTES_AT_ONCE / max(largest, 1), _SECONDS_AT_ONCE / max(slowest, 1e-6))
+        steps = int(min(max(steps * fraction, 1), _STEPS_AT_ONCE))
+
+
+@contextmanager
+def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> Iterator[None]:
+    """Let the model predict in a block, without effect on an outer run.
+
+    :param generators: the states of the generators of a prediction within a run, from one block to the next
+    """
+    with preserving_randomness(trainer, run), evaluation_mode(trainer.model), inference(trainer):
+        if generators:
+            restore_generators(generators)
+        yield
+        if run.outer is not None:
+            generators.update(capture_generators())
+
+
+def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
+    """Yield this process's outputs, each copied while the device computes the next step, which waits for nothing.
+
+    The copies are in pinned memory, which is not kept: there may be many.
+    """
+    device = trainer.device
+    before: tuple[list[Any], Any] | None = None
+    for copies in _outputs(trainer, run, partial(torch.Tensor.to, device="cpu", non_blocking=True)):
+        if before is not None:
+            yield _arrived(*before)
+        before = copies, record_event(device)
+    if before is not None:
+        yield _arrived(*before)
+
+
+def _arrived(copies: list[Any], arrival: Any) -> list[Any]:
+    """Return copies out of pinned memory, once they have been made."""
+    arrival.synchronize()
+    return [to_cpu(each, copy=torch.Tensor.clone) for each in copies]
+
+
+def _outputs(
+    trainer: TrainerLike, run: Run, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+) -> Iterator[list[Any]]:
+    """Yield this process's outputs step by step, on the CPU.
+
+    :param copy: copies a tensor to the CPU
+    """
+    listeners = trainer.callback_handler.listeners
+    shares: list[Any] = []
+    is_checked = trainer.ranks.rank > 0
+    batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
+    for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
+        if listeners["on_predict_step_end"] and output is not OMITTED:
+            trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
+        if not batch.is_filler and output is not OMITTED:
+            size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
+            shares.append(to_cpu(output, size, copy))
+            if not is_checked:
+                is_checked = _check_rows(batch, shares[-1])
+        del output  # before the next takes memory
+        if batch.share is None or batch.share.ends_step:
+            yield shares
+            shares = []
+
+
+def _check_rows(batch: Batch, output: Any) -> bool:
+    """Warn if no output has a row for each sample, and return whether the batch could tell."""
+    if batch.num_samples is None or batch.num_samples < 2:
+        return False
+    sizes = {batch.num_samples, find_batch_size(batch.data, batch.num_samples)}
+    if isinstance(output, ListOfSamples):
+        return True  # as detectors return, each with as many rows as it has found
+    rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]
+    if rows and sizes.isdisjoint(rows):
+        warn_outside(
+            f"The model returned {rows[0]} rows for a batch of {batch.num_samples} samples. Predictions are "
+            "concatenated as they are, so they will not have a row for each sample, and how many there are depends on "
+            "the batch size and the number of processes. Return outputs whose first dimension is that of the samples."
+        )
+    return True
+
+
+def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    """Make the run around a prediction the current one while a part of the prediction is being used."""
+    for parts in steps:
+        if run.before is not None:
+            trainer.current_run = run.before
+        try:
+            yield parts
+        finally:
+            if run in trainer.open_runs:
+                run.before = trainer.current_run
+                trainer.current_run = run

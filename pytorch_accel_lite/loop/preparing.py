@@ -1,0 +1,157 @@
+"""Preparing the model and the optimizer with Accelerate for a run, and releasing them afterwards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
+from pytorch_accel_lite.optimizers.combined import combine
+from pytorch_accel_lite.optimizers.operations import OptimizerFactory, is_created
+from pytorch_accel_lite.run.prepared_model import PreparedModel
+from pytorch_accel_lite.run.state import TrainerLike
+
+
+def prepare_model(trainer: TrainerLike, training: bool) -> None:
+    """Prepare the model and the optimizer with Accelerate, unless they are prepared already."""
+    prepared = trainer.prepared_model
+    is_same = prepared is not None and (trainer.model, trainer.optimizer) == (prepared.model, prepared.optimizer)
+    if prepared is not None and (is_same or not prepared.outlives_runs):
+        return
+    if isinstance(trainer.loss_func, nn.Module):
+        trainer.loss_func.to(trainer.device)
+    apply_model_options(trainer)
+    averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
+    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
+    trainer.prepared_model = prepared
+    trainer.model = prepared.model
+    if training or prepared.outlives_runs:
+        prepared.make_optimizer(trainer.accelerator)
+    trainer.optimizer = prepared.optimizer
+
+
+def apply_model_options(trainer: TrainerLike) -> None:
+    """Change the memory format of the model and compile it, in place and as requested, unless it is compiled."""
+    model = trainer.get_model()
+    if trainer.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if trainer.compile_model is not False and model._compiled_call_impl is None:
+        model.compile(**({} if trainer.compile_model is True else trainer.compile_model))
+
+
+def release_model(trainer: TrainerLike) -> None:
+    """Release the model and the optimizer, unless their weights exist only in prepared form."""
+    prepared = trainer.prepared_model
+    if prepared is not None and not prepared.outlives_runs:
+        trainer.model, trainer.optimizer = prepared.release(trainer.model)
+        trainer.prepared_model = None
+
+
+class UnmadeOptimizer:
+    """The optimizer of a trainer that was given a factory, until a run first prepares the model for training.
+
+    It has no parameter groups. A state that is loaded into it is kept for the optimizer that will be made.
+
+    :param factory: called with a list of the trainable parameters; with the model, or with a list of the names and
+        parameters, where its first argument is called ``model`` or ``named_parameters``
+    """
+
+    def __init__(self, factory: OptimizerFactory) -> None:
+        self.factory = factory
+        self.name = short(factory)
+        self._state: dict[str, Any] | None = None
+
+    def make(self, model: nn.Module) -> Any:
+        """Return the optimizer for a model that is otherwise ready to be trained.
+
+        :raises ValueError: when no parameter of the model is to be trained
+        :raises TypeError: when the factory returns anything but an optimizer, or several in a dict or a list
+        """
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not trainable:
+            raise ValueError(
+                f"optimizer={self.name}: no parameter of {type(model).__name__} requires a gradient, so there is "
+                "nothing to optimize. Was everything frozen?"
+            )
+        by_argument = {"model": model, "named_parameters": list(trainable.items())}
+        optimizer = combine(self.factory(by_argument.get(_first_argument(self.factory), list(trainable.values()))))
+        if not is_created(optimizer):
+            raise TypeError(
+                f"optimizer={self.name} returned {optimizer!r}. It must return a torch.optim.Optimizer, or a dict or "
+                "a list of them."
+            )
+        if self._state is not None:
+            try:
+                load_optimizer_state(optimizer, self._state)
+            except (ValueError, KeyError) as error:
+                raise ValueError(
+                    f"The state that was loaded does not fit what optimizer={self.name} returned: {error}"
+                ) from error
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state that was loaded, if one was."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a state for the optimizer that will be made."""
+        self._state = copy.deepcopy(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"trainer.optimizer has no {name!r} yet: optimizer={vars(self).get('name')} is called when train(), or a "
+            "tool such as find_lr(), first prepares the model; from then on trainer.optimizer is what it returned."
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.name} (not called yet)"
+
+
+def combine_or_defer(optimizer: Any) -> Any:
+    """Return optimizers as one, and a factory as the optimizer that it has yet to make."""
+    is_factory = callable(optimizer) and not is_created(optimizer)
+    return UnmadeOptimizer(optimizer) if is_factory else combine(optimizer)
+
+
+def _first_argument(factory: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(factory).parameters), "")
+    except ValueError:
+        return ""
+
+
+def rewrap_model(self: TrainerLike) -> None:
+    """Wrap the model again, as its set of trained parameters has changed: :meth:`Trainer.rewrap_model`."""
+    if not self.can_rewrap_model:
+        raise RuntimeError(
+            "The set of trained parameters cannot change in the middle of this run: the model is sharded "
+            f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
+            "Freeze before the run, or compile the model yourself with torch.compile."
+        )
+    old = self.model
+    prepared = self.prepared_model
+    if prepared is None or not isinstance(old, DistributedDataParallel):
+        return
+    for name in ("reducer", "logger"):  # removes the old wrapper's hooks from the parameters
+        delattr(old, name)
+    handler = self.accelerator.ddp_handler
+    kwargs = {} if handler is None else handler.to_kwargs()
+    new = DistributedDataParallel(old.module, device_ids=old.device_ids, output_device=old.output_device, **kwargs)
+    if handler is not None:
+        handler.register_comm_hook(new)
+    vars(new)["_is_accelerate_prepared"] = True
+    models = self.accelerator._models
+    models[:] = [new if held is old else held for held in models]
+    if prepared.model is old:
+        prepared.model = new
+    self.model = new

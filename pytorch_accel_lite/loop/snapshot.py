@@ -1,0 +1,153 @@
+"""Trying something without leaving a trace: what it may change is copied before it, and restored afterwards."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pytorch_accel_lite.base.inspection import distinct_elements
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.state import TrainerLike
+
+
+class Snapshot(ExitStack):
+    """What is to be restored at the end of a ``with`` block, or by ``close()``: all of it, even if a part fails.
+
+    What was kept last is restored first. Without ``close()``, nothing is restored.
+
+    :param on_host: whether to copy tensors to host memory, leaving room on the device
+    """
+
+    def __init__(self, on_host: bool = False) -> None:
+        super().__init__()
+        self._on_host = on_host
+
+    def keep_generators(self) -> None:
+        """Keep the states of the random generators."""
+        self.callback(restore_generators, capture_generators())
+
+    def keep_generators_of(self, owners: Iterable[Any]) -> None:
+        """Keep the states of the random generators that are attributes of objects."""
+        for value in [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]:
+            if isinstance(value, torch.Generator):
+                self.callback(value.set_state, value.get_state())
+            elif isinstance(value, np.random.Generator):
+                self.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
+            elif isinstance(value, np.random.RandomState):
+                self.callback(value.set_state, value.get_state())
+            elif isinstance(value, random.Random):
+                self.callback(value.setstate, value.getstate())
+
+    def keep_states(self, owners: Iterable[Any]) -> None:
+        """Keep the states of objects with ``state_dict()`` and ``load_state_dict(state)``; the first come first."""
+        for owner, state in reversed([(owner, copy.deepcopy(owner.state_dict())) for owner in owners]):
+            self.callback(owner.load_state_dict, state)
+
+    def keep_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep what tensors hold."""
+        for tensor in tensors:
+            distinct = distinct_elements(tensor.detach())
+            self.callback(_copy_back, tensor, distinct.to("cpu", copy=True) if self._on_host else distinct.clone())
+
+    def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the buffers of modules and their parts: a forward pass may change them, or assign others."""
+        for part in dict.fromkeys(chain.from_iterable(module.modules() for module in modules)):
+            for name, buffer in vars(part)["_buffers"].items():
+                self.keep_tensors([] if buffer is None else [buffer])
+                self.callback(setattr, part, name, buffer)
+
+    def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep the gradients of parameters, and what they hold."""
+        for parameter in parameters:
+            self.keep_tensors([] if parameter.grad is None else [parameter.grad])
+            self.callback(setattr, parameter, "grad", parameter.grad)
+
+    def set_gradients_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep the gradients of parameters, which have none meanwhile, without copying them."""
+        for parameter in parameters:
+            self.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+
+
+class StepSnapshot(Snapshot):
+    """What a forward and backward pass may change.
+
+    Gradients, buffers, generators, logged values, registered objects, and what the pass itself trains with optimizers
+    that are attributes of the trainer.
+
+    :ivar gradients: the gradients before the pass, by parameter, which are set aside
+    """
+
+    def __init__(self, trainer: TrainerLike) -> None:
+        super().__init__()
+        model = trainer.get_model()
+        beside = attributes.modules(trainer).values()
+        parameters = [*model.parameters(), *optimized_parameters(trainer.optimizer)]
+        others = chain.from_iterable(optimized_parameters(other) for other in attributes.optimizers(trainer).values())
+        trained = dict.fromkeys(others)
+        self.gradients = {parameter: parameter.grad for parameter in parameters}
+        # The pass itself may use the gradients of others, so they are not set aside.
+        elsewhere = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
+        self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
+        self.set_gradients_aside(self.gradients)
+        steppers = [owner for owner in attributes.trained(trainer).values() if not isinstance(owner, nn.Module)]
+        self.keep_states([trainer.current_run.loss_trackers, *steppers, *attributes.registered(trainer).values()])
+        self.keep_buffers([model, *beside])
+        self.keep_tensors(trained)
+        self.keep_generators()
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the pass to those before it."""
+        for parameter, gradient in self.gradients.items():
+            if gradient is not None:
+                if parameter.grad is not None:
+                    gradient.add_(parameter.grad)
+                parameter.grad = gradient
+
+
+def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if tensor.is_inference():  # torch refuses to change it
+        return
+    with torch.no_grad():
+        distinct_elements(tensor).copy_(before)
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of an object for a block."""
+    with ExitStack() as before:
+        for name, value in values.items():
+            before.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+@contextmanager
+def preserving_attributes(*owners: Any) -> Iterator[None]:
+    """Restore all attributes of objects after a block.
+
+    This includes the contents of lists, dicts, sets and deques, and the states of random generators.
+    """
+    with Snapshot() as before:
+        before.keep_generators_of(owners)
+        for owner in owners:
+            held = dict(vars(owner))
+            before.callback(vars(owner).update, held)
+            before.callback(vars(owner).clear)
+            for value in held.values():
+                if isinstance(value, (list, dict, set, deque)):
+                    add = value.update if isinstance(value, (dict, set)) else value.extend
+                    before.callback(add, copy.copy(value))
+                    before.callback(value.clear)
+        yield

@@ -1,0 +1,179 @@
+"""The plain training step: a forward and backward pass on each batch, an update at the end of each window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
+from pytorch_accel_lite.data.loss_shapes import check_loss
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
+from pytorch_accel_lite.loop.explanations import examine_first_batch
+from pytorch_accel_lite.loop.gradients import parameters_not_in_model
+from pytorch_accel_lite.loop.snapshot import StepSnapshot
+from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.window import GradientWindow
+
+
+class PlainStep(Step):
+    """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it.
+
+    :ivar averaged: parameters whose gradients ``DistributedDataParallel`` does not average
+    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
+    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
+    """
+
+    def __init__(self, trainer: TrainerLike, run: Run) -> None:
+        super().__init__()
+        self.averaged: list[nn.Parameter] = []
+        self.synced_buffers: list[tuple[nn.Module, str]] = []
+        self.must_examine_batch = False
+        if trainer.ranks.world_size > 1:
+            self.begin_replicas(trainer, run)
+
+    def begin(self, trainer: TrainerLike) -> None:
+        """Examine the first batch on one process."""
+        self.must_examine_batch = trainer.ranks.rank == 0
+
+    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
+        """Start with the same values on all processes, and note whose gradients and buffers each update equalises."""
+        self.synced_buffers = buffers_beside_model(trainer)
+        if not trainer.is_sharded:
+            self.averaged = parameters_not_in_model(trainer.model, trainer.optimizer)
+            trainer.ranks.copy_from_first(self.averaged)
+
+    def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+        """Run the forward and backward pass on a batch and track its losses."""
+        output = self.forward(trainer, run, batch)
+        backward(trainer, batch, output, *run.track_step(output, batch), run.window, trainer.backward_step)
+        return output
+
+    def forward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
+        """Return the output of a training batch, including its loss."""
+        compute = trainer.compiled_forward or trainer.calculate_train_batch_loss
+        if trainer.accelerator.native_amp:
+            with mixed_precision(trainer.accelerator):
+                output = compute(batch.data)
+        else:  # entering a context that does nothing costs time, too
+            output = compute(batch.data)
+        complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
+        trackers = run.loss_trackers
+        trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
+        if trackers.unweighed:
+            trackers.weigh()
+        if self.must_examine_batch and not batch.is_filler:
+            self.must_examine_batch = False
+            examine_first_batch(trainer, batch, output)
+        return output
+
+    def update(self, trainer: TrainerLike, run: Run) -> None:
+        """Correct and clip the gradients of an accumulation window, and update the weights."""
+        if self.averaged and run.data.ranks.world_size > 1:
+            average_gradients(self.averaged, run.data.ranks)
+        if self.synced_buffers:
+            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
+        listeners = trainer.callback_handler.listeners
+        run.window.finish(trainer.optimizer)
+        self.gradient_norm = None
+        self.skips_update = False
+        trainer.clip_gradients()
+        if listeners["on_optimizer_step_start"]:
+            trainer.call_event("on_optimizer_step_start")
+        if self.skips_update:
+            self.skipped_updates += 1
+        else:
+            trainer.optimizer_step()
+        run.progress.update += 1
+        each_update = trainer.scheduler is not None and run.request.scheduler_interval == "update"
+        if each_update and not trainer.update_was_skipped:
+            trainer.scheduler_step()
+        trainer.optimizer_zero_grad()
+        if listeners["on_optimizer_step_end"]:
+            trainer.call_event("on_optimizer_step_end")
+
+
+def backward(
+    trainer: TrainerLike,
+    batch: Batch,
+    output: BatchOutput,
+    samples: int,
+    total: int,
+    window: GradientWindow,
+    backward_step: Callable[[torch.Tensor], None],
+) -> torch.Tensor:
+    """Accumulate the gradients of a loss, weighted by its share of the accumulation window, in every kind of step.
+
+    :param samples: number of samples in this process's batch
+    :param total: number of samples in the batches of all processes
+    :return: the weighted loss
+    """
+    listeners = trainer.callback_handler.listeners
+    if listeners["on_backward_start"]:
+        _announce_backward(trainer, batch.data, output)
+    weighted = window.scale(output["loss"], samples, total, output.get("num_items_in_batch"))
+    backward_step(weighted)
+    if listeners["on_backward_end"]:
+        step = trainer.current_run.progress.step
+        trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=step)
+    return weighted
+
+
+def _announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> None:
+    """Fire ``on_backward_start``. Gradients are those of the loss that its callbacks leave in the output.
+
+    A callback may replace the loss or change it in place, or do so with some of several losses.
+    """
+    loss: torch.Tensor = output["loss"]
+    version = loss._version
+    losses = dict(output.get("losses", {}))  # keeps them, so that no other gets the id of one
+    parts = _identities(losses)
+    trainer.call_event("on_backward_start", batch=data, batch_output=output, step=trainer.current_run.progress.step)
+    if output.get("loss") is not loss:
+        check_loss(output, "on_backward_start", training=True)
+        output["loss"] = total_loss(as_scalars(output["loss"]))
+    elif loss._version == version and _identities(output.get("losses", {})) != parts:
+        check_loss({"loss": output["losses"]}, "on_backward_start", training=True)
+        output["loss"] = total_loss(as_scalars(output["losses"]))
+
+
+def _identities(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
+    """Return what tells losses by name from others, or from the same ones after a change."""
+    return [(name, id(loss), loss._version) for name, loss in losses.items() if isinstance(loss, torch.Tensor)]
+
+
+def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
+    """Return what is recorded of a step's output: the losses that the step has returned.
+
+    Steps that record only after the backward pass keep it before, if callbacks may change the loss.
+    """
+    if not trainer.callback_handler.listeners["on_backward_start"]:
+        return output
+    names = ("loss", "losses", "batch_size", "num_items_in_batch")
+    kept = {name: output[name] for name in names if name in output}
+    return recursively_apply(lambda value: value.detach().clone(), kept)  # type: ignore[no-any-return]
+
+
+def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
+    """Return only the loss of a batch, computed as in a training step."""
+    trainer.current_run.batch = batch
+    compute = trainer.compiled_forward or trainer.calculate_train_batch_loss
+    with mixed_precision(trainer.accelerator):
+        return total_loss(compute(batch.data)["loss"])
+
+
+def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+    """Run one forward and backward pass whose only trace is in ``DistributedDataParallel``.
+
+    The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
+    sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
+    """
+    run.step.must_warm_up_ddp = False
+    with StepSnapshot(trainer):
+        trainer.backward_step(loss_of(trainer, batch))

@@ -1,0 +1,254 @@
+"""Attributes of a trainer besides its model: heads, critics, teachers, metrics and their optimizers."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, set_mode
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.state import TrainerLike
+
+_SAVED_SEPARATELY = ("model", "optimizer", "scheduler", "registered_objects")
+
+
+def modules(trainer: TrainerLike) -> dict[str, nn.Module]:
+    """Return the modules that are attributes, by name, including the loss function but not the model."""
+    return _find(trainer, lambda value: isinstance(value, nn.Module))
+
+
+def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Return the buffers of modules and their submodules, each as a submodule and a name in it."""
+    parts = (part for module in modules for part in module.modules())
+    return [(part, name) for part in parts for name, _ in part.named_buffers(recurse=False)]
+
+
+def optimizers(trainer: TrainerLike) -> dict[str, Any]:
+    """Return the optimizers that are attributes, by name, except the trainer's own."""
+    groups = getattr(trainer.optimizer, "param_groups", None)  # the same for Accelerate's wrapper
+    attributes = _find(trainer, lambda value: isinstance(value, torch.optim.Optimizer))
+    return {name: optimizer for name, optimizer in attributes.items() if optimizer.param_groups is not groups}
+
+
+def registered(trainer: TrainerLike) -> dict[str, Any]:
+    """Return the objects registered with the trainer, by name, or with its ``Accelerator``, by class and number.
+
+    Excludes the model, the optimizer and the scheduler, which are always saved.
+    """
+    optimizer = trainer.optimizer
+    saved = [trainer.model, trainer.get_model(), optimizer, getattr(optimizer, "optimizer", None), trainer.scheduler]
+    ids = set(map(id, [*saved, *trainer.registered_objects.values()]))
+    others = enumerate(getattr(trainer.accelerator, "_custom_objects", ()))
+    named = {f"accelerator.{type(obj).__name__}.{number}": obj for number, obj in others if id(obj) not in ids}
+    return {**trainer.registered_objects, **named}
+
+
+def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
+    """Return the parameters of the trainer's optimizer, which may not exist yet, and of optimizers in attributes."""
+    if is_created(trainer.optimizer):
+        optimized = list(optimized_parameters(trainer.optimizer))
+    elif trainer.optimizer is None:
+        optimized = []
+    else:
+        optimized = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return [*optimized, *chain.from_iterable(map(optimized_parameters, optimizers(trainer).values()))]
+
+
+def weights_are_finite(trainer: TrainerLike) -> bool:
+    """Whether all trained parameters are finite and no buffer is NaN, on any process. Reads from the device.
+
+    Call it on every process.
+    """
+
+    def largest(tensors: Iterable[torch.Tensor]) -> float:
+        """Return the largest absolute value, which is NaN if any is."""
+        shards = [local(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+        shards = [t.coalesce().values() if t.is_sparse else t for t in shards if t.numel()]  # for torch before 2.7
+        if len({(t.device, t.dtype) for t in shards}) > 1:
+            return torch.nn.utils.get_total_norm(shards, norm_type=math.inf).item()
+        with torch.no_grad():  # the same, without sorting by device and type
+            return torch.stack(torch._foreach_norm(shards, math.inf)).max().item() if shards else 0.0
+
+    model_parameters = trainer.model.parameters() if trainer.is_sharded else ()
+    finite = math.isfinite(largest([*model_parameters, *all_optimized_parameters(trainer)]))
+    finite = finite and not math.isnan(largest(trainer.model.buffers()))  # they may be infinite, as masks are
+    return not trainer.ranks.max([float(not finite)])[0]
+
+
+def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
+    """Return the attributes of a trainer or a callback that its class keeps from being saved.
+
+    :raises TypeError: if they are not given as names
+    """
+    names = owner.unsaved_attributes
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"unsaved_attributes={names!r} of {type(owner).__name__} must be names of attributes, such as "
+            "('cache', 'log')."
+        )
+    return frozenset(names)
+
+
+def trained(trainer: TrainerLike) -> dict[str, Any]:
+    """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
+
+    Excludes what is always saved: the model, the loss function and their parts, the optimizer, registered objects.
+    """
+    return _without_unsaved(trainer, _trained(trainer))
+
+
+def _without_unsaved(trainer: TrainerLike, values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what the trainer's class keeps from being saved, with its parts, such as ``critics.0``."""
+    left_out = unsaved(trainer)
+    return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
+
+
+def _trained(trainer: TrainerLike) -> dict[str, Any]:
+    if not trainer.saves_attributes:
+        return {}
+    schedulers = _find(trainer, is_scheduler)
+    others = [module for module in modules(trainer).values() if module is not trainer.loss_func]
+    if not others and not schedulers and not optimizers(trainer):  # as in most trainers: a state is saved sooner
+        return {}
+    optimized = set(map(id, all_optimized_parameters(trainer)))
+    saved = set(map(id, [*registered(trainer).values(), trainer.loss_func, trainer.scheduler]))
+    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters(module)}
+    attributes: dict[str, Any] = {}
+    for name, module in modules(trainer).items():
+        parameters = set(map(id, _parameters(module))) - seen
+        if id(module) not in saved and parameters & optimized:
+            attributes[name] = module
+            seen |= parameters
+    attributes |= {name: value for name, value in optimizers(trainer).items() if id(value) not in saved}
+    return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
+
+
+def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
+    """Return what the optimizers train that is neither in the model nor in another module that is saved.
+
+    Parameters that are attributes of the trainer have their names there; others, in closures for example, are named by
+    their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds them stands for them, as it may
+    have buffers, too.
+    """
+    places = {} if not trainer.saves_attributes else _places(trainer)
+    if not places:
+        return {}
+    found: dict[str, nn.Module | torch.Tensor] = {}
+    own = {id(value): name for name, value in _find(trainer, lambda value: isinstance(value, torch.Tensor)).items()}
+    holders = _holders(trainer, frozenset({id(p) for p in places.values()} - own.keys()))
+    covered: set[int] = set()
+    for place, parameter in places.items():
+        if id(parameter) not in covered:
+            owner = parameter if id(parameter) in own else holders.get(id(parameter), parameter)
+            found[own.get(id(parameter), place)] = owner
+            covered |= _ids(owner) | {id(parameter)}
+    return _without_unsaved(trainer, found)
+
+
+def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
+    """Return the optimized parameters that belong to nothing that is saved under a name, by place."""
+    groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
+    groups |= optimizers(trainer)
+    saved = [trainer.model, trainer.loss_func, *_trained(trainer).values(), *registered(trainer).values()]
+    named = {id(parameter) for owner in saved for parameter in _parameters(owner)}
+    return {
+        f"{name}[{number}][{index}]": parameter
+        for name, optimizer in groups.items()
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in named
+    }
+
+
+def _holders(trainer: TrainerLike, parameters: frozenset[int]) -> dict[int, nn.Module]:
+    """Return, for parameters given by id, the largest modules whose trainable parameters are all among these.
+
+    The modules may be anywhere in the program, in a closure or a global, so the garbage collector is asked for them,
+    once in a run.
+    """
+    known: dict[frozenset[int], dict[int, nn.Module]] = trainer.current_run.holders
+    if parameters not in known:
+        known[parameters] = _find_holders(parameters, _ids(trainer.model)) if parameters else {}
+    return known[parameters]
+
+
+def _find_holders(parameters: frozenset[int], in_model: set[int]) -> dict[int, nn.Module]:
+    holders: dict[int, nn.Module] = {}
+    sizes: dict[int, int] = {}
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or "_parameters" not in vars(module):
+            continue
+        held = _ids(module)
+        trainable = {id(parameter) for parameter in _parameters(module) if parameter.requires_grad}
+        if held & parameters and trainable <= parameters and not held & in_model:
+            for parameter in held & parameters:
+                size = sizes.get(parameter, -1)
+                if len(held) > size or (len(held) == size and _is_around(module, holders[parameter])):
+                    holders[parameter], sizes[parameter] = module, len(held)
+    return holders
+
+
+def _is_around(module: nn.Module, other: nn.Module) -> bool:
+    """Whether a module contains another with the same parameters, such as one of ``DistributedDataParallel``."""
+    if any(part is other for part in module.modules()):
+        return True
+    contained = any(part is module for part in other.modules())
+    return not contained and type(module).__qualname__ < type(other).__qualname__
+
+
+def _ids(owner: Any) -> set[int]:
+    return set(map(id, _parameters(owner)))
+
+
+def set_optimizer_modes(trainer: TrainerLike, training: bool) -> None:
+    """Set the mode of all optimizers that have modes."""
+    if trainer.prepared_model is not None:
+        trainer.prepared_model.trains = training
+    for optimizer in (trainer.optimizer, *optimizers(trainer).values()):
+        set_mode(optimizer, training)
+
+
+@contextmanager
+def evaluating_optimizers(trainer: TrainerLike) -> Iterator[None]:
+    """Set optimizers that have modes to evaluation mode for a block."""
+    if trainer.prepared_model is None or not trainer.prepared_model.trains:
+        yield
+        return
+    set_optimizer_modes(trainer, training=False)
+    try:
+        yield
+    finally:
+        set_optimizer_modes(trainer, training=True)
+
+
+def _find(trainer: TrainerLike, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return the attributes of a kind, including elements of lists, tuples and dicts, named like ``critics.0``."""
+    result = {}
+    for name, value in vars(trainer).items():
+        if name in _SAVED_SEPARATELY:
+            continue
+        if is_wanted(value):
+            result[name] = value
+        elif isinstance(value, (list, tuple, dict)):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            result |= {f"{name}.{key}": part for key, part in parts if is_wanted(part)}
+    return result
+
+
+def _parameters(module: Any) -> list[nn.Parameter]:
+    return list(module.parameters()) if isinstance(module, nn.Module) else []
+
+
+def is_scheduler(value: Any) -> bool:
+    """Whether a value is a scheduler."""
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return False
+    return all(hasattr(value, name) for name in ("optimizer", "step", "state_dict", "load_state_dict"))

@@ -1,0 +1,683 @@
+"""The events of a run: the callback base class, the handler that calls them, and the errors that end a run."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import update_wrapper, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
+from pytorch_accel_lite.base.reprs import constructor_call
+from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.base.validation import check_booleans
+from pytorch_accel_lite.run.unknown_names import events_meant, suggest
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.run.settings import RunRequest
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class StopTrainingError(Exception):
+    """Raise it in a callback to end the run early but in order: the ending events fire, and ``train`` returns.
+
+    With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
+    to the others, and all ranks stop after the same update. A stopped run is over, also for
+    ``train(resume_from="latest")``, unless it is given more epochs or updates or the callback other arguments; raise
+    :class:`RunPausedError` to continue it later.
+    """
+
+    #: The callback that raised it, as the call that created it.
+    raised_by: str | None = None
+
+
+class RunPausedError(StopTrainingError):
+    """Raise it in a callback to pause training: the run ends after the current update, and can be resumed later.
+
+    For your own limits of time, for example.
+    """
+
+
+class RunInterruptedError(RunPausedError):
+    """A signal, number ``signum``, requested the end of the run."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"Stopping because of {signal.Signals(signum).name}.")
+        self.signum = signum
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss became infinite or NaN. Raised from ``train`` on every rank, after the ending events."""
+
+
+class CallbackMethodNotImplementedError(Exception):
+    """Never raised, as events that a callback does not define are skipped. Kept for code that imports it."""
+
+
+#: The attribute that holds the arguments with which a callback was created.
+_ARGUMENTS = "_constructor_arguments"
+#: The attribute of a user's callback that holds the names of those which our constructors have set.
+LIBRARY_ATTRIBUTES = "_library_attributes"
+#: The attribute that says that a constructor of ours has been called.
+_IS_CONSTRUCTED = "_is_constructed"
+
+
+def _remember_arguments(cls: type) -> None:
+    """Make a constructor remember its arguments for the ``repr`` and, if it is ours, check those that are bools."""
+    constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
+        return
+    checks_booleans = is_ours(cls)
+
+    @wraps(constructor)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True  # IPython and pytest hide this frame
+        vars(self).setdefault(_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
+        before = set(vars(self))
+        if checks_booleans:
+            vars(self)[_IS_CONSTRUCTED] = True
+            check_booleans(constructor, (self, *args), kwargs)
+        constructor(self, *args, **kwargs)
+        if is_ours(cls) and not is_ours(type(self)):
+            vars(self).setdefault(LIBRARY_ATTRIBUTES, set()).update(vars(self).keys() - before)
+
+    remember.remembers_arguments = True  # type: ignore[attr-defined]
+    cls.__init__ = remember  # type: ignore[misc]
+
+
+def arguments_of(callback: TrainerCallback) -> dict[str, Any]:
+    """Return the arguments with which a callback was created, by name."""
+    args, kwargs = vars(callback).get(_ARGUMENTS, ((), {}))
+    bound = inspect.signature(type(callback).__init__).bind_partial(callback, *args, **kwargs).arguments
+    return dict(list(bound.items())[1:])
+
+
+class TrainerCallback:
+    """Base class of all callbacks. Override the events you need; the others do nothing.
+
+    This is the complete loop, with the event that fires at each point and the keywords that it passes::
+
+        Trainer(...)
+            on_init_end
+
+        train(...)
+            on_dataloaders_created                           (their lengths are not used yet)
+            on_training_run_start
+            for each epoch:
+                on_train_epoch_start
+                for each batch:
+                    on_train_step_start
+                    batch_output = calculate_train_batch_loss(batch)
+                    on_backward_start                        batch, batch_output, step (may change the loss)
+                    backward_step(loss)
+                    on_backward_end                          batch, batch_output, step
+                    on_train_batch_skipped                   failures, error, step (only of a batch that has failed)
+                    at the end of a gradient accumulation window:
+                        on_optimizer_step_start              (gradients are final: averaged and clipped)
+                        optimizer_step, scheduler_step, optimizer_zero_grad
+                        on_optimizer_step_end
+                    on_train_step_end                        batch, batch_output, step (not of a batch that has failed)
+                    after an update:
+                        on_update_end                        step
+                        for each eval_dataset, if evaluate_every is due:
+                            evaluation
+                        on_train_step_checkpoint             step (all callbacks have settled)
+                on_train_epoch_end
+                for each eval_dataset:
+                    evaluation
+                on_training_run_epoch_end
+                on_epoch_checkpoint                          (all callbacks have settled)
+            on_stop_training_error                           (only when the run was stopped early)
+            on_exception                                     exception (only when an error ends the run)
+            on_training_run_end
+
+        evaluation
+            on_eval_epoch_start                              is_intermediate
+            for each batch:
+                on_eval_step_start
+                on_eval_step_end                             batch, batch_output (not of a batch that has failed)
+                on_eval_batch_skipped                        failures, error, step (only of a batch that has failed)
+            on_eval_epoch_end                                is_intermediate
+
+        evaluate(...)
+            on_dataloaders_created
+            on_evaluation_run_start
+            for each dataset:
+                evaluation
+            on_evaluation_run_end
+
+        predict(...)
+            on_predict_run_start
+            for each batch:
+                on_predict_step_end                          batch, batch_output (not of a batch that has failed)
+                on_predict_batch_skipped                     failures, error, step (only of a batch that has failed)
+            on_predict_run_end
+
+    Some kinds of steps fire the events of the backward pass, or also those of the update, as follows::
+
+        auto_microbatch, SkipFailedBatchesCallback, logical_processes
+            for each part of the batch, as often as it is tried:
+                on_backward_start
+                on_backward_end                              (not if it fails)
+
+        LBFGS, recompute_gradients()
+            on_backward_start
+            on_backward_end
+            at the end of a gradient accumulation window:
+                on_optimizer_step_start
+                for each batch of the window, as often as its gradients are computed:
+                    on_backward_start
+                    on_backward_end
+                on_optimizer_step_end
+
+        train_step(...)
+            for each update(loss):
+                on_backward_start
+                on_backward_end
+                at the end of a gradient accumulation window:
+                    on_optimizer_step_start
+            at the end of a gradient accumulation window:
+                on_optimizer_step_end
+
+    If both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
+    batches from 0 within an epoch; ``trainer.progress`` holds all counts. An event passes the trainer by position and
+    everything else by keyword: name the arguments you need and accept ``**kwargs`` for the rest, as more may be added.
+    Adding a callback raises an error if one of its methods does not accept the arguments of its event.
+
+    ``configure_run`` is called first, so that a callback can declare what it needs from a run. A callback with
+    ``state_dict()`` and ``load_state_dict(state)`` is saved in training states. Of your callbacks without them, the
+    states keep the attributes.
+
+    :cvar saves_attributes: whether training states keep the attributes of your callback
+    :cvar unsaved_attributes: names of attributes that they leave out
+    """
+
+    saves_attributes: ClassVar[bool] = True
+    unsaved_attributes: ClassVar[Collection[str]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _remember_arguments(cls)
+
+    def __repr__(self) -> str:
+        """Represent a callback as a call of its constructor, with the arguments it was created with.
+
+        An attribute with the name and type of an argument is shown in place of the argument, as it may have changed.
+        """
+        return constructor_call(self, *vars(self).get(_ARGUMENTS, ((), {})))
+
+    def _as_created(self) -> str:
+        """Represent a callback as the call that created it, even if its attributes have changed since."""
+        args, kwargs = vars(self).get(_ARGUMENTS, ((), {}))
+        return constructor_call(self, args, kwargs, is_current=False)
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
+
+        :param request: the settings requested for the run, to be changed as needed;
+            see :class:`~pytorch_accel_lite.base.run_settings.RunRequest`
+        """
+
+    def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The trainer has been constructed."""
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The dataloaders of a run exist; nothing has been derived from their lengths yet."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The model is prepared, the dataloaders and the scheduler exist; no batch has been read."""
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An epoch of training begins."""
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """A training batch has been read and placed on the device."""
+
+    def on_backward_start(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """The loss of a batch is known: gradients are computed of what this event leaves in ``batch_output["loss"]``.
+
+        So a callback may add to it or replace it, on every process. Recorded is the loss that the step has returned.
+        """
+
+    def on_backward_end(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """The gradients of a batch have been accumulated."""
+
+    def on_train_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: BaseException | None, step: int, **kwargs: Any
+    ) -> None:
+        """A batch has failed and is skipped on all ranks.
+
+        :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
+        :param error: the exception on the rank that raised it, ``None`` on the others
+        """
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An update has happened: new weights, scheduler stepped, gradients cleared."""
+
+    def on_train_step_end(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """A training step is complete, its update included."""
+
+    def on_update_end(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+        """A step with an update is complete, even if the batch of this step was skipped."""
+
+    def on_train_step_checkpoint(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+        """All callbacks have handled a step with an update: the place to save."""
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The training part of an epoch is complete; its losses are in the run history."""
+
+    def on_eval_epoch_start(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+        """An evaluation begins.
+
+        :param is_intermediate: whether it interrupts a training epoch
+        """
+
+    def on_eval_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An evaluation batch has been read and placed on the device."""
+
+    def on_eval_step_end(self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        """An evaluation batch is complete."""
+
+    def on_eval_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: Exception, step: int, **kwargs: Any
+    ) -> None:
+        """An evaluation batch of this rank has failed and is left out. Other ranks do not know it: do not communicate.
+
+        :param failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
+        :param step: number of the batch in this evaluation, from 0
+        """
+
+    def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+        """An evaluation is complete; its losses are in the run history."""
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An epoch is complete, its evaluation included."""
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        """All callbacks have handled the end of the epoch: the place to save."""
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The run was stopped early; ``trainer.stop_reason`` says why."""
+
+    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
+        """An error ends the run: release resources.
+
+        Do not communicate with other ranks, which may not have failed.
+        """
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The run has ended: it finished, was stopped early, or failed with an error raised on all ranks."""
+
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``evaluate`` begins."""
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``evaluate`` has ended."""
+
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``predict`` begins."""
+
+    def on_predict_step_end(self, trainer: Trainer, *, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """A batch has been predicted; ``batch_output`` holds the outputs of the model."""
+
+    def on_predict_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: Exception, step: int, **kwargs: Any
+    ) -> None:
+        """A batch of a prediction has failed and is left out; the arguments are as in an evaluation."""
+
+    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``predict`` has ended."""
+
+
+EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+def events_between(first: str, last: str) -> tuple[str, ...]:
+    """Return the events that :class:`TrainerCallback` declares between two others: what fires in a part of the loop."""
+    return EVENTS[EVENTS.index(first) + 1 : EVENTS.index(last)]
+
+
+def keywords_of(event: str) -> tuple[str, ...]:
+    """Return the names of what an event passes besides the trainer, as :class:`TrainerCallback` declares them."""
+    parameters = inspect.signature(vars(TrainerCallback)[event]).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+Phase = Literal["training", "evaluation", "prediction"]
+#: By phase, the events between two batches.
+STEP_EVENTS: dict[Phase, tuple[str, ...]] = {
+    "training": events_between("on_train_epoch_start", "on_train_epoch_end"),
+    "evaluation": events_between("on_eval_epoch_start", "on_eval_epoch_end"),
+    "prediction": events_between("on_predict_run_start", "on_predict_run_end"),
+}
+
+
+def _no_op(event: Callable[..., None]) -> Callable[..., None]:
+    """Make ``super().on_train_step_end(trainer)`` work without the keywords, which are declared for editors."""
+
+    @wraps(event)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing
+
+
+for _event in EVENTS:
+    setattr(TrainerCallback, _event, _no_op(vars(TrainerCallback)[_event]))
+
+Listener = Callable[..., object]
+
+#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated,
+#: ``on_train_step_end`` fires before it.
+_AFTER_BACKWARD = tuple(
+    event for event in events_between("on_backward_start", "on_train_epoch_end") if "batch_output" in keywords_of(event)
+)
+
+
+class _AfterBackward:
+    """A listener to an event after the backward pass, which must not change the loss: nothing would learn from that."""
+
+    def __init__(self, listener: Listener, event: str) -> None:
+        update_wrapper(self, listener)  # as inspect.signature() and those who ask whose it is look for it
+        self.__wrapped__ = listener
+        self.__self__ = getattr(listener, "__self__", listener)
+        self._event = event
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        output = kwargs.get("batch_output") or {}
+        loss = output.get("loss")
+        version = getattr(loss, "_version", 0)
+        self.__wrapped__(*args, **kwargs)
+        if loss is not None and _is_another_loss(loss, version, output.get("loss")):
+            raise RuntimeError(
+                f"{type(self.__self__).__name__}.{self._event} changes batch_output['loss'], but the gradients have "
+                "been computed already. Change it in on_backward_start, which is called with the same arguments before "
+                "the backward pass."
+            )
+
+
+def _is_another_loss(loss: Any, version: int, after: Any) -> bool:
+    """Whether a loss was replaced by one to learn from, or changed in place; one without its graph is only for show."""
+    if after is loss:
+        return bool(getattr(loss, "_version", 0) != version)
+    needs_gradients = getattr(after, "requires_grad", None)
+    return needs_gradients is not None and (needs_gradients or not getattr(loss, "requires_grad", False))
+
+
+class _Listeners(dict[str, tuple[Listener, ...]]):
+    """The bound methods that listen to each event, in order, collected when an event is first looked up."""
+
+    def __init__(self, find: Callable[[str], Iterable[Listener]]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, event: str) -> tuple[Listener, ...]:
+        result = self[event] = tuple(self._find(event))
+        return result
+
+
+def named_callbacks(callbacks: Iterable[Any], method: str | None = None) -> dict[str, Any]:
+    """Return the callbacks, or those that have a method, under unique names: ``Class``, ``Class#2`` ..."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        seen[kind] += 1
+        if method is None or hasattr(callback, method):
+            named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
+    return named
+
+
+class CallbackHandler:
+    """Calls the callbacks of a trainer, in the order in which they were passed.
+
+    :param callbacks: instances of :class:`TrainerCallback`, or subclasses of it, which are instantiated without
+        arguments. Several callbacks of the same class are allowed, and ``None`` is left out.
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
+        self.callbacks: list[TrainerCallback] = []
+        #: The listeners of each event, in order. An event without listeners costs only a look-up.
+        self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
+        #: Called with the callback about to be called, or the phase ``"saving"``; returns a context that times it.
+        self.timer: Callable[[object], AbstractContextManager[None]] | None = None
+        self._muted: set[tuple[int, str]] = set()
+        self._failed: Listener | None = None  # the last one that raised an error
+        self.add_callbacks(callbacks)
+
+    def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None]) -> None:
+        """Append several callbacks. ``None`` is left out, as in ``[callback if is_wanted else None]``."""
+        if isinstance(callbacks, (str, bytes, TrainerCallback, type)) or not isinstance(callbacks, Iterable):
+            raise TypeError(f"callbacks={callbacks!r} must be a list of callbacks.")
+        for callback in callbacks:
+            if callback is not None:
+                self.add_callback(callback)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback], *, first: bool = False) -> None:
+        """Append a callback, given as an instance or as a class, or put it before the others."""
+        instance = _create(callback) if isinstance(callback, type) else callback
+        if not isinstance(instance, TrainerCallback):
+            raise TypeError(
+                f"callbacks: {callback!r} is not a TrainerCallback. "
+                "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
+            )
+        _check_constructed(instance)
+        _check_methods(instance)
+        self.callbacks.insert(0 if first else len(self.callbacks), instance)
+        self.listeners.clear()
+
+    def clear_callbacks(self) -> None:
+        """Remove all callbacks."""
+        self.callbacks = []
+        self._muted = set()
+        self.listeners.clear()
+
+    def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:
+        """Set whether a callback is called at events that it defines, as calls at every step cost time."""
+        muted = {(id(callback), event) for event in events}
+        self._muted = self._muted - muted if listens else self._muted | muted
+        for event in events:
+            self.listeners.pop(event, None)
+
+    @property
+    def callback_list(self) -> list[str]:
+        """The class names of the callbacks, in order."""
+        return [type(callback).__name__ for callback in self.callbacks]
+
+    def configure_run(self, trainer: Any, request: RunRequest) -> None:
+        """Let every callback declare what it needs from a run."""
+        for callback in self.callbacks:
+            callback.configure_run(trainer, request)
+
+    def warn_of_unknown_events(self) -> None:
+        """Warn of methods that are named almost like an event, or like one of other libraries."""
+        for kind in dict.fromkeys(map(type, self.callbacks)):
+            for name in dir(kind):
+                is_like_ours = name.startswith("on_") and name not in EVENTS
+                method = getattr(kind, name) if is_like_ours or events_meant(name) else None
+                if callable(method) and not is_ours(method):
+                    hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
+                    if hint:
+                        warn_outside(
+                            f"{kind.__name__}.{name} is not an event of the trainer: it is called only if your program "
+                            f"does.{hint}"
+                        )
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method named ``event``, which may be your own event, of every callback that defines it.
+
+        Requests to end the run are raised after all have been called: the first stop, or else the first pause.
+        """
+        listeners = self.listeners[event]
+        if len(listeners) == 1 and self.timer is None:
+            try:
+                listeners[0](*args, **kwargs)
+            except Exception as error:
+                _explain(error, listeners[0], event, args, kwargs)
+                raise
+            return
+        raised: list[Exception] = []
+        self.call_each(event, raised.append, *args, **kwargs)
+        if raised:
+            raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
+
+    def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
+        """Call an event like :meth:`call_event`, but pass requests to end the run to ``ask`` and continue.
+
+        The next callbacks must run even if one of several processes requests the end, as they may communicate.
+        """
+        timer = self.timer
+        for listener in self.listeners[event]:
+            try:
+                if timer is None:
+                    listener(*args, **kwargs)
+                else:
+                    with timer(getattr(listener, "__self__", listener)):
+                        listener(*args, **kwargs)
+            except (StopTrainingError, NonFiniteLossError) as error:
+                _note_source(error, listener, event)
+                ask(error)
+            except Exception as error:
+                self._failed = listener
+                _explain(error, listener, event, args, kwargs)
+                raise
+
+    def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+        """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
+        return _errors_of(event, self.listeners[event], *args, **kwargs)
+
+    def notify_rest(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+        """Like :meth:`notify_all`, after an error in this event, for the callbacks after the one that raised it."""
+        listeners, failed, self._failed = self.listeners[event], self._failed, None
+        first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
+        return _errors_of(event, listeners[first:], *args, **kwargs)
+
+    def _find_listeners(self, event: str) -> Iterator[Listener]:
+        default = getattr(TrainerCallback, event, None)
+        for callback in self.callbacks:
+            is_defined = inspect.getattr_static(callback, event, default) is not default
+            if is_defined and (id(callback), event) not in self._muted:
+                listener = getattr(callback, event)
+                checks = event in _AFTER_BACKWARD and not is_ours(listener)
+                yield _AfterBackward(listener, event) if checks else listener
+
+    def __iter__(self) -> Iterator[TrainerCallback]:
+        return iter(self.callbacks)
+
+    def __len__(self) -> int:
+        return len(self.callbacks)
+
+    def __repr__(self) -> str:
+        """List each event that has listeners, with the classes that listen, in the order they are called."""
+        lines = []
+        for event in EVENTS:
+            names = [type(getattr(call, "__self__", call)).__name__ for call in self.listeners[event]]
+            if names:
+                lines.append(f"{event}: {', '.join(names)}")
+        return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+def set_listening(trainer: Any, callback: TrainerCallback, listens: bool, *events: str) -> None:
+    """Set whether a callback of this package is called at events, except those that a user's subclass overrides."""
+    inherited = [event for event in events if not is_overridden(callback, event)]
+    trainer.callback_handler.set_listening(callback, listens, *inherited)
+
+
+def _create(callback: type[TrainerCallback]) -> TrainerCallback:
+    """Create a callback that was passed as a class."""
+    name = callback.__name__
+    try:
+        inspect.signature(callback).bind()
+    except ValueError:  # not written in Python
+        pass
+    except TypeError as error:
+        raise TypeError(f"callbacks: the class {name} needs arguments: {error}. Pass {name}(...).") from None
+    return callback()
+
+
+def _check_constructed(callback: TrainerCallback) -> None:
+    """Check that a subclass of a callback of ours has called its constructor."""
+    ours = next((c for c in type(callback).__mro__ if is_ours(c) and "__init__" in vars(c)), None)
+    if ours is not None and _IS_CONSTRUCTED not in vars(callback):
+        raise TypeError(
+            f"{type(callback).__name__}.__init__ does not call super().__init__(...), the constructor of "
+            f"{ours.__name__}."
+        )
+
+
+def _check_methods(callback: TrainerCallback) -> None:
+    """Check that every event method of a callback accepts the arguments it will be called with.
+
+    :raises TypeError: if one does not; names the class, the method and the right signature
+    """
+    for name in EVENTS:
+        default: Any = getattr(TrainerCallback, name)
+        if inspect.getattr_static(callback, name) is not default:
+            _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords_of(name)))
+    _check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
+
+
+def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that the method of a callback can be called with these arguments.
+
+    :param name: name of the event
+    :raises TypeError: if it cannot
+    """
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        owner = type(getattr(method, "__self__", method)).__name__
+        positional = ("trainer", "request") if name == "configure_run" else ("trainer", "*args")[: len(args)]
+        wanted = ", ".join(["self", *positional, *kwargs, "**kwargs"])
+        raise TypeError(
+            f"{owner}.{name}{signature} does not accept the event's arguments: {error}. Write: def {name}({wanted})"
+        ) from None
+
+
+def _errors_of(event: str, listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list[Exception]:
+    """Call all listeners to an event, even if some raise, and return their errors."""
+    errors = []
+    for listener in listeners:
+        try:
+            listener(*args, **kwargs)
+        except Exception as error:
+            _note_source(error, listener, event)
+            errors.append(error)
+    return errors
+
+
+def _explain(error: Exception, listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note in an error which callback raised it, and check that the callback accepts the arguments of the event."""
+    _note_source(error, listener, event)
+    if isinstance(error, TypeError):
+        _check_call(listener, event, args, kwargs)
+    output = kwargs.get("batch_output")
+    if isinstance(error, KeyError) and isinstance(output, dict) and error.args and error.args[0] not in output:
+        add_note(error, f"batch_output has the keys {', '.join(map(repr, output))}.")
+
+
+def _note_source(error: Exception, listener: Listener, event: str) -> None:
+    """Note in an error which callback raised it; in a request to stop, so that a run with another one may continue."""
+    callback = getattr(listener, "__self__", listener)
+    if isinstance(error, StopTrainingError):
+        if isinstance(callback, TrainerCallback):
+            error.raised_by = callback._as_created()  # noqa: SLF001
+    elif not isinstance(error, NonFiniteLossError) and not (is_ours(type(callback)) and checked_by(error)):
+        add_note(error, f"In {type(callback).__name__}.{event}.")

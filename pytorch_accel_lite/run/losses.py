@@ -1,0 +1,206 @@
+"""The progress of a run, and running means of losses."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite.base import reprs
+from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.distributed import Ranks
+
+
+class LossTracker:
+    """A running mean, weighted by batch size, whose sums stay on the device until they are read.
+
+    :ivar loss_value: the last value passed to :meth:`update`
+    :ivar total_loss: the weighted sum so far: a number, or for losses on a device a float64 tensor there (float32 on
+        devices without float64)
+    :ivar running_count: the sum of the weights so far
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset all sums to zero."""
+        self.loss_value: Any = 0
+        self.total_loss: Any = 0
+        self.running_count: Any = 0
+
+    def update(self, loss_batch_value: torch.Tensor | float, batch_size: Any = 1) -> None:
+        """Add the mean loss of a batch, weighted by its size.
+
+        :param loss_batch_value: a number, or a tensor, whose elements are averaged
+        :param batch_size: a number, or a tensor with one element
+        """
+        loss: Any = loss_batch_value
+        if isinstance(loss, torch.Tensor) and loss.ndim:
+            loss = loss.reshape(()) if loss.numel() == 1 else loss.mean()
+        if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
+            batch_size = to_float(batch_size)
+        if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
+            # The usual case avoids a call of our own, as it occurs in every step.
+            loss = loss.tolist() if type(loss) is torch.Tensor else to_float(loss)
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+            self._add_on_device(loss, batch_size)
+        else:
+            self.total_loss += loss * batch_size
+        self.loss_value = loss
+        self.running_count = self.running_count + batch_size  # not in place, as it may be the user's tensor
+
+    def _add_on_device(self, loss: torch.Tensor, batch_size: Any) -> None:
+        if not isinstance(self.total_loss, torch.Tensor):
+            self.total_loss = torch.full((), self.total_loss, dtype=accumulation_dtype(loss.device), device=loss.device)
+        if isinstance(batch_size, torch.Tensor):
+            loss = loss.to(self.total_loss.dtype) * batch_size
+            batch_size = 1
+        self.total_loss.add_(loss.reshape(()), alpha=batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums."""
+        return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load sums returned by :meth:`state_dict`."""
+        for name in ("loss_value", "total_loss", "running_count"):
+            value = state[name]
+            setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def __repr__(self) -> str:
+        average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # no read of a device
+        return reprs.call("LossTracker", {**average, "running_count": self.running_count})
+
+    @property
+    def average(self) -> float:
+        """The weighted mean so far, 0 before the first batch. Reads from the device."""
+        count = float(self.running_count)
+        return float(self.total_loss) / count if count else 0.0
+
+
+_WITHOUT_LOSS = ""  # counts the samples of evaluations that compute no loss
+
+
+class LossTrackers(dict[str, LossTracker]):
+    """The running losses of an epoch or evaluation, by name.
+
+    Contains ``loss``, its parts if a step returns several, and the values logged by steps and callbacks.
+
+    :ivar parts: names of the parts of the loss
+    :ivar logged: names of the logged values
+    :ivar is_empty: whether no step has added anything
+    :ivar is_recorded: whether the means have been computed, so that nothing can be added
+    :ivar measured: the batch whose step has returned last, and the number of its samples as the step returned it
+    :ivar num_items: numbers of items that parts of the loss are means over in this step, if they have their own
+    :ivar unweighed: values logged before the step has returned that number: the batch, the name and the value
+    """
+
+    def __init__(self) -> None:
+        super().__init__(loss=LossTracker())
+        self.is_empty = True
+        self.parts: set[str] = set()
+        self.logged: set[str] = set()
+        self.is_recorded = False
+        self.num_items: dict[str, Any] = {}
+        self.measured: tuple[Batch | None, Any] = None, 0
+        self.unweighed: list[tuple[Batch, str, Any]] = []
+
+    def add(self, output: dict[str, Any]) -> None:
+        """Add the losses of a step, each a mean over its samples, or over its ``num_items_in_batch``."""
+        self.is_empty = False
+        weight = output["num_items_in_batch"] if "num_items_in_batch" in output else output["batch_size"]
+        if output["loss"] is None:
+            self.of(_WITHOUT_LOSS).update(0.0, weight)
+            return
+        self["loss"].update(output["loss"], weight)
+        if "losses" in output:
+            for name in self.logged & output["losses"].keys():
+                raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
+            self.parts.update(output["losses"])
+            for name, loss in output["losses"].items():
+                self.of(name).update(loss, self.num_items.get(name, weight))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of logged values, which a failing step may have changed, unlike losses."""
+        logged = {name: t.state_dict() for name, t in self.items() if name != "loss" and name not in self.parts}
+        return {"logged": logged, "unweighed": len(self.unweighed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
+        del self.unweighed[state["unweighed"] :]
+        for name in self.keys() - self.parts - state["logged"].keys() - {"loss"}:
+            del self[name]
+        for name, sums in state["logged"].items():
+            self.of(name).load_state_dict(sums)
+
+    def of(self, name: str) -> LossTracker:
+        """Return the tracker for a name, creating it if necessary."""
+        return self.setdefault(name, LossTracker())
+
+    def log(self, name: str, value: torch.Tensor | float, weight: Any) -> None:
+        """Add a value under its own name, a mean over ``weight`` items."""
+        self.logged.add(name)
+        self.of(name).update(value, weight)
+
+    def log_for(self, batch: Batch, name: str, value: torch.Tensor | float) -> None:
+        """Add a mean over the samples of a batch, once its step has returned their number."""
+        self.logged.add(name)
+        self.unweighed.append((batch, name, value))
+        if batch is self.measured[0]:
+            self.weigh()
+
+    def measure(self, batch: Batch, size: Any) -> None:
+        """Note the number of samples in a batch, as its step has returned it."""
+        self.measured = batch, size
+        if self.unweighed:
+            self.weigh()
+
+    def weigh(self) -> None:
+        """Add the values that were logged for the batch whose size is known now."""
+        batch, size = self.measured
+        values, self.unweighed = self.unweighed, []
+        for entry in values:
+            if entry[0] is batch:
+                self.log(*entry[1:], size)
+            else:  # of a whole batch, of which this is a part
+                self.unweighed.append(entry)
+
+    def local_sums(self) -> list[dict[str, tuple[float, float]]]:
+        """Return the sums of the losses and of their weights on this rank, by name. Reads from the device."""
+        return [{key: (float(t.total_loss), float(t.running_count)) for key, t in self.items()}]
+
+    def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
+        """Return the sums of the losses and of their weights over all ranks, by name. Reads from the device."""
+        summed: dict[str, tuple[float, float]] = {}
+        for sums in chain.from_iterable(ranks.all_gather_object(self.local_sums())):
+            for key, (total, count) in sums.items():
+                before = summed.get(key, (0.0, 0.0))
+                summed[key] = before[0] + total, before[1] + count
+        return summed
+
+    def means(self, ranks: Ranks, name: str) -> dict[str, float]:
+        """Return the means over all ranks, by metric name.
+
+        :param name: format of the metric names, for example ``"train_{}_epoch"``
+        :raises ValueError: if nothing has been added on any rank, or no items
+        """
+        means = {}
+        self.is_recorded = True
+        self.measured, self.unweighed = (None, 0), []  # frees the last batch
+        summed = self.summed(ranks)
+        without_loss = summed.pop(_WITHOUT_LOSS, None)
+        for key, (total, count) in summed.items():
+            if not count and (key != "loss" or without_loss):
+                continue
+            if not count and not all(ranks.all_gather_object(self.is_empty)):
+                raise ValueError("num_items_in_batch (or batch_size) is 0 in every batch: check how it is counted.")
+            if not count and name.startswith("train"):
+                raise ValueError("Every batch of the epoch was skipped.")
+            if not count:
+                raise ValueError("eval_dataset gave no batch: it is empty or exhausted.")
+            means[name.format(key)] = total / count
+        return means

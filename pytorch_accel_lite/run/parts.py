@@ -1,0 +1,235 @@
+"""The parts of a run: its data, its schedule, how it ends, what it leaves out, what stays known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+
+from pytorch_accel_lite.data import Batch, ShardedLoader
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.optimizers.rates import Options
+from pytorch_accel_lite.run.events import RunPausedError
+from pytorch_accel_lite.run.settings import TrainerRunConfig
+
+#: The name of an owner, and that of an attribute of it.
+Key = tuple[str, str]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RunData:
+    """The data of a run, and their loaders.
+
+    :ivar ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
+    :ivar seed: determines the order of the data, unless it is ``None``
+    :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
+        from states of version 0.2 and earlier
+    :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
+    :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
+    :ivar made_loaders: loaders created for this run, whose workers end with it
+    :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
+    """
+
+    ranks: Ranks
+    train_dataset: Any
+    eval_dataset: Any
+    collate_fn: Any
+    seed: int | None = None
+    first_epoch: int = 0
+    train_loader: Any = None
+    train_loader_kwargs: dict[str, Any] | None = None
+    eval_loader: Any = None
+    eval_dataset_name: str | None = None
+    eval_loaders: dict[str, Any] = field(default_factory=dict)
+    eval_loader_kwargs: dict[str, Any] | None = None
+    made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
+    has_fillers: bool = True
+
+    @property
+    def all_eval_loaders(self) -> list[Any]:
+        """The loaders of this process's evaluation batches, for all datasets."""
+        return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RunSchedule:
+    """What a run knows of its learning rate schedule.
+
+    :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
+    :ivar final_rates: the learning rates at the end of a run with a schedule
+    :ivar shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
+    :ivar is_recreated: whether the schedule of a resumed run is recreated rather than restored
+    """
+
+    initial_options: Options = field(default_factory=list)
+    final_rates: list[Any] = field(default_factory=list)
+    shift: int = 0
+    is_recreated: bool = False
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RunEnd:
+    """How a run ends.
+
+    :ivar reason: why it was stopped early
+    :ivar stopped_by: the callback that stopped it, as the call that created it
+    :ivar pause: the request to pause that stopped it
+    :ivar has_begun: whether its ending events have begun, in a loop of an overridden ``_run_training``
+    :ivar has_failed: whether an error has ended it
+    :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
+    """
+
+    reason: str | None = None
+    stopped_by: str | None = None
+    pause: RunPausedError | None = None
+    has_begun: bool = False
+    has_failed: bool = False
+    messages: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it ended, also if it was stopped early, rather than failed or was paused."""
+        return self.pause is None and not self.has_failed
+
+
+class LeftOutBatch(NamedTuple):
+    """A batch that was left out of an evaluation or a prediction.
+
+    :param rank: the rank of its process
+    :param step: its number on this process, from 0
+    :param indices: indices of its samples in the dataset, or ``None`` if unknown
+    :param samples: number of its samples, or ``None`` if unknown
+    :param error: type and text of its error
+    """
+
+    rank: int
+    step: int
+    indices: list[Any] | None
+    samples: int | None
+    error: str
+
+    def as_failure(self) -> dict[str, Any]:
+        """Return what callbacks are told of it."""
+        return {"rank": self.rank, "indices": self.indices, "error": self.error}
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class LeftOut:
+    """What is left out of an evaluation or a prediction because its step fails.
+
+    :ivar batches: the batches of this process; once they are gathered, those of all
+    :ivar is_gathered: whether they are
+    :ivar first_error: the first error of this process
+    :ivar last_computed: the last batch of this process that did not fail
+    """
+
+    phase: Literal["evaluation", "prediction"]
+    batches: list[LeftOutBatch] = field(default_factory=list)
+    is_gathered: bool = False
+    first_error: Exception | None = None
+    last_computed: Batch | None = None
+
+
+class Training(NamedTuple):
+    """What stays known of a training run while the trainer evaluates later."""
+
+    config: TrainerRunConfig
+    end: RunEnd
+    eval_dataset: Any
+
+
+class Evaluation(NamedTuple):
+    """What :meth:`Trainer.evaluate` found for the weights that the model has after a run."""
+
+    eval_dataset: Any
+    metrics: Mapping[str, Any]
+
+
+class GlobalModes(NamedTuple):
+    """Settings of torch that hold for the whole process.
+
+    :ivar gradients: whether gradients are computed
+    :ivar autocast: whether operations choose their precision, on the device of the trainer
+    :ivar dtype: the dtype of new tensors
+    """
+
+    gradients: bool
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> GlobalModes:
+        """Return the current settings."""
+        return cls(torch.is_grad_enabled(), torch.is_autocast_enabled(device.type), torch.get_default_dtype())
+
+
+class LoadedWeights(NamedTuple):
+    """Weights that were loaded into the model.
+
+    :param file: name of the file or directory
+    :param numbers: the numbers in the file, such as the epoch and the metric of a best model
+    :param update: the number of updates of the run at that time
+    """
+
+    file: str
+    numbers: dict[str, float]
+    update: int
+
+
+@dataclass(eq=False, repr=False)
+class CreatedAttributes:
+    """What a program had created when a run began.
+
+    :ivar digests: of each attribute of moderate size
+    :ivar settings: of each attribute that holds only numbers and texts, its node
+    :ivar changed: attributes that are known to have changed
+    :ivar told: what has been said not to be kept
+    :ivar compared: attributes whose arguments the comparison of settings has named
+    :ivar trainability: which parameters are trained after the starting events
+    """
+
+    digests: dict[Key, str] = field(default_factory=dict)
+    settings: dict[Key, object] = field(default_factory=dict)
+    names: dict[str, set[str]] = field(default_factory=dict)
+    changed: set[Key] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    compared: set[Key] = field(default_factory=set)
+    trainability: dict[str, dict[str, bool]] = field(default_factory=dict)
+
+
+class OpenTensor(Protocol):
+    """A tensor in open files."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+
+    def read(self, like: Any = None) -> Any:
+        """Read the tensor, sharded like another one of its shape."""
+
+
+@dataclass(eq=False, repr=False)
+class TrainingState:
+    """The contents of a training state, except the weights.
+
+    :param metadata: facts about the run from the manifest: progress, processes, versions ...
+    :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
+    :param local: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
+        by a different number of processes
+    :param weights: the weights, if they have been read already, as the local copy of a remote state is removed
+    :param tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
+    :param postponed: names of optimizers that are restored once they have all their groups
+    """
+
+    directory: Path | str
+    metadata: dict[str, Any]
+    shared: dict[str, Any]
+    local: dict[str, Any] | None = None
+    weights: dict[str, torch.Tensor] | None = None
+    tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
+    postponed: set[str] = field(default_factory=set)

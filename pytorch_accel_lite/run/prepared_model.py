@@ -1,0 +1,107 @@
+"""A model and an optimizer as Accelerate has prepared them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
+from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
+from pytorch_accel_lite.optimizers.operations import is_created, parts_of
+
+_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
+
+
+class PreparedModel:
+    """A model and an optimizer prepared for training: placed on the device, wrapped, in mixed precision.
+
+    A model that the user has sharded with ``fully_shard`` is left unchanged.
+
+    :param training: whether to prepare for training; otherwise only place the model and apply mixed precision
+    :ivar optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
+    :ivar is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
+    :ivar is_sharded: whether the weights are sharded over the processes, so that no process can compute alone
+    :ivar outlives_runs: whether it is kept at the end of a run, because its weights exist in no other form
+    :ivar trains: whether optimizers that have modes are in training mode
+    :ivar has_run: whether the prepared model has been called, and not just the bare one inside it
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
+        self._originals = model, optimizer
+        self.trains = False
+        self._forward = vars(model).get("forward")
+        # Accelerate's lists of prepared objects. free_memory() would also drop what others have prepared, and collect
+        # garbage, which takes longer than many a run.
+        self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
+        self.is_sharded = is_sharded(accelerator, model)
+        self.outlives_runs = accelerator.distributed_type not in PLAIN
+        self.is_plain = not self.outlives_runs and accelerator.scaler is None
+        self.model = model
+        self.optimizer = optimizer
+        if self.outlives_runs or (training and not self.is_sharded):
+            self._prepare(accelerator)
+        elif not self.is_sharded:
+            self.model = accelerator.prepare_model(model, evaluation_mode=True)
+        if self.is_plain:
+            self.optimizer = optimizer
+        self._name_parts()
+        self.has_run = not isinstance(self.model, DistributedDataParallel)
+        if not self.has_run:
+            self._first_call = self.model.register_forward_pre_hook(self._note_first_call)
+
+    def _prepare(self, accelerator: Accelerator) -> None:
+        """Give the model to Accelerate, and the optimizer if it is made."""
+        model = self.model
+        if self.optimizer is None or is_created(self.optimizer):
+            self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
+        elif accelerator.distributed_type in _PREPARED_TOGETHER:
+            self._originals = model, self.optimizer.make(model)
+            self.model, self.optimizer = accelerator.prepare(*self._originals)
+        elif accelerator.is_fsdp2:  # which Accelerate prepares together, too, but only to exchange the parameters
+            self.model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+            accelerator._optimizers.pop()
+        else:
+            self.model = accelerator.prepare(model)
+
+    def make_optimizer(self, accelerator: Accelerator) -> None:
+        """Make the optimizer from the parameters of the prepared model, where a factory was given for it."""
+        if self.optimizer is None or is_created(self.optimizer):
+            return
+        optimizer = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
+        self._originals = self._originals[0], optimizer
+        self.optimizer = optimizer if self.is_plain else accelerator.prepare_optimizer(optimizer)
+        self._name_parts()
+
+    def _name_parts(self) -> None:
+        if type(self.optimizer) is AcceleratedOptimizer and parts_of(self.optimizer):
+            self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
+
+    def _note_first_call(self, *_: Any) -> None:
+        self.has_run = True
+        self._first_call.remove()
+
+    def can_rewrap(self, model: nn.Module) -> bool:
+        """Whether the prepared model can be rewrapped: not if its weights are sharded or its wrapper is compiled."""
+        return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
+
+    def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
+        """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
+        original, optimizer = self._originals
+        for module in (original, unwrap(original, keep_torch_compile=False)):
+            for mark in ("_is_accelerate_prepared", "_original_forward"):
+                vars(module).pop(mark, None)
+        vars(original).pop("forward", None)
+        if self._forward is not None:
+            vars(original)["forward"] = self._forward
+        for held, length in self._held:
+            del held[length:]
+        released = unwrap(model)
+        if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is original:
+            released = original  # compiled by Accelerate
+        return released, optimizer

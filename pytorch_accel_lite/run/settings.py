@@ -1,0 +1,165 @@
+"""The settings of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from pytorch_accel_lite.base.reprs import call
+from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
+
+
+@dataclass(eq=False)
+class RunRequest:
+    """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
+
+    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and
+    become part of the :class:`TrainerRunConfig`.
+
+    :param kind: whether the run trains, evaluates or predicts
+    :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
+    :param skips_failed_batches: skip training batches that fail
+    :param skips_in_evaluation: leave out evaluation batches that fail
+    :param skips_in_prediction: leave out batches that fail in a prediction
+    :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
+    :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
+    :param first_sample: position of the first sample to predict
+    :param metrics: the metrics that callbacks record and watch
+    :param paths: descriptions of what callbacks write, by path; see :meth:`claim_path`
+    :param locked_paths: those that no other run may write to, with the name of the argument of each
+    :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
+        ``save_dir``
+    """
+
+    kind: Literal["training", "evaluation", "prediction"] = "training"
+    num_epochs: int | None = None
+    max_num_train_steps: int | None = None
+    gradient_accumulation_steps: int | Mapping[int, int] = 1
+    gradient_clip_value: float | None = None
+    gradient_clip_norm: float | None = None
+    scheduler_interval: Literal["update", "epoch"] = "update"
+    scheduler_metric: str | None = None
+    eval_every_n_epochs: int = 1
+    evaluate_every: str | None = None
+    auto_microbatch: bool = False
+    saves_training_states: bool = False
+    skips_failed_batches: bool = False
+    skips_in_evaluation: bool = False
+    skips_in_prediction: bool = False
+    ends_at_signals: bool = False
+    max_batches: int | None = None
+    first_sample: int = 0
+    state_sources: list[Any] = field(default_factory=list)
+    metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
+    paths: dict[str, str] = field(default_factory=dict)
+    locked_paths: dict[str, str] = field(default_factory=dict)
+    _owners: dict[str, tuple[object, str]] = field(default_factory=dict)
+
+    def claim_path(
+        self,
+        owner: object,
+        argument: str,
+        path: str | os.PathLike[str] | None,
+        content: str | None = None,
+        *,
+        locks: bool = True,
+    ) -> None:
+        """Declare that a callback writes to a path, to which no other callback and no other training may write.
+
+        :param owner: the callback
+        :param argument: name of the callback's argument with the path
+        :param path: the path; ``None`` does nothing
+        :param content: what the path will contain, in a word or two; by default the name of the callback's class
+        :param locks: whether a run that trains keeps others, also of other programs, from writing there until it ends
+        :raises ValueError: if another callback writes there; names the argument, the path and both callbacks
+        """
+        if path is None:
+            return
+        self.paths.setdefault(os.fspath(path), content or type(owner).__name__)
+        other, _ = self._owners.setdefault(os.path.realpath(path), (owner, argument))
+        if other is not owner:
+            raise ValueError(
+                f"{argument}={os.fspath(path)!r} is used by two callbacks, {type(owner).__name__} and "
+                f"{type(other).__name__}, which would overwrite each other's files. Give each a different path."
+            )
+        if locks:
+            self.locked_paths.setdefault(os.fspath(path), argument)
+
+
+@dataclass(frozen=True, repr=False)
+class TrainerRunConfig:
+    """The settings of a training or evaluation run, fixed when it starts.
+
+    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`.
+
+    :param num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
+    :param train_per_device_batch_size: number of samples in a training batch of one process
+    :param train_dl_kwargs: arguments of the training dataloader
+    :param eval_per_device_batch_size: number of samples in an evaluation batch of one process
+    :param eval_dl_kwargs: arguments of the evaluation dataloader
+    :param train_total_batch_size: number of samples in one update, over all processes; in the first one, if
+        ``gradient_accumulation_steps`` changes
+    :param eval_total_batch_size: number of samples in one evaluation step, over all processes
+    :param num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first one if
+        ``gradient_accumulation_steps`` changes; ``None`` if the data have no length, 0 in an evaluation run
+    :param num_local_update_steps_per_epoch: the same number, as every process takes part in every update
+    :param max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
+        was given
+    :param is_local_process_zero: whether this is the first process on its machine
+    :param is_world_process_zero: whether this is the first process of the job
+    :param is_distributed: whether the job has several processes
+    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
+    :param num_processes: number of processes in the job
+    :param seed: the seed of the trainer, or ``None``
+    :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
+        are those of a logical process then
+    :param deterministic: that argument of the trainer, if it was given
+    """
+
+    num_epochs: int | None
+    train_per_device_batch_size: int
+    train_dl_kwargs: dict[str, Any] | None
+    eval_per_device_batch_size: int
+    eval_dl_kwargs: dict[str, Any] | None
+    gradient_accumulation_steps: int | Mapping[int, int]
+    gradient_clip_value: float | None
+    train_total_batch_size: int
+    eval_total_batch_size: int
+    num_update_steps_per_epoch: int | None
+    max_num_train_steps: int | None
+    is_local_process_zero: bool
+    is_world_process_zero: bool
+    is_distributed: bool
+    mixed_precision: str = "no"
+    num_processes: int = 1
+    num_local_update_steps_per_epoch: int | None = None
+    seed: int | None = None
+    gradient_clip_norm: float | None = None
+    scheduler_interval: Literal["update", "epoch"] = "update"
+    scheduler_metric: str | None = None
+    eval_every_n_epochs: int = 1
+    evaluate_every: str | None = None
+    auto_microbatch: bool = False
+    logical_processes: int | None = None
+    deterministic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_local_update_steps_per_epoch is None:
+            object.__setattr__(self, "num_local_update_steps_per_epoch", self.num_update_steps_per_epoch)
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self.notable())
+
+    def notable(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults and, with several processes, which one this is."""
+        per_process = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
+        hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else per_process)
+        defaults = {item.name: item.default for item in fields(self) if item.name != "mixed_precision"}
+        settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
+        return {name: value for name, value in settings.items() if value != defaults.get(name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
+        return {k: dict(v) if isinstance(v, dict) else v for k, v in vars(self).items()}

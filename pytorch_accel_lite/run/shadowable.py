@@ -1,0 +1,30 @@
+"""Attributes of a trainer whose names a subclass may use for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class Shadowable(Generic[T]):
+    """A property that the package never reads, so that a subclass may use its name for an attribute of its own."""
+
+    def __init__(self, read: Callable[[Any], T]) -> None:
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    def __repr__(self) -> str:
+        return "<read-only attribute>"
+
+    @overload
+    def __get__(self, trainer: None, owner: type) -> Shadowable[T]: ...
+    @overload
+    def __get__(self, trainer: object, owner: type) -> T: ...
+    def __get__(self, trainer: object, owner: type) -> T | Shadowable[T]:
+        return self if trainer is None else self._read(trainer)
+
+    if TYPE_CHECKING:  # if it were there, an attribute of an instance would not hide the property
+
+        def __set__(self, trainer: object, value: Any) -> None: ...

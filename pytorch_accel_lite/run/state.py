@@ -1,0 +1,443 @@
+"""Runs: the state of one call of ``train``, ``evaluate`` or ``predict``, and what a trainer shows of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol
+from weakref import WeakSet
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.mixtures import NamedDatasets
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.events import CallbackHandler
+from pytorch_accel_lite.run.goodput import Goodput
+from pytorch_accel_lite.run.history import RunHistory
+from pytorch_accel_lite.run.intervals import Interval
+from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.parts import (
+    CreatedAttributes,
+    Evaluation,
+    GlobalModes,
+    LeftOut,
+    LoadedWeights,
+    RunData,
+    RunEnd,
+    RunSchedule,
+    Training,
+    TrainingState,
+)
+from pytorch_accel_lite.run.prepared_model import PreparedModel
+from pytorch_accel_lite.run.progress import EpochPhase, Progress
+from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.run.window import Accumulation, GradientWindow
+
+
+class TrainerLike(Protocol):
+    """A trainer, as callbacks, steps and tools see it. :class:`~pytorch_accel_lite.Trainer` documents the attributes.
+
+    What users pass in has the type ``Any``: losses, optimizers, schedulers, datasets and their batches.
+    """
+
+    saves_attributes: ClassVar[bool]
+    unsaved_attributes: ClassVar[Collection[str]]
+    recomputes_gradients: ClassVar[bool | None]
+    model: nn.Module
+    loss_func: Any
+    optimizer: Any
+    scheduler: Any
+    create_scheduler_fn: Any
+    accelerator: Accelerator
+    callback_handler: CallbackHandler
+    run_history: RunHistory
+    seed: int | None
+    compile_model: bool | dict[str, Any]
+    channels_last: bool
+    check_replicas: bool
+    deterministic: bool | None
+    logical: Any
+    compiled_forward: Any
+    registered_objects: dict[str, Any]
+    prepared_model: PreparedModel | None
+    open_runs: list[Run]
+    _latest_eval_dataset: Any
+    _library_attributes: set[str]
+
+    # The current or last run.
+    current_run: Run
+    run_config: TrainerRunConfig | None
+    step_metrics: dict[str, Any]
+    train_dataset: Any
+    eval_dataset: Any
+    train_dataloader: Any
+    eval_dataloader: Any
+
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def data_ranks(self) -> Ranks: ...
+    @property
+    def eval_dataloaders(self) -> list[Any]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def is_sharded(self) -> bool: ...
+    @property
+    def can_rewrap_model(self) -> bool: ...
+    @property
+    def update_was_skipped(self) -> bool: ...
+
+    # Steps and parts of a run.
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Any: ...
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Any: ...
+    def create_scheduler(self) -> Any: ...
+    def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None: ...
+    def training_run_start(self) -> None: ...
+    def train_epoch_start(self) -> None: ...
+    def calculate_train_batch_loss(self, batch: Any) -> BatchOutput: ...
+    def train_step(self, batch: Any) -> BatchOutput | None: ...
+    def backward_step(self, loss: torch.Tensor) -> None: ...
+    def clip_gradients(self) -> None: ...
+    def optimizer_step(self) -> None: ...
+    def scheduler_step(self) -> None: ...
+    def advance_scheduler(self, num_updates: int) -> None: ...
+    def optimizer_zero_grad(self) -> None: ...
+    def train_epoch_end(self) -> None: ...
+    def eval_epoch_start(self) -> None: ...
+    def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput: ...
+    def eval_epoch_end(self) -> None: ...
+    def training_run_epoch_end(self) -> None: ...
+    def training_run_end(self) -> None: ...
+    def evaluation_run_start(self) -> None: ...
+    def evaluation_run_end(self) -> None: ...
+    def calculate_predict_batch_output(self, batch: Any) -> Any: ...
+    def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig: ...
+    def _create_step(self, run: Run) -> Step: ...
+    def _step_after_epoch(self) -> None: ...
+    def _run_training(self) -> None: ...
+    def _run_train_epoch(self, train_dl: Any) -> bool: ...
+    def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None: ...
+
+    # What steps and callbacks may call.
+    def call_event(self, event: str, **kwargs: Any) -> None: ...
+    def print(self, *args: Any, **kwargs: Any) -> None: ...
+    def get_model(self, keep_torch_compile: bool = True) -> nn.Module: ...
+    def rewrap_model(self) -> None: ...
+    def skip_update(self) -> None: ...
+    def compare_replicas(self) -> None: ...
+    def recompute_gradients(self) -> torch.Tensor: ...
+    def log(self, name: str, value: torch.Tensor | float, weight: Any = None) -> None: ...
+    def gather(self, tensor: Any, padding_value: float | None = None, *, with_gradients: bool = False) -> Any: ...
+    def barrier(self) -> None: ...
+    def broadcast_object(self, obj: Any) -> Any: ...
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+    def sync_buffers(self, module: nn.Module) -> None: ...
+    def train(self, train_dataset: Any, *args: Any, **kwargs: Any) -> None: ...
+    def evaluate(self, dataset: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def run_evaluation(self, *args: Any, **kwargs: Any) -> Any: ...
+    def predict_iter(self, dataset: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
+    def check_weights(self) -> None: ...
+    def save_training_state(self, *args: Any, **kwargs: Any) -> Any: ...
+    def load_training_state(self, *args: Any, **kwargs: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Step:
+    """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
+
+    What others ask of any kind has a default here; what only one kind needs is its own.
+
+    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
+    :ivar updates_one_by_one: whether it updates each optimizer by itself
+    :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
+    :ivar num_microbatches: number of parts that each batch is split into
+    :ivar num_eval_parts: number of parts that each evaluation batch of this process is split into
+    :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
+    :ivar skips_update: whether the current update is skipped
+    :ivar skipped_updates: number of updates skipped in the run
+    :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
+    :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
+    :ivar without_gradient: the parameters that had no gradient on this process in that update
+    """
+
+    closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
+    updates_one_by_one = False
+    updating = ""
+    num_microbatches = 1
+
+    def __init__(self) -> None:
+        self.num_eval_parts = 1
+        self.gradient_norm: torch.Tensor | None = None
+        self.skips_update = False
+        self.skipped_updates = 0
+        self.must_warm_up_ddp = False
+        self.must_compare_replicas = False
+        self.without_gradient: list[nn.Parameter] = []
+
+    def begin(self, trainer: TrainerLike) -> None:
+        """Prepare for the first batch of a training run, rather than of a trial."""
+
+    def optimizer_to_update(self, trainer: TrainerLike) -> Any:
+        """Return the optimizer of the current update, without the others if they are updated one by one."""
+        return trainer.optimizer
+
+    def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+        """Accumulate the gradients of a batch and track its losses.
+
+        :return: the output of the step, or ``None`` if the batch is skipped
+        """
+        raise NotImplementedError
+
+    def update(self, trainer: TrainerLike, run: Run) -> None:
+        """Update the weights with the gradients of an accumulation window."""
+        raise NotImplementedError
+
+    def set_accumulation(self, run: Run, steps: int) -> None:
+        """Set the number of micro-batches in the next accumulation windows."""
+        run.window.steps = steps
+        run.window.filled = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a training state keeps of the step, the same on every process."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; states of earlier versions, and of other kinds, may lack a key."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Run:
+    """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
+
+    :ivar request: the settings requested for the run
+    :ivar config: the settings resolved from the request and the data
+    :ivar step: how the run trains on a batch
+    :ivar before: the run that is restored when this one ends
+    :ivar outer: the run within which this one was started, if any
+    :ivar accumulation: how many batches there are in an update
+    :ivar locks: what frees the paths that the run writes to
+    :ivar goodput: how the time of the job is spent
+    :ivar settings: the settings that its training states hold, on the main process; ``None`` if it saves none
+    :ivar evaluations: how often the run evaluates
+    :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
+    :ivar is_in_loop: whether its epochs are those of our loop, rather than those of an overridden ``_run_training``
+    :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
+    :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
+    :ivar resumed: the training state that is still being restored
+    :ivar created: what the program had created when the run began
+    :ivar holders: modules outside of the model that hold trained parameters, by the ids of these
+    :ivar trained_model: the trainer's model, while another one is evaluated in its place
+    :ivar epoch_phase: how far the epoch has got
+    :ivar batch: the batch being processed; ``None`` outside a step
+    :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
+    :ivar loss_trackers: the running losses of the epoch or evaluation
+    :ivar unrecorded: the running losses of the training epoch, until they are recorded
+    :ivar recorded_losses: the mean losses of the last epoch or evaluation
+    :ivar left_out: what fails in its evaluations or its prediction; ``None`` if that is an error
+    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
+    :ivar training: the latest training: this one, or that after which this run evaluates
+    :ivar evaluation: the latest evaluation after the training, if no other weights were loaded since
+    :ivar loaded: the weights that were loaded last, if any
+    :ivar global_modes: settings of torch after the starting events
+    """
+
+    control: StopCoordinator
+    window: GradientWindow
+    request: RunRequest
+    data: RunData
+    config: TrainerRunConfig | None = None
+    step: Step = field(default_factory=Step)
+    schedule: RunSchedule = field(default_factory=RunSchedule)
+    end: RunEnd = field(default_factory=RunEnd)
+    before: Run | None = None
+    outer: Run | None = None
+    accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
+    locks: ExitStack = field(default_factory=ExitStack)
+    goodput: Goodput = field(default_factory=Goodput)
+    settings: dict[str, Any] | None = None
+    evaluations: Interval | None = None
+    acts_after_updates: bool = False
+    is_in_loop: bool = False
+    has_reached_limit: bool = False
+    completes_evaluation: bool = False
+    resumed: TrainingState | None = None
+    created: CreatedAttributes = field(default_factory=CreatedAttributes)
+    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)
+    trained_model: nn.Module | None = None
+    progress: Progress = field(default_factory=Progress)
+    epoch_phase: EpochPhase = EpochPhase.TRAINING
+    batch: Batch | None = None
+    batch_number: int | None = None
+    loss_trackers: LossTrackers = field(default_factory=LossTrackers)
+    unrecorded: LossTrackers | None = None
+    recorded_losses: dict[str, float] = field(default_factory=dict)
+    step_metrics: dict[str, Any] = field(default_factory=dict)
+    left_out: LeftOut | None = None
+    set_apart: dict[str, set[int]] = field(default_factory=dict)
+    training: Training | None = None
+    evaluation: Evaluation | None = None
+    loaded: LoadedWeights | None = None
+    global_modes: GlobalModes | None = None
+
+    @classmethod
+    def create(
+        cls, ranks: Ranks, request: RunRequest, train_data: Any = None, eval_data: Any = None, collate_fn: Any = None
+    ) -> Run:
+        """Create a run that has not started yet. A dict of training datasets is combined into one."""
+        if isinstance(train_data, dict):
+            train_data = NamedDatasets(train_data)
+        window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
+        return cls(StopCoordinator(ranks), window, request, RunData(ranks, train_data, eval_data, collate_fn))
+
+    def __repr__(self) -> str:
+        return f"Run({self.request.kind}, {self.progress})"
+
+    def derive(self) -> Run:
+        """Create an evaluation or prediction run within or after this one, with its own batches and losses."""
+        return replace(
+            self,
+            data=replace(self.data, made_loaders=WeakSet()),
+            schedule=replace(self.schedule, initial_options=[]),
+            end=replace(self.end, messages=[]),
+            batch=None,
+            batch_number=None,
+            loss_trackers=LossTrackers(),
+            unrecorded=None,
+            recorded_losses={},
+            left_out=None if self.left_out is None else LeftOut(self.left_out.phase),
+        )
+
+    @property
+    def required_config(self) -> TrainerRunConfig:
+        """The config of the run.
+
+        :raises RuntimeError: if there is none yet
+        """
+        if self.config is None:
+            raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
+        return self.config
+
+    @property
+    def evaluates_within_epochs(self) -> bool:
+        """Whether it evaluates within epochs, too."""
+        return self.evaluations is not None and self.evaluations.is_within_epochs
+
+    @property
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every process (as of their last synchronisation)."""
+        return self.control.clock
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all requested epochs or updates are complete."""
+        limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
+        counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not
+        if limit is not None and (counts_updates or num_epochs is None or self.has_reached_limit):
+            # The number of epochs is an estimate, as batches may be skipped.
+            return self.progress.update >= limit or self.has_reached_limit
+        return num_epochs is not None and self.progress.epochs_completed >= num_epochs
+
+    @property
+    def ends_with_epoch(self) -> bool:
+        """Whether the current epoch is the last, as far as is known."""
+        no_limit = self.request.max_num_train_steps is None
+        return self.is_finished or (no_limit and self.progress.epoch == self.required_config.num_epochs)
+
+    @property
+    def max_num_samples(self) -> int | None:
+        """The number of samples in all epochs of the run, which may end before the last does; ``None`` if unknown."""
+        samples, num_epochs = self.data.train_loader.num_samples, self.required_config.num_epochs
+        return None if samples is None or num_epochs is None else samples * num_epochs
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the current epoch is followed by an evaluation."""
+        if self.evaluations is None or not self.data.all_eval_loaders:
+            return False
+        return self.ends_with_epoch or self.evaluations.is_due(self, ends_epoch=True)
+
+    @property
+    def trained_fraction(self) -> Fraction | None:
+        """The fraction of the current epoch that is trained, which is less than 1 until it ends; ``None`` if unknown.
+
+        It follows from the samples seen where their number is known, so that it is the same on any number of processes.
+        """
+        loader, progress = self.data.train_loader, self.progress
+        total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
+        done = progress.step if total is None or left is None else total - left
+        length = find_length(loader)
+        return None if not length else Fraction(min(done, length - 1), length)
+
+    @property
+    def batch_indices(self) -> list[Any] | None:
+        """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
+
+        ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
+        only keeps this process in step with the others and has no weight.
+        """
+        indices = None if self.batch is None else self.batch.indices
+        return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
+
+    def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
+        """Track the losses of a training batch; return its number of samples on this process and on all processes."""
+        # Inlines Batch.samples() and Progress.add_samples(), as this runs in every step.
+        local = batch.num_samples
+        progress = self.progress
+        if local != 0:  # 0 for a filler batch
+            self.loss_trackers.add(output)
+        local = int(output["batch_size"]) if local is None else local
+        total = local if batch.total_samples is None else batch.total_samples
+        progress.samples_in_epoch += total
+        progress.samples += total
+        return local, total
+
+    def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
+        """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
+        means = self.loss_trackers.means(ranks, name)
+        history._record_means(means, name)
+        self.recorded_losses = means
+
+    def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
+        """Record the mean losses of an epoch that was not completed. Call it on every process."""
+        losses = self.unrecorded
+        self.unrecorded = None
+        if losses is None or not self.progress.is_mid_epoch:
+            return
+        if any(weight for _, weight in losses.summed(ranks).values()):
+            name = "train_{}_epoch"
+            history._record_means(losses.means(ranks, name), name)
+
+
+def run_to_change(trainer: Any, loader_of: Literal["train", "eval"] | None = None) -> Run:
+    """Return the current run, for a program to set an attribute of it.
+
+    :param loader_of: whose dataloader that is, if it is one
+    :raises AttributeError: before the trainer is initialised, or for a dataloader while nothing is running, as the next
+        run would replace it
+    """
+    if "current_run" not in vars(trainer):
+        raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
+    if loader_of is not None and not trainer.open_runs:
+        raise AttributeError(
+            f"{type(trainer).__name__}.{loader_of}_dataloader is the loader of the current run, but nothing is "
+            f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
+        )
+    run: Run = trainer.current_run
+    return run

@@ -1,0 +1,91 @@
+"""Requests to stop or pause a run, coordinated over all processes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NoReturn
+
+from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
+
+_SECONDS_BETWEEN_SYNCS = 0.2
+_KINDS = RunInterruptedError, RunPausedError, NonFiniteLossError, StopTrainingError
+
+
+class StopCoordinator:
+    """Lets any rank request a stop or a pause, which all ranks then carry out at the same update.
+
+    Each time the ranks synchronise, they agree on the number of updates until the next time, based on how long an
+    update takes on the slowest rank. A single process need not synchronise.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        #: Whether :meth:`sync` may have anything to do: on several ranks always, otherwise once there is a request.
+        self.must_sync = ranks.world_size > 1
+        self._requests: dict[str, tuple[int, Exception]] = {}
+        self._calls = 0
+        self._updates = 0
+        self._interval = 1
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Start measuring the time of the run."""
+        self._start = self._since = time.monotonic()
+        self._clock = 0.0
+
+    @property
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every rank: with several, as of the last synchronisation."""
+        return time.monotonic() - self._start if self.ranks.world_size == 1 else self._clock
+
+    def request(self, error: Exception) -> None:
+        """Request a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
+        self._requests.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
+        self.must_sync = True
+
+    def forget(self) -> None:
+        """Discard all requests."""
+        self._requests.clear()
+
+    def sync(self, now: bool = False, can_save: bool = False) -> None:
+        """Raise the error requested on any rank on all ranks. All ranks must call it at the same points.
+
+        :param now: synchronise in any case, for example at the end of an epoch
+        :param can_save: whether a run could resume exactly from here; only then is a :class:`RunPausedError` raised
+        """
+        self._calls += 1
+        if not self.must_sync:
+            return
+        self._updates += 1
+        stop, pause = (float(kind in self._requests) for kind in ("stop", "pause"))
+        if self.ranks.world_size > 1:
+            if not now and self._updates < self._interval:
+                return
+            current_time = time.monotonic()
+            pace = (current_time - self._since) / self._updates
+            stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, current_time - self._start])
+            if not now:  # otherwise the time includes more than updates
+                self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
+            self._updates = 0
+            self._since = time.monotonic()
+        if stop:
+            self._raise_first("stop")
+        if pause and can_save:
+            self._raise_first("pause")
+
+    def _raise_first(self, what: str) -> NoReturn:
+        """Raise the error that was requested first; other ranks recreate it, as errors may not be picklable."""
+        request = self._requests.pop(what, None)  # fulfilled: a later run or evaluation must not see it
+        description: Any = None
+        if request is not None:
+            calls, error = request
+            kind = next(kind for kind in _KINDS if isinstance(error, kind))
+            source = getattr(error, "raised_by", None)
+            description = calls, self.ranks.rank, kind, getattr(error, "signum", str(error)), source
+        _, rank, kind, argument, source = min(filter(None, self.ranks.all_gather_object(description)))
+        if request is not None and rank == self.ranks.rank:
+            raise request[1]
+        error = kind(argument)
+        error.raised_by = source
+        raise error

@@ -1,0 +1,229 @@
+"""Watching a metric of a run: its newest value, its direction, and whether it has been recorded."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any, TypeVar
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.run.state import TrainerLike
+
+Key = TypeVar("Key")
+
+
+class WatchedMetric:
+    """Returns each value of a metric once. Epochs without an evaluation have none.
+
+    :param owner: the callback that watches the metric
+    :param argument: the argument of the callback that names the metric
+    :param name: name of the metric in the run history
+    :param greater_is_better: whether greater values are better; ``None``: see :meth:`settle`
+    :param remedy: what to do if that contradicts the metric itself
+    :ivar seen: number of values that have been returned or skipped
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        argument: str,
+        name: str,
+        greater_is_better: bool | None = None,
+        remedy: str = "Omit greater_is_better.",
+    ) -> None:
+        self.name = name
+        self.greater_is_better = greater_is_better
+        self.seen = 0
+        self._where = f"{type(owner).__name__}({argument}={name!r})"
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                f"{self._where} must be the name of a metric in the run history, such as 'eval_loss_epoch'."
+            )
+        self._requested = greater_is_better
+        self._remedy = remedy
+        self._has_value = False
+        self._history: Any = None
+
+    def __str__(self) -> str:
+        return self._where
+
+    @property
+    def direction(self) -> str:
+        """The direction of the metric in words."""
+        return _in_words(self.greater_is_better)
+
+    def settle(self, known: bool | None, warns: bool) -> None:
+        """Determine which values are better, from the user's argument or the metric itself; for losses, smaller ones.
+
+        :param known: whether greater values are better according to the metric, or ``None`` if unknown
+        :param warns: whether this process warns if neither is known
+        :raises ValueError: if the argument and the metric contradict each other
+        """
+        if self._requested is None:
+            if known is None and "loss" not in self.name and warns:
+                warn_outside(
+                    f"{self}: whether greater values are better is unknown, so smaller ones are assumed to be better. "
+                    "Pass greater_is_better=True or False."
+                )
+            self.greater_is_better = bool(known)
+        elif known not in (None, self._requested):
+            raise ValueError(
+                f"{self}: greater_is_better={self._requested}, but according to the metric itself "
+                f"{_in_words(known)}. {self._remedy}"
+            )
+
+    def start(self, trainer: TrainerLike) -> None:
+        """Skip the values of earlier runs."""
+        self._history = trainer.run_history
+        self.seen = len(self._history.get_metric_values(self.name))
+        self._has_value = False
+        if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
+            greater_is_better = trainer.current_run.request.metrics.directions.get(self.name)
+            self.settle(greater_is_better, warns=trainer.ranks.rank == 0)
+
+    def new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
+        """Return the newest value, or ``None`` if there is none since the last call.
+
+        :param mid_epoch: whether the evaluation of the epoch is still to come
+        :raises TypeError: if it is not a single number
+        :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
+        """
+        values = trainer.run_history.get_metric_values(self.name)
+        count = len(values)
+        index = _latest_of_run(trainer, self.name, range(min(self.seen, count), count))
+        if index is None:
+            if self._has_value or self._is_pending(trainer, mid_epoch):
+                return None
+            raise _missing(self, self.name, trainer)
+        self.seen = count
+        self._has_value = True
+        return _agreed(self, self.name, _as_number(self, values[index]), trainer)
+
+    def _is_pending(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
+        is_intermediate = "intermediate_" in self.name
+        if mid_epoch:
+            return not is_intermediate
+        return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.current_run.evaluation_is_due)
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value is better than the best so far, which is ``None`` if there is none; NaN never is."""
+        if math.isnan(value) or best is None:
+            return not math.isnan(value)
+        return value > best if self.greater_is_better else value < best
+
+    def best_of(self, values: dict[Key, float], n: int) -> dict[Key, float]:
+        """Return the n best values, best first."""
+        ranking = sorted(values.items(), key=lambda item: item[1], reverse=bool(self.greater_is_better))
+        return dict(ranking[:n])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name of the metric, its direction, and how many values have been seen."""
+        return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any], owner: object) -> bool:
+        """Load a state returned by :meth:`state_dict`, unless it is of another metric; return whether it was loaded.
+
+        Warns if not, as other values in the state of the callback then cannot be compared with those to come.
+
+        :param owner: the callback whose state it is
+        """
+        name = state.get("watch_metric", self.name)  # older states lack it
+        direction = state.get("greater_is_better")  # unknown before a run
+        directions = {direction, self.greater_is_better} - {None}
+        if name != self.name or len(directions) > 1:
+            warn_outside(
+                f"{type(owner).__name__} starts over: it watches {self.name!r} ({self.direction}), but its training "
+                f"state is for {name!r} ({_in_words(direction)}). Pass callbacks of the same class in the order in "
+                "which they were saved."
+            )
+            return False
+        if self.greater_is_better is None:
+            self.greater_is_better = direction
+        self.seen = state.get("seen", self.seen)
+        self._has_value = self.seen > 0
+        if self._history is not None:  # a history that is not saved has none of the values seen
+            self.seen = min(self.seen, len(self._history.get_metric_values(self.name)))
+        return True
+
+
+def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
+    """Return the newest value of a metric, other than those of an ``evaluate`` within the run that it could hide.
+
+    :param where: the callback and its argument, or the argument of ``train``, that names the metric
+    :raises TypeError: if it is not a single number
+    :raises ValueError: if there is none; lists the recorded metrics
+    """
+    values = trainer.run_history.get_metric_values(name)
+    is_evaluated = name in trainer.current_run.request.metrics.evaluated
+    index = _latest_of_run(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
+    if index is None:
+        raise _missing(where, name, trainer)
+    return _agreed(where, name, _as_number(where, values[index]), trainer)
+
+
+def _agreed(where: object, name: str, value: float, trainer: TrainerLike) -> float:
+    """Return the value of rank 0, so that all processes decide alike, with a warning if the others have another one."""
+    if trainer.ranks.world_size == 1:
+        return value
+    largest, negated = trainer.ranks.max([value, -value])
+    if largest == -negated:
+        return value
+    by_rank: list[float] = trainer.ranks.everyone.all_gather_object(value)
+    if len({*map(repr, by_rank)}) == 1:  # NaN everywhere
+        return value
+    differing = trainer.current_run.request.metrics.differing
+    if name not in differing and trainer.ranks.rank == 0:
+        values = ", ".join(f"{other:.6g} on rank {rank}" for rank, other in enumerate(by_rank))
+        warn_outside(
+            f"{where}: its values differ between the processes ({values}), so all decide by that of rank 0. Record the "
+            "same value on each: for a mean, trainer.tensor_to_numeric(value, reduce='mean')."
+        )
+    differing.add(name)
+    return by_rank[0]
+
+
+def _as_number(where: object, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last for tensors of several elements
+        raise TypeError(
+            f"{where}: its value is {reprlib.repr(value)}, but only a single number can be compared. Let the metric "
+            "average, or record each of its values under a name of its own, as torchmetrics' ClasswiseWrapper does."
+        ) from None
+
+
+def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | None:
+    """Return the index of the latest of some values of a metric, or ``None`` if there is none.
+
+    One that ``evaluate`` has recorded within the run counts only if there is no other, and evaluations of the run are
+    not known to record the metric.
+    """
+    run = trainer.current_run
+    candidates = [index for index in indices if index not in run.set_apart.get(name, ())]
+    if not candidates and name not in run.request.metrics.evaluated:
+        candidates = list(indices)
+    return candidates[-1] if candidates else None
+
+
+def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
+    recorded = [metric for metric in trainer.run_history.get_metric_names() if metric != name]
+    expected = trainer.current_run.request.metrics
+    if name == f"{trainer.run_history.metric_name_prefix}eval_loss_epoch" and name in expected.evaluated:
+        reason = ": the evaluation returned no loss."
+    elif name in expected.directions:
+        reason = " yet. The callback that records it must come before the one that watches it."
+    else:
+        reason = f".{did_you_mean(name, recorded)}"
+        if reason == "." and not all(is_ours(type(callback)) for callback in trainer.callback_handler):
+            reason = " yet. A callback that records it must come before the one that watches it."
+    return ValueError(
+        f"{where}: the run has not recorded it{reason}"
+        f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "
+        f"Recorded: {', '.join(recorded) or 'nothing yet'}."
+    )
+
+
+def _in_words(greater_is_better: bool | None) -> str:
+    return "greater is better" if greater_is_better else "smaller is better"

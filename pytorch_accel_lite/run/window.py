@@ -1,0 +1,176 @@
+"""How many batches an update has, and how each of them is weighted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite.base.devices import accumulation_dtype
+from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.optimizers.operations import optimized_parameters
+
+
+class Accumulation:
+    """The number of batches per process in an update, which may change during a run.
+
+    :param steps: the number, or a dict from the number of updates after which it holds to the number
+    """
+
+    def __init__(self, steps: int | Mapping[int, int]) -> None:
+        self._sizes = sorted(steps.items()) if isinstance(steps, Mapping) else [(0, steps)]
+
+    @property
+    def changes(self) -> bool:
+        """Whether the number changes."""
+        return len(self._sizes) > 1
+
+    @property
+    def last_change(self) -> int:
+        """The number of updates after which it no longer changes."""
+        return self._sizes[-1][0]
+
+    @property
+    def largest(self) -> int:
+        """The largest number."""
+        return max(size for _, size in self._sizes)
+
+    def after(self, updates: int) -> int:
+        """Return the number of batches in the update that follows a number of updates."""
+        return [size for first, size in self._sizes if first <= updates][-1]
+
+    def updates_after(self, steps: int, updates: int = 0) -> int:
+        """Return the number of updates after an epoch of ``steps`` batches that begins after ``updates`` updates."""
+        while steps > 0:
+            size = self.after(updates)
+            change = min((first for first, _ in self._sizes if first > updates), default=math.inf)
+            count = int(min(math.ceil(steps / size), change - updates))
+            steps -= count * size
+            updates += count
+        return updates
+
+    def updates_in(self, epochs: int, steps: int) -> int:
+        """Return the number of updates in epochs of ``steps`` batches."""
+        updates = 0
+        for epoch in range(epochs):
+            if updates >= self.last_change:
+                return updates + (epochs - epoch) * (self.updates_after(steps, updates) - updates)
+            updates = self.updates_after(steps, updates)
+        return updates
+
+    def epochs_for(self, updates: int, steps: int) -> int:
+        """Return the number of epochs of ``steps`` batches in which a number of updates is made."""
+        epochs = done = 0
+        while done < updates:
+            after = self.updates_after(steps, done)
+            if done >= self.last_change:
+                return epochs + math.ceil((updates - done) / (after - done))
+            epochs, done = epochs + 1, after
+        return epochs
+
+
+Count = int | float | torch.Tensor
+
+
+class GradientWindow:
+    """Weights the micro-batches of one update so that their gradients add up to those of the full window.
+
+    Each loss is a mean over a number of items (samples, or ``num_items_in_batch``). It is scaled by its share of a
+    *nominal* window, in which every micro-batch of every rank has the same size. Just before clipping, the gradients
+    are multiplied by the ratio of nominal to true size, which is 1 except for ragged windows. This is exact for
+    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages. The share
+    in a window of one micro-batch, whose samples have been counted, is that of the true size.
+
+    :param device: the device of the gradients
+    :param steps: number of micro-batches per rank in a full window; may change between windows
+    :param batch_size: number of samples in a nominal micro-batch of one rank
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
+        self._ranks = ranks
+        self._device = device
+        self.steps = steps
+        #: Number of micro-batches in the window so far.
+        self.filled = 0
+        #: Whether the current micro-batch is the last of the window.
+        self.is_ending = False
+        self._batch_size = batch_size
+        #: The nominal size, and the true size so far; ``None`` if nothing has been added since the last update.
+        self.sizes: tuple[float, Count] | None = None
+        #: Whether a step has begun that has not been counted yet.
+        self.is_in_step = False
+        #: Whether batches are split into parts, which must be weighted even with one process.
+        self.is_split = False
+        #: Whether a rank may fail within a step, so that ranks must not communicate there.
+        self.is_guarded = False
+        #: Number of items in a nominal micro-batch, fixed by the first batch that returns ``num_items_in_batch``.
+        self.items_per_batch: float | None = None
+        #: The parameters that were clipped last, by their ids and in the order of the model.
+        self.clipped_ids: list[int] = []
+        self.clipped: list[torch.nn.Parameter] = []
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether the gradients of all steps have been used and counted, so that a run could resume from here."""
+        return self.sizes is None and not self.is_in_step
+
+    def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
+        """Return the loss weighted by its share of the window.
+
+        :param num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
+        :param total_samples: number of samples in this micro-batch over all ranks
+        :param items: number of items that the loss is a mean over, if these are not samples
+        """
+        if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
+            self.sizes = 1, 1
+            return loss
+        local: Count = num_samples
+        added: Count = total_samples
+        nominal: float = self._batch_size
+        if items is not None:
+            local = added = as_weight(items) if num_samples else 0
+            if self.items_per_batch is None and self.is_guarded:
+                self.items_per_batch = nominal  # arbitrary, but the same on all ranks
+            elif self.items_per_batch is None:  # once per run: the only read from the device
+                self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
+            nominal = self.items_per_batch
+        elif self.steps == 1 and total_samples and not (self.is_split or self.is_guarded):
+            self.sizes = total_samples, total_samples
+            share = num_samples * self._ranks.world_size / total_samples
+            return loss if share == 1 else loss * share
+        true = added if self.sizes is None else self.sizes[1] + added
+        self.sizes = nominal * self.steps * self._ranks.world_size, true
+        return loss * (local / (nominal * self.steps))
+
+    def finish(self, optimizer: Any) -> Count:
+        """Correct the gradients if the window's true size differs from the nominal one, and start a new window.
+
+        :return: the factor by which the gradients were multiplied
+        """
+        nominal, true = self.sizes or (1, 1)
+        self.sizes = None
+        if self.items_per_batch is not None:
+            true = self._total_items(true)
+        if isinstance(true, torch.Tensor):
+            true = torch.where(true == 0, nominal, true)  # a window without any items has gradients of 0
+        elif true in (0, nominal):
+            return 1
+        gradients = [local(p.grad) for p in optimized_parameters(optimizer) if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, nominal / true)
+        return nominal / true
+
+    def _total_items(self, local: Count) -> Count:
+        """Return the number of items in the window over all ranks."""
+        if self._ranks.world_size == 1:
+            return local
+        zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        return self._ranks.sum_on_device(zero + as_weight(local))  # copying a number to a device would wait for it
+
+
+def as_weight(count: Count) -> Count:
+    """Return a count as float64, if the device supports it: dividing integers would give float32."""
+    return count.to(accumulation_dtype(count.device)) if isinstance(count, torch.Tensor) else count
