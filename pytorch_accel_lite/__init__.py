@@ -10,6 +10,7 @@ from pytorch_accel_lite.callbacks import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.distributed.launch import notebook_launcher
+from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions.experiment import compare_runs, compare_seeds, cross_validate
 from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
@@ -42,16 +43,7 @@ __all__ = [
     "notebook_launcher",
 ]
 
-#: What extensions define of these names, for whoever asks for one without its folder.
-_OF_EXTENSIONS = {"experiment": ("compare_runs", "compare_seeds", "cross_validate")}
-
 if not TYPE_CHECKING:  # a type checker would take any name for one that is there
 
     def __getattr__(name: str) -> object:
-        for extension, names in _OF_EXTENSIONS.items():
-            if name in names:
-                raise AttributeError(
-                    f"{name} is of the extension {extension!r}, which is not there: somebody has deleted the folder "
-                    f"{__name__}/extensions/{extension}. Install the package again to have it back."
-                )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing(name)

@@ -11,7 +11,17 @@ from typing import Any
 from pytorch_accel_lite.run.unknown_names import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
-MODULES = ("", ".callbacks", ".data", ".schedulers", ".optimizers", ".finetuning", ".experiment", ".integrations")
+MODULES = (
+    "",
+    ".callbacks",
+    ".data",
+    ".schedulers",
+    ".optimizers",
+    ".finetuning",
+    ".experiment",
+    ".extending",
+    ".integrations",
+)
 #: Not public by their names, but the ancestor's users override or read them.
 PROMISED = {
     "_run_training", "_run_train_epoch", "_run_eval_epoch", "_create_run_config", "_create_accelerator",

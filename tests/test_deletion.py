@@ -11,19 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from pytorch_accel_lite.extension_names import OFFERED
 from tests.launching import ROOT, SOAK, environment
 
 PACKAGE = ROOT / "pytorch_accel_lite"
 EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py"))
 LEFT_OUT = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build")
+#: Files of the facade that have nothing else.
+WITHOUT_OTHERS = {"__main__", "experiment"}
 #: Asks for names that have gone.
 PROGRAM = """
 import sys
 import pytorch_accel_lite
+from pytorch_accel_lite import Trainer, callbacks
+import torch
 
-for name in sys.argv[1:]:
+trainer = Trainer(torch.nn.Linear(1, 1), None, None)
+owners = {"": pytorch_accel_lite, "callbacks": callbacks, "Trainer": trainer}
+for qualified in sys.argv[1:]:
+    owner, _, name = qualified.rpartition(".")
     try:
-        getattr(pytorch_accel_lite, name)
+        getattr(owners[owner], name)
     except AttributeError as error:
         print(error)
 """
@@ -31,27 +39,34 @@ pytestmark = [pytest.mark.programs, pytest.mark.soak]
 
 
 def facade(package: Path, extension: str) -> list[Path]:
-    """The files beside the folder of extensions that import one."""
-    return [path for path in package.glob("*.py") if f"extensions.{extension}" in path.read_text()]
+    """The files of the facade that import an extension."""
+    files = [*package.glob("*.py"), package / "callbacks" / "__init__.py"]
+    return [path for path in files if f"extensions.{extension}" in path.read_text()]
 
 
 def delete(copy: Path, extension: str) -> list[str]:
     """Delete an extension with its tests and its lines in the facade; return the names that the package loses."""
     package = copy / PACKAGE.name
-    lost: list[str] = []
     for path in facade(package, extension):
-        if path.name != "__init__.py":  # a public path, or the command line
+        text = path.read_text()
+        imported = [
+            alias.asname or alias.name
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ImportFrom) and f"extensions.{extension}" in f"{node.module}.{node.names[0].name}"
+            for alias in node.names
+        ]
+        if path.stem in WITHOUT_OTHERS:
             path.unlink()
             continue
-        text = path.read_text()
-        [line] = re.findall(rf"^from \S+extensions\.{extension} import .*\n", text, re.MULTILINE)
-        lost = [alias.name for node in ast.walk(ast.parse(line)) for alias in getattr(node, "names", ())]
-        for gone in (line, *(f'    "{name}",\n' for name in lost)):
-            text = text.replace(gone, "")
+        text = re.sub(
+            rf"^from \S+extensions(\.{extension}(\.\w+)* import|.* import {extension}\b).*\n", "", text, flags=re.M
+        )
+        for name in imported:  # in a list of names; or what a class takes from it
+            text = re.sub(rf'^ +("{name}",|\w+ = {name}\b.*)\n', "", text, flags=re.M)
         path.write_text(text)
     shutil.rmtree(package / "extensions" / extension)
     shutil.rmtree(copy / "tests" / "extensions" / extension)
-    return lost
+    return list(OFFERED[extension])
 
 
 def run(copy: Path, *arguments: str) -> str:
