@@ -38,6 +38,7 @@ from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
+from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.loop import (
     arguments,
     collectives,
@@ -374,7 +375,7 @@ class Trainer:
         self.registered_objects: dict[str, Any] = {}
         self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
+        self.current_run = Run.create(find_ranks(self.accelerator), RunRequest())
         self.current_run.data.seed = self.seed
         self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
         self.__adapter = BatchAdapter(model)  # a name only we can have
@@ -486,7 +487,7 @@ class Trainer:
         self.create_scheduler_fn = create_scheduler_fn
         call = "train()" if resume_from is None else "train(resume_from=...)"
         with run.goodput.running(), lifecycle.entering(self, run, call):
-            lifecycle.find_data(self, run, batch_size, of_train, of_eval, resume_from)
+            lifecycle.find_data(self, run, batch_size, of_train, of_eval, self.ranks.state_to_join() or resume_from)
             lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
             lifecycle.start_or_resume(self, run, reset_run_history)

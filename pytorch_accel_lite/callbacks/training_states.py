@@ -206,7 +206,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             interval.start(trainer.current_run, "save_every" if interval is self.save_every else "")
         is_within_epochs = any(interval.is_within_epochs for interval in self._intervals)
         set_listening(trainer, self, is_within_epochs, "on_train_step_checkpoint")
-        if self.asynchronous:
+        if self.asynchronous and trainer.ranks.allows_threads:
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:
             trainer.ranks.broadcast_object(lambda: self._check_requeue(trainer))

@@ -64,6 +64,11 @@ def waits_for_others(stack: Stack) -> bool:
     return any(_is_waiting(frame.name, frame.filename) for frame in stack)
 
 
+def is_waiting(thread: int) -> bool:
+    """Whether a thread waits for other processes."""
+    return signature(sys._current_frames().get(thread))[1]
+
+
 def is_own_collective(stack: Stack) -> bool:
     """Whether a thread that waits for other processes does so because the user's code asked for just that."""
     users = [index for index, frame in enumerate(stack) if not is_library(frame)]

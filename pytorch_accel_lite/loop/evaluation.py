@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data import Batch, NamedData
@@ -20,7 +22,7 @@ from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.modes import is_in_training_mode, warn_of_other_mode
-from pytorch_accel_lite.loop.snapshot import replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
@@ -63,13 +65,36 @@ def evaluate_all(
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.completes_evaluation = of_run and number == len(loaders)
-                trainer._run_eval_epoch(loader, **how)
+                evaluate = partial(trainer._run_eval_epoch, loader, **how)
+                trainer.ranks.repeatable(evaluate, partial(_keep, trainer, run))
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
         run.completes_evaluation = False
     return losses
+
+
+def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
+    """Return what undoes an evaluation: what it records, and what callbacks learn from it, is as it was before."""
+    history, progress = trainer.run_history, (run.loss_trackers, run.completes_evaluation)
+    counts = count_values(history)
+    before = Snapshot()
+    before.keep_generators()
+    # Ours only note that there was an evaluation, and may hold as much as a model.
+    listening = [
+        callback
+        for callback in trainer.callback_handler
+        if is_overridden(callback, "on_eval_epoch_end") and hasattr(callback, "load_state_dict")
+    ]
+    before.keep_states(listening)
+
+    def undo() -> None:
+        history._shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
+        run.loss_trackers, run.completes_evaluation = progress
+        before.close()
+
+    return undo
 
 
 def start_evaluations(run: Run) -> None:

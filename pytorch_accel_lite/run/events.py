@@ -157,6 +157,9 @@ class TrainerCallback:
                 on_predict_batch_skipped                     failures, error, step (only of a batch that has failed)
             on_predict_run_end
 
+        whenever a job goes on with other processes, see takeover
+            on_processes_changed                             left, came (only then)
+
     Some kinds of steps fire the events of the backward pass, or also those of the update, as follows::
 
         auto_microbatch, SkipFailedBatchesCallback, logical_processes
@@ -340,6 +343,15 @@ class TrainerCallback:
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """``predict`` has ended."""
+
+    def on_processes_changed(self, trainer: Trainer, *, left: list[int], came: list[int], **kwargs: Any) -> None:
+        """Called when the job goes on without processes that it has lost, or with new ones, before anything else.
+
+        ``trainer.ranks`` has the processes as they are now. Do not communicate here.
+
+        :param left: the former ranks of processes that are gone
+        :param came: the ranks of those that are new
+        """
 
 
 EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))

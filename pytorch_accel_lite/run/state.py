@@ -205,6 +205,10 @@ class Step:
         """
         raise NotImplementedError
 
+    def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
+        """Restore what was before the window in which an error occurred, and return whether it is computed again."""
+        return False
+
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Update the weights with the gradients of an accumulation window."""
         raise NotImplementedError
