@@ -203,6 +203,14 @@ class Membership:
                 return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
             self._capacity = 1 << max(lengths).bit_length()
 
+    def leave(self) -> None:
+        """End together with the others: after that, this process is alone."""
+        with suppress(RuntimeError):  # the others have ended
+            self.do(_do_nothing)
+        self.watcher.stop()
+        self.disconnect()
+        self.world_size = 1
+
     # ---------------------------------------------------------------------------------------- recovery
 
     def recover(self, error: Exception) -> bool:
@@ -265,7 +273,7 @@ class Membership:
                 is_of_connection or not set(self.generation.members) <= set(latest.members)
             ):
                 return True
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or self.store.said("ending") is not None:
                 return False
             time.sleep(_POLLING)
 

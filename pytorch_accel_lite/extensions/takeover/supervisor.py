@@ -145,6 +145,7 @@ class Supervisor:
         if code == 0 or self._stop is not None:
             self._is_ending = True
             self._code = self._code or _as_exit_code(code)
+            self._store.say("ending")
             self._end_newcomers()
             return
         if self._is_ending and not process.is_member:

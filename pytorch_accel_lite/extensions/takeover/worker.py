@@ -57,10 +57,11 @@ def run(number: int, port: int, comes_later: bool, program: Sequence[str]) -> No
 
 def _leave(membership: Membership) -> None:
     """End together with the others, unless this process has failed."""
-    if not hasattr(sys, "last_type"):
-        with suppress(RuntimeError):
-            membership.do(lambda: None)
-    membership.watcher.stop()
+    if hasattr(sys, "last_type"):  # an error has been printed
+        membership.watcher.stop()
+    else:
+        membership.leave()
+        SurvivingRanks.follow_all()
 
 
 def _report_to(membership: Membership):  # type: ignore[no-untyped-def]
