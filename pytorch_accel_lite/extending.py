@@ -1,6 +1,5 @@
 """What extensions are written with, besides what users have: the run, and the seams at which it can be changed."""
 
-from pytorch_accel_lite.base.environment import HANG_VARIABLE
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -16,7 +15,6 @@ from pytorch_accel_lite.steps.logical import SharedLossTrackers
 from pytorch_accel_lite.steps.logical_step import LogicalStep, LogicalWindow
 
 __all__ = [
-    "HANG_VARIABLE",
     "Batch",
     "BatchOutput",
     "ControlGroup",

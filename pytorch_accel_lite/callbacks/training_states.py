@@ -168,7 +168,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def _claim(self, trainer: TrainerLike) -> None:
         """Lock the place of the states, and check that all processes reach it."""
-        if trainer.ranks.broadcast_object(self._store.lock):
+        if trainer.ranks.run_together(self._store.lock, only_first=True)[0]:
             self._store.check_is_shared(trainer.ranks)
 
     def find_latest(self, trainer: TrainerLike) -> TrainingState | None:

@@ -68,10 +68,12 @@ class Ranks:
     :ivar replicas: number of processes that share each batch, as in tensor parallelism
     :ivar is_first_sharer: whether this process is the first of those with which it shares batches
     :ivar allows_threads: whether a thread may communicate while the main one does
+    :ivar is_watched: whether each process looks after those for which it waits
     """
 
     replicas = 1
     allows_threads = True
+    is_watched = True
     is_first_sharer = True
     device_group: Any = None
     _control: ControlGroup
@@ -90,6 +92,11 @@ class Ranks:
     def everyone(self) -> Ranks:
         """All processes of the job, also those that share batches with these."""
         return self
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is a single process, and will not be others."""
+        return self.world_size == 1
 
     @property
     def _group(self) -> Any:

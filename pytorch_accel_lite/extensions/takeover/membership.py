@@ -55,8 +55,10 @@ class Membership:
 
     :param number: that of this process in generations
     :ivar generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
+    :ivar joins: the number of the generation for which this process has got the state of the run, if it comes later
     :ivar completed: number of actions that are complete
     :ivar outcome: what the latest one leaves to a process that has missed its last collective
+    :ivar trainings: number of trainings that this process has begun
     :ivar is_in_action: whether an action is under way, of which all communication is a part
     :ivar is_in_update: whether that is an update of the weights
     :ivar redivide: called with each generation, before anything is repeated
@@ -68,9 +70,10 @@ class Membership:
         self.port = port
         self.store = JobStore.connect(port)
         self.generation: Generation | None = None
+        self.joins: int | None = None
         self.rank = 0
         self.world_size = 1
-        self.completed = 0
+        self.completed = self.trainings = 0
         self.outcome: Any = None
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
@@ -94,6 +97,7 @@ class Membership:
         self.rank, self.world_size = generation.members.index(self.number), len(generation.members)
         self._capacity = _CAPACITY
         self._change_environment()
+        self.joins = None
         if before is None:
             self._announced = generation.members
             self.watcher.begin(lambda: self.completed)
@@ -182,6 +186,8 @@ class Membership:
 
     def complete(self, outcome: Any = None) -> None:
         """Note that an action is complete: all have entered its last collective, and this process has left it."""
+        if self.generation is None:
+            return
         self.completed += 1
         self.outcome = outcome
 
@@ -209,7 +215,7 @@ class Membership:
             self.do(_do_nothing)
         self.watcher.stop()
         self.disconnect()
-        self.world_size = 1
+        self.rank, self.world_size = 0, 1
 
     # ---------------------------------------------------------------------------------------- recovery
 

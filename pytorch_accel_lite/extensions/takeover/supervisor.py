@@ -100,7 +100,8 @@ class Supervisor:
     def _begin(self) -> None:
         own, other = socket.socketpair()
         command = [sys.executable, "-m", "pytorch_accel_lite.extensions.takeover.nursery", str(other.fileno())]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **self._address()}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **address}
         self._nursery = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, start_new_session=True)
         other.close()
         self._channel = Channel(own)
@@ -109,10 +110,6 @@ class Supervisor:
         for _ in range(self._size):
             self._start(comes_later=False)
         self._publish([*self._processes])
-
-    def _address(self) -> dict[str, str]:
-        """Return where torch's own ways to begin find the store."""
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "LOCAL_RANK": "0"}
 
     def _start(self, comes_later: bool) -> None:
         number, self._started = self._started, self._started + 1
@@ -155,6 +152,8 @@ class Supervisor:
 
     def _lose(self, process: Process, code: int) -> None:
         """Let the others go on without a process, or end the job."""
+        if self._store.have_arrived(self._generation):
+            self._settle()
         rank = self._rank_of(process)
         reason = self._store.said(f"failed/{process.number}")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
@@ -224,12 +223,29 @@ class Supervisor:
                 self._kill(process, signal.SIGKILL)
         if self._is_ending or self._stop is not None:
             return
-        if self._changed_at is not None and self._store.have_arrived(self._generation):
+        if self._changed_at is not None and self._store.have_arrived(self._generation) and self._generation.members:
             begin, what = self._changed_at
             self._changed_at = None
             count = len(self._generation.members)
             _say(f"{what}. {_counted(count)} after {now - begin:.2f} s.")
+        if self._store.have_arrived(self._generation):
+            self._settle()
+            self._let_in()
         self._heed_questions(now)
+
+    def _settle(self) -> None:
+        """Count those that have come in among the members: all have arrived."""
+        for number in self._generation.members:
+            if number in self._processes:
+                self._processes[number].is_member = True
+
+    def _let_in(self) -> None:
+        """Begin a generation with new processes that are ready."""
+        members = self._generation.members
+        ready = [n for n in self._processes if n not in members and self._store.said(f"ready/{n}") is not None]
+        if ready and self._store.said("closed") is None:
+            self._publish(members, ready)
+            self._changed_at = time.monotonic(), f"{len(ready)} new process{'es' * (len(ready) > 1)} joined"
 
     def _heed_questions(self, now: float) -> None:
         """Begin a generation if processes have lost a connection although none has ended."""

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from pytorch_accel_lite.extending import Ranks, SharedLossTrackers, TrainerLike, open_trainers
+from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership, change_state
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ class SurvivingRanks(Ranks):
     :cvar membership: that of this process
     """
 
-    allows_threads = False
+    allows_threads = is_watched = False  # the supervisor notices who is silent
     membership: ClassVar[Membership]
     _all: ClassVar[weakref.WeakSet[SurvivingRanks]] = weakref.WeakSet()
 
@@ -59,6 +60,13 @@ class SurvivingRanks(Ranks):
                     run.control.realign()
             trainer.call_event("on_processes_changed", left=change.left, came=change.came)
 
+    @property
+    def is_alone(self) -> bool:
+        return False
+
+    def state_to_join(self) -> str | None:
+        return wait_for_state(self.membership) if self.membership.generation is None else None
+
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
         return self.membership.do(action, keep)
 
@@ -82,7 +90,12 @@ class SurvivingRanks(Ranks):
         return self.membership.do(lambda: super(SurvivingRanks, self).all_gather_object(value, only_first))
 
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
+        if only_first and self.membership.generation is None:  # what is written is there already
+            return [None]  # type: ignore[list-item]
         return self.membership.do(lambda: super(SurvivingRanks, self).run_together(action, only_first))
+
+    def broadcast_object(self, make: Callable[[], T]) -> T:
+        return make() if self.membership.generation is None else super().broadcast_object(make)
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         self.membership.do(lambda: super(SurvivingRanks, self).barrier(timeout))

@@ -18,6 +18,7 @@ from pytorch_accel_lite.extending import (
     capture_generators,
     restore_generators,
 )
+from pytorch_accel_lite.extensions.takeover.joining import enter, let_in
 from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
@@ -96,6 +97,16 @@ class SurvivingStep(LogicalStep):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         self._generation = SurvivingRanks.membership.generation
+        self._lets_in = False
+
+    def begin(self, trainer: TrainerLike) -> None:
+        """Let other processes in during the first training of the program, which they begin with, too."""
+        super().begin(trainer)
+        membership = SurvivingRanks.membership
+        self._lets_in = membership.trainings == 0
+        membership.trainings += 1
+        if not self._lets_in:
+            membership.store.say("closed")
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
@@ -103,11 +114,16 @@ class SurvivingStep(LogicalStep):
         :raises RepeatError: if the batch was read when there were other processes
         """
         if run.window.filled == 1:
-            self._begin_update(run)
+            self._begin_update(trainer, run)
         return super().forward_backward(trainer, run, batch)
 
-    def _begin_update(self, run: Run) -> None:
+    def _begin_update(self, trainer: TrainerLike, run: Run) -> None:
         window, membership = self._window, SurvivingRanks.membership
+        if membership.generation is None:
+            enter(run, membership)
+        elif window.is_wanted and self._lets_in:
+            window.is_wanted = False
+            let_in(trainer, run, membership)
         if self._generation is not membership.generation:
             self._generation = membership.generation
             raise RepeatError

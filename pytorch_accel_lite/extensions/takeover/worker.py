@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import torch
 
-from pytorch_accel_lite.extending import HANG_VARIABLE, LogicalStep, replace_step, use_ranks
+from pytorch_accel_lite.extending import LogicalStep, replace_step, use_ranks
+from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
@@ -35,14 +36,16 @@ def run(number: int, port: int, comes_later: bool, program: Sequence[str]) -> No
     :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
     """
     torch.set_num_threads(1)
-    os.environ.setdefault(HANG_VARIABLE, "0")  # the supervisor notices who is silent
     os.environ["ACCELERATE_USE_CPU"] = "true"
     membership = SurvivingRanks.membership = Membership(number, port)
     membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
     use_ranks(SurvivingRanks)
     replace_step(LogicalStep, SurvivingStep)
     sys.excepthook = _report_to(membership)
-    membership.join()
+    if comes_later:
+        stay_apart()
+    else:
+        membership.join()
     atexit.register(_leave, membership)
     first, *arguments = program
     if first == "-m":

@@ -20,7 +20,7 @@ from pytorch_accel_lite.callbacks import MetricsFileCallback, ModelEmaCallback, 
 CONFIG: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(CONFIG["folder"])
 #: What this process is to do to itself, by the point at which it is: a signal, at ``"event:count"``.
-MINE: dict[str, int] = CONFIG.get("kills", {}).get(os.environ["RANK"], {})
+MINE: dict[str, int] = CONFIG.get("kills", {}).get(os.environ.get("RANK", "new"), {})
 
 
 class Victim(TrainerCallback):
