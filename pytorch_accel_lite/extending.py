@@ -5,7 +5,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
-from pytorch_accel_lite.distributed.positions import is_waiting
+from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.run.settings import RunRequest
@@ -15,6 +15,7 @@ from pytorch_accel_lite.steps.logical import SharedLossTrackers
 from pytorch_accel_lite.steps.logical_step import LogicalStep, LogicalWindow
 
 __all__ = [
+    "MACHINERY",
     "Batch",
     "BatchOutput",
     "ControlGroup",

@@ -16,12 +16,13 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
-from pytorch_accel_lite.extending import ControlGroup
+from pytorch_accel_lite.extending import MACHINERY, ControlGroup
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 from pytorch_accel_lite.extensions.takeover.watcher import Watcher
 
 T = TypeVar("T")
+MACHINERY.add(__file__)
 _CONNECTING = timedelta(seconds=5)  # in which the members of a generation connect, or another one follows
 _COLLECTIVE = timedelta(minutes=30)  # as torch has it
 _SECONDS_TO_FOLLOW = 30.0  # in which the supervisor begins a generation once a connection is lost

@@ -5,16 +5,21 @@ It has no threads, and none of torch's: a copy of those would hang.
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from pytorch_accel_lite.extensions.takeover import worker
 from pytorch_accel_lite.extensions.takeover.channel import Channel
+
+#: What torch, and programs, import when they first need it, which takes seconds.
+IMPORTED_LATE = "torch._dynamo", "torch.distributed.nn", "torchmetrics"
 
 
 class Nursery:
@@ -70,6 +75,9 @@ def main(arguments: Sequence[str]) -> None:
     """Serve the supervisor, with the descriptor of the channel to it as the argument."""
     worker.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in IMPORTED_LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
     order = Nursery(Channel(socket.socket(fileno=int(arguments[0])))).serve()
     if order is None:
         return

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from accelerate import Accelerator
 
-from pytorch_accel_lite.extending import Ranks, SharedLossTrackers, TrainerLike, open_trainers
+from pytorch_accel_lite.extending import MACHINERY, Ranks, SharedLossTrackers, TrainerLike, open_trainers
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership, change_state
 
 T = TypeVar("T")
+MACHINERY.add(__file__)
 
 
 class SurvivingRanks(Ranks):

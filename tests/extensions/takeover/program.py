@@ -26,6 +26,8 @@ MINE: dict[str, int] = CONFIG.get("kills", {}).get(os.environ.get("RANK", "new")
 class Victim(TrainerCallback):
     """Kills its process at the points that are asked for, and notes what happens."""
 
+    saves_attributes = False
+
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.changes: list[Any] = []
