@@ -70,6 +70,10 @@ class JobStore:
         """Say that a process is ready for a generation."""
         self.store.set(f"takeover/here/{generation.number}/{member}", "")
 
+    def has_arrived(self, generation: Generation, member: int) -> bool:
+        """Whether a process is ready for a generation."""
+        return bool(self.store.check([f"takeover/here/{generation.number}/{member}"]))
+
     def have_arrived(self, generation: Generation) -> bool:
         """Whether all processes of a generation are ready for it."""
         return bool(self.store.check([f"takeover/here/{generation.number}/{member}" for member in generation.members]))

@@ -11,18 +11,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from pytorch_accel_lite.extensions.takeover.channel import Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
+from pytorch_accel_lite.extensions.takeover.progress import Progress, find_silent
 
 _TICK_MS = 20
 _SECONDS_TO_DIE = 1.0  # in which the end of a process follows the error that the others have had of it
 _SECONDS_TO_END = 30.0  # after a signal
-_HEAD_START = 0.5
+_SECONDS_BETWEEN_LOOKS = 0.5
 _FORWARDED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
-_BUSY = 0.2  # the share of the time in which a process computes that is not silent
 
 
 @dataclass(eq=False)
@@ -32,18 +31,13 @@ class Process:
     :ivar number: counted from 0
     :ivar id: of the system; 0 until it is known
     :ivar is_member: whether it is in a generation
-    :ivar progress: how far it has got, as it says
-    :ivar since: when that has last changed
-    :ivar cpu: seconds that it had computed by then
+    :ivar progress: how far it has got
     """
 
     number: int
     id: int = 0
     is_member: bool = False
-    progress: list[Any] = field(default_factory=list)
-    beat_at: float = 0.0
-    since: float = 0.0
-    cpu: float = 0.0
+    progress: Progress | None = None
 
 
 class Supervisor:
@@ -79,6 +73,7 @@ class Supervisor:
         self._failures = 0
         self._code = 0
         self._is_ending = False
+        self._next_look = 0.0
         self._stop: tuple[float, int] | None = None  # when a signal has asked for the end, and which
         self._asked = 0
         self._asked_at = 0.0
@@ -232,6 +227,27 @@ class Supervisor:
             self._settle()
             self._let_in()
         self._heed_questions(now)
+        if self._patience and now >= self._next_look:
+            self._next_look = now + _SECONDS_BETWEEN_LOOKS
+            self._end_silent(now)
+
+    def _end_silent(self, now: float) -> None:
+        """Kill the processes that do nothing while others wait for them."""
+        generation = self._generation
+        are_all_there = self._store.have_arrived(generation)
+        progress: dict[int, Progress] = {}
+        for number in generation.members:
+            process = self._processes.get(number)
+            if process is None or not process.id:
+                continue
+            if process.progress is None:
+                process.progress = Progress(process.id, now)
+            process.progress.note(self._store.said(f"progress/{number}"), now)
+            if are_all_there or not self._store.has_arrived(generation, number):
+                progress[number] = process.progress
+        for number in find_silent(progress, now, self._patience, are_all_there):
+            self._store.say(f"failed/{number}", f"it did nothing for {self._patience:.0f} s while others waited for it")
+            self._kill(self._processes[number], signal.SIGKILL)
 
     def _settle(self) -> None:
         """Count those that have come in among the members: all have arrived."""
