@@ -66,7 +66,6 @@ class Supervisor:
         self._max_failures = max_failures
         self._patience = patience
         self._size = processes
-        self._store = JobStore.create()
         self._processes: dict[int, Process] = {}
         self._generation = Generation(0, [])
         self._started = 0
@@ -95,11 +94,11 @@ class Supervisor:
     def _begin(self) -> None:
         own, other = socket.socketpair()
         command = [sys.executable, "-m", "pytorch_accel_lite.extensions.takeover.nursery", str(other.fileno())]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **address}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
         self._nursery = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, start_new_session=True)
         other.close()
         self._channel = Channel(own)
+        self._store = JobStore.create()
         self._poll = select.poll()
         self._poll.register(self._channel, select.POLLIN)
         for _ in range(self._size):

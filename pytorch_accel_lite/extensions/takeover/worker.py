@@ -36,7 +36,7 @@ def run(number: int, port: int, comes_later: bool, program: Sequence[str]) -> No
     :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
     """
     torch.set_num_threads(1)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     membership = SurvivingRanks.membership = Membership(number, port)
     membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
     use_ranks(SurvivingRanks)

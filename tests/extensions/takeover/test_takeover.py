@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import PATIENCE, SOAK, environment
+from tests.launching import PATIENCE, SOAK, WarmPython, environment
 
 PROGRAM = Path(__file__).with_name("program.py")
 LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]
@@ -48,7 +48,7 @@ def begin(folder: Path, processes: int, *options: str, **config: Any) -> subproc
     folder.mkdir(parents=True, exist_ok=True)
     arguments = json.dumps({"folder": str(folder), **config})
     command = [*LAUNCH, "--processes", str(processes), *options, str(PROGRAM), arguments]
-    return subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
+    return WarmPython(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
 
 
 def end(job: subprocess.Popen[str], folder: Path) -> Outcome:
@@ -62,14 +62,14 @@ def end(job: subprocess.Popen[str], folder: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Outcome]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """Run a job to its end."""
 
     def run_job(processes: int, *options: str, **config: Any) -> Outcome:
         folder = tmp_path_factory.mktemp("job")
         return end(begin(folder, processes, *options, **config), folder)
 
-    yield run_job
+    return run_job
 
 
 ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107}
@@ -155,9 +155,10 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
         "trainer.barrier()\n"
     )
     command = [*LAUNCH, "--processes", "2", str(program)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode != 0
-    assert "Create it with a seed and logical_processes=" in done.stderr
+    job = WarmPython(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    outcome = end(job, tmp_path)
+    assert outcome.code == 1
+    assert "Create it with a seed and logical_processes=" in outcome.output
 
 
 @pytest.mark.soak
