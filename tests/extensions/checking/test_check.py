@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from pytorch_accel_lite.tuning.probing import doubt
+from pytorch_accel_lite.tuning.program_check import ProgramError
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -21,8 +23,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, 
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.tuning.probing import doubt
-from pytorch_accel_lite.tuning.program_check import ProgramError
 from tests.tasks import Stream, same
 
 CLASSES, WORDS, PAD = 5, 20, 0
