@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,9 +36,6 @@ from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-#: What not every tool can try: updates made by the program itself, by a closure, or for logical processes.
-Special = Literal["train_step", "closure", "logical_processes"]
-
 
 class Trial:
     """A training run that involves no callbacks and leaves no trace: what tools try a program with.
@@ -50,7 +47,8 @@ class Trial:
     :param name: the method that tries the trainer, for error messages
     :param train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
     :param request: the settings of the run
-    :param supports: what the tool can try besides steps with one loss and one update
+    :param supports: what the tool can try besides steps with one loss and one update: ``"train_step"``, an overridden
+        one, ``"closure"``, optimizers that need one, and ``"logical_processes"``
     :param sets_batch_size: whether ``batch_size`` holds for a ``DataLoader``, too, in place of its own
     :ivar run: the run
     """
@@ -64,7 +62,7 @@ class Trial:
         request: RunRequest,
         loader_kwargs: dict[str, Any] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
-        supports: Collection[Special] = (),
+        supports: Collection[str] = (),
         sets_batch_size: bool = False,
     ) -> None:
         self.trainer = trainer

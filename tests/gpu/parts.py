@@ -17,12 +17,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradScalerKwargs
-from pytorch_accel_lite.tuning.live_bytes import LiveBytes
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 
 T = TypeVar("T")
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from pytorch_accel_lite.tuning.probing import doubt
-from pytorch_accel_lite.tuning.program_check import ProgramError
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.checking import ProgramError, doubt
 from pytorch_accel_lite.data import OwnShard
 from tests.tasks import Stream, same
 

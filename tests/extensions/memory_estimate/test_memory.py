@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from pytorch_accel_lite.tuning.live_bytes import LiveBytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -23,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 from tests.launching import CAN_SHARD
 from tests.tasks import Stream, equal, listener, make_trainer, quiet_trainer, regression_data, small_model
 
