@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from pytorch_accel_lite.extending import Report, RunRequest, Snapshot, TrainerLike, Trial, describe_error, replaced
+from pytorch_accel_lite.extending import (
+    Report,
+    RunRequest,
+    Snapshot,
+    TrainerLike,
+    Trial,
+    check_positive_number,
+    describe_error,
+    replaced,
+)
 from pytorch_accel_lite.extensions.checking import checks_of_data, checks_of_models, checks_of_training
 from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, Status
 from pytorch_accel_lite.schedulers import resolve_names
@@ -185,10 +194,10 @@ def check(
         request.num_epochs = 1
     schedule = resolve_names(values["create_scheduler_fn"], values["warmup_steps"], request.scheduler_interval)
     train_copy, eval_copy = map(checks_of_data.independent_copy, (train_dataset, eval_dataset))
-    callbacks, size, any_update = list(self.callback_handler), per_device_batch_size, ("train_step", "closure")
+    callbacks, size = list(self.callback_handler), per_device_batch_size
     loading = values["train_dataloader_kwargs"], values["collate_fn"]
     with Snapshot() as before, replaced(self, logical=None):
-        trial = Trial(self, "check", train_copy, size, request, *loading, supports=any_update)
+        trial = Trial(self, "check", train_copy, size, request, *loading, supports=("train_step", "closure"))
         with trial.running():
             before.keep_generators_of(checks_of_data.owners_of_generators([train_dataset, eval_dataset]))
             if eval_dataset is not None:
