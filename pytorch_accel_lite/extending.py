@@ -7,16 +7,15 @@ besides its model; what batches consist of; and how results and errors look.
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error
-from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range
-from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput, find_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.data.batches import TARGET_KEYS, find_batch_size, parts_in, tensors_in
 from pytorch_accel_lite.data.loss_shapes import LossShapeError
 from pytorch_accel_lite.data.splitting import select_samples
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.sharded_models import shard_model
-from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
 from pytorch_accel_lite.loop.trial import Trial
-from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.attributes import all_optimized_parameters
 from pytorch_accel_lite.run.attributes import modules as other_modules
@@ -29,7 +28,6 @@ from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
     "TARGET_KEYS",
-    "BatchOutput",
     "LogicalProcesses",
     "LossShapeError",
     "OwnCallbacks",
@@ -43,19 +41,16 @@ __all__ = [
     "Trial",
     "all_optimized_parameters",
     "check_positive_int",
-    "check_positive_number",
     "check_range",
     "describe_error",
     "faster_data",
     "find_batch_size",
-    "find_blocks",
     "is_overridden",
     "layer_scales",
     "nested_in",
     "other_modules",
     "other_optimizers",
     "parts_in",
-    "preserving_attributes",
     "registered_objects",
     "replaced",
     "select_samples",

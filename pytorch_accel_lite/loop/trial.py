@@ -26,7 +26,7 @@ from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import begin_training, create_eval_loaders, create_train_loader, entering
 from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model
-from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
 from pytorch_accel_lite.loop.training import smallest_share, train_step
 from pytorch_accel_lite.run import attributes
@@ -216,6 +216,12 @@ class Trial:
         """Restore after a block what training changes: weights, modes, optimizers, generators."""
         with Snapshot() as before:
             keep_training(self.trainer, before)
+            yield
+
+    @contextmanager
+    def keeping_attributes(self, *owners: object) -> Iterator[None]:
+        """Restore after a block the attributes of the trainer and of other objects, with the contents of lists."""
+        with preserving_attributes(self.trainer, *owners):
             yield
 
     @contextmanager

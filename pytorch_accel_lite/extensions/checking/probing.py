@@ -28,7 +28,6 @@ from pytorch_accel_lite.extending import (
     is_overridden,
     other_modules,
     parts_in,
-    preserving_attributes,
     replaced,
     select_samples,
     tensors_in,
@@ -439,7 +438,7 @@ class Probe:
             yield watch
 
     def _preserving_attributes(self, *others: object) -> AbstractContextManager[None]:
-        return preserving_attributes(self.trainer, *dict.fromkeys(self.modules.values()), *others)
+        return self._trial.keeping_attributes(*dict.fromkeys(self.modules.values()), *others)
 
     # updates
 

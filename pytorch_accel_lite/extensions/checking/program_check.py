@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,7 @@ from pytorch_accel_lite.extending import (
     Snapshot,
     TrainerLike,
     Trial,
-    check_positive_number,
+    check_range,
     describe_error,
     replaced,
 )
@@ -182,7 +183,8 @@ def check(
     :return: the report, to be printed in a script; consoles and notebooks show it
     :raises ProgramError: if ``strict`` and a check fails
     """
-    check_positive_number("seconds", seconds)
+    if seconds != math.inf:
+        check_range("seconds", seconds, above=0)
     chosen = _choose(only, skip, extra)
     if self.ranks.world_size > 1:
         raise RuntimeError("check() tries a program on a single process. Call it without a launcher.")

@@ -21,12 +21,10 @@ from torch.overrides import TorchFunctionMode
 from pytorch_accel_lite.callbacks import CallbackHandler, ModelEmaCallback
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.extending import (
-    BatchOutput,
     ShardedStep,
     TrainerLike,
     Trial,
     find_batch_size,
-    find_blocks,
     is_overridden,
     other_modules,
     other_optimizers,
@@ -35,6 +33,7 @@ from pytorch_accel_lite.extending import (
     tensors_in,
 )
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes, local
+from pytorch_accel_lite.finetuning import find_blocks
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 from pytorch_accel_lite.tracking import LossTrackers
 
@@ -218,7 +217,7 @@ def _is_like(value: object, parameter: torch.Tensor) -> bool:
 class NoLosses(LossTrackers):
     """Keeps no losses, as fake ones have no values."""
 
-    def add(self, output: BatchOutput) -> None:
+    def add(self, output: dict[str, Any]) -> None:
         """Do nothing."""
 
 

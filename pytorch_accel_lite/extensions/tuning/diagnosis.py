@@ -22,7 +22,6 @@ from pytorch_accel_lite.extending import (
     check_positive_int,
     faster_data,
     find_batch_size,
-    preserving_attributes,
     unfused_class,
 )
 from pytorch_accel_lite.extensions.tuning.finders import update_from
@@ -216,7 +215,7 @@ def _time_callbacks(
     handler = OwnCallbacks(callbacks, lambda: _now(trainer))
     if trainer.ranks.world_size > 1:  # one whose callback fails would leave the others waiting
         return {}, dict.fromkeys(handler.callback_list, "several processes")
-    with preserving_attributes(trainer, *handler.callbacks), trial.epoch(handler):
+    with trial.keeping_attributes(*handler.callbacks), trial.epoch(handler):
         for batch in batches if handler.callbacks else ():
             trial.train_step(batch)
     seconds = {name: total / len(batches) for name, total in handler.seconds.items() if name not in handler.failures}
