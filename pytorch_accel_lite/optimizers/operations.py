@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,9 @@ def is_created(optimizer: Any) -> bool:
     return hasattr(optimizer, "param_groups")
 
 
-def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of all groups of an optimizer."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def optimized_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def needs_closure(optimizer: Any) -> list[str]:

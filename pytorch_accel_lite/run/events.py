@@ -498,9 +498,11 @@ class CallbackHandler:
         return [type(callback).__name__ for callback in self.callbacks]
 
     def configure_run(self, trainer: Any, request: RunRequest) -> None:
-        """Let every callback declare what it needs from a run."""
+        """Let every callback declare what it needs from a run, and find the listeners of all events."""
         for callback in self.callbacks:
             callback.configure_run(trainer, request)
+        for event in EVENTS:
+            self.listeners[event]
 
     def warn_of_unknown_events(self) -> None:
         """Warn of methods that are named almost like an event, or like one of other libraries."""
