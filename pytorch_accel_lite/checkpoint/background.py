@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.devices import is_asynchronous, module_of, record_event
+from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.checkpoint.files import map_nested
 from pytorch_accel_lite.distributed import Ranks
 
@@ -68,7 +68,7 @@ class HostMemory:
             return buffer.tensor
 
         copied = map_nested(copy_tensor, state)
-        self._arrival = record_event(*late) if late else None  # all are on the current device
+        self._arrival = record_event(late.pop()) if late else None  # all are on the current device
         return copied
 
     def wait(self) -> None:
@@ -81,7 +81,7 @@ class HostMemory:
 def _new_copy(tensor: torch.Tensor, spare: int) -> _Buffer:
     """Return a copy in new memory, which torch pins for a copy that does not block, if that much may be pinned."""
     device = tensor.device
-    is_late = is_asynchronous(device) and module_of(device).current_device() == device.index
+    is_late = is_asynchronous(device) and torch.get_device_module(device).current_device() == device.index
     if is_late and _Buffer(tensor, True).pinned_bytes <= spare:
         return _Buffer(tensor.to("cpu", non_blocking=True), True)
     return _Buffer(torch.empty_like(tensor, device="cpu").copy_(tensor), False)

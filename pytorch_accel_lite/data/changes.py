@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from types import ModuleType
 from typing import Any
 from zlib import crc32
@@ -139,7 +140,7 @@ def _mark_of_element(element: Any, depth: int) -> int:
         few = element.reshape(-1)[:: max(element.size // _PIECES, 1)]
         return hash((id(element), few.tobytes() if element.dtype != object and element.flags.writeable else None))
     if depth and is_a(element, list, tuple, dict):
-        parts = [*element, *element.values()] if is_a(element, dict) else element
-        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in parts[:_SHORT])))
+        parts = chain(element, element.values()) if is_a(element, dict) else iter(element)
+        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in islice(parts, _SHORT))))
     held = getattr(element, "__dict__", None)
     return hash((id(element), _mark_of_element(held, depth - 1) if depth and held else 0))

@@ -218,8 +218,9 @@ class MapLoader(ShardedLoader):
         """Tell the datasets which epoch begins, and find what has been changed since the last one."""
         source = self.source
         for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
-            if callable(getattr(dataset, "set_epoch", None)):
-                dataset.set_epoch(self.options.reported_epoch(epoch))
+            set_epoch = getattr(dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.options.reported_epoch(epoch))
         if self._memory is None:
             if isinstance(self._reader, SeededReader):
                 self._reader.forget_generators()
