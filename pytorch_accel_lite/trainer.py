@@ -206,7 +206,7 @@ class Trainer:
     @property
     def collate_fn(self) -> Callable[[Any], Any] | None:
         """What makes a batch from a list of samples, if it was passed."""
-        return self.current_run.data.collate_fn  # type: ignore[no-any-return]
+        return self.current_run.data.collate_fn
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: Callable[[Any], Any] | None) -> None:

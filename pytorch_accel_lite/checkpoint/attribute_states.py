@@ -76,7 +76,7 @@ def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrP
         for name, value in state.items()
         if name in current and (is_lazy(current[name]) or current[name].shape == value.shape)
     }
-    if fitting:
+    if isinstance(loss_func, nn.Module) and fitting:
         # All of it, as hooks of its parts, such as those of gpytorch, take for granted that each has some.
         whole = {name: value for name, value in current.items() if not is_lazy(value)} | fitting
         loss_func.load_state_dict(whole, strict=False)

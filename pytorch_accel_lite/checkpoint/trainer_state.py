@@ -52,7 +52,7 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.optimizers.operations import class_names, group_names
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import named_callbacks
+from pytorch_accel_lite.run.events import callbacks_with
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.state import TrainerLike
@@ -111,7 +111,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         return state if sharded else full_state_dict(state, is_first)
 
     run = trainer.current_run
-    callbacks = named_callbacks(trainer.callback_handler, "state_dict")
+    callbacks = callbacks_with("state_dict", trainer.callback_handler)
     return {
         **{
             name: None if owner is None else gather(owner.state_dict())
@@ -305,7 +305,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     load_each("registered object", attributes.registered(trainer), state.shared["objects"])
-    load_each("callback", named_callbacks(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
+    load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))
     if state.local is not None and trainer.logical is None:

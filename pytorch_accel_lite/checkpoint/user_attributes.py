@@ -331,7 +331,7 @@ def _library_names(owner: Any) -> set[str]:
 def _saved_elsewhere(trainer: TrainerLike) -> Callable[[Any], bool]:
     """Return whether an object is saved elsewhere in a training state, or is a part of the run."""
     optimizer = trainer.optimizer
-    roots = [trainer.model, trainer.get_model(), trainer.loss_func]
+    roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
     roots += [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
     roots += attributes.registered(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]

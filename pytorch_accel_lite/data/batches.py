@@ -6,17 +6,27 @@ import dataclasses
 import inspect
 import numbers
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.loss_shapes import check_loss, is_of_torch, shapes_are_known
 
-BatchOutput = dict[str, Any]
+#: What a loader yields and a step is given: as the user's dataset and collate function make it.
+BatchData: TypeAlias = Tree
+#: What makes a batch from a list of samples.
+CollateFunction: TypeAlias = Callable[[list[Any]], BatchData]
+#: What computes the loss, or several by name, from the outputs of a model and the targets.
+LossFunction: TypeAlias = Callable[..., torch.Tensor | Mapping[str, torch.Tensor]]
+#: What a step returns: its loss, the outputs of the model and other values, by name.
+BatchOutput: TypeAlias = dict[str, Any]
+#: The index of a sample in a dataset: a number, or what else a sampler of the user's yields.
+Index: TypeAlias = Any
 IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -365,7 +375,7 @@ class Batch(NamedTuple):
     num_samples: int | None
     total_samples: int | None
     is_last: bool
-    indices: Any = None
+    indices: Sequence[Index] | torch.Tensor | None = None
     share: Share | None = None
 
     def samples(self, output: Mapping[str, Any]) -> tuple[int, int]:

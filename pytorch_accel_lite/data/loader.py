@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,9 @@ from pytorch_accel_lite.data.placement import placed
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
+
+#: Keyword arguments of a ``DataLoader``.
+LoaderArguments: TypeAlias = dict[str, Any]
 
 
 @dataclass(eq=False, repr=False)
