@@ -137,7 +137,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
 def _position(trainer: TrainerLike, is_local: bool) -> dict[str, Any]:
     """Return what the loader needs to resume, also in the middle of an epoch; it may differ between processes."""
     loader = trainer.current_run.data.train_loader
-    if getattr(loader, "has_own_position", None) != is_local:
+    if loader is None or getattr(loader, "has_own_position", None) != is_local:
         return {}
     if not trainer.progress.is_mid_epoch:
         return {"epoch_read": loader.epoch_read()}
@@ -321,12 +321,12 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     loader = trainer.current_run.data.train_loader
     has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
     saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
-    if hasattr(loader, "has_own_position"):
+    if loader is not None and hasattr(loader, "has_own_position"):
         loader.recall(saved.get("epoch_read"))
-    if has_epoch_left and hasattr(loader, "has_own_position"):
-        loader.batch_size_before = saved.get("source_batch_size")
-        if message := loader.move_to(saved.get("position")):
-            trainer.print(message)
+        if has_epoch_left:
+            loader.batch_size_before = saved.get("source_batch_size")
+            if message := loader.move_to(saved.get("position")):
+                trainer.print(message)
     for name, loss in losses.items():
         trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
     if trainer.logical is not None:

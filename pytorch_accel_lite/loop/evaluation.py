@@ -49,7 +49,7 @@ def evaluate_all(
     losses: dict[str, float] = {}
     # What is left at its default is not passed: an override may lack the argument, as it may in pytorch-accelerated.
     how = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
-    loaders = data.eval_loaders or {"": data.eval_loader}
+    loaders = data.eval_loaders or {"": data.required_eval_loader}
     of_run = is_training and not is_intermediate
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):

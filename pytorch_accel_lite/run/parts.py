@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -44,17 +44,37 @@ class RunData:
     collate_fn: CollateFunction | None
     seed: int | None = None
     first_epoch: int = 0
-    train_loader: Any = None
+    train_loader: ShardedLoader | None = None
     train_loader_kwargs: LoaderArguments | None = None
-    eval_loader: Any = None
+    eval_loader: ShardedLoader | None = None
     eval_dataset_name: str | None = None
-    eval_loaders: dict[str, Any] = field(default_factory=dict)
+    eval_loaders: dict[str, ShardedLoader] = field(default_factory=dict)
     eval_loader_kwargs: LoaderArguments | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     has_fillers: bool = True
 
     @property
-    def all_eval_loaders(self) -> list[Any]:
+    def required_train_loader(self) -> ShardedLoader:
+        """The loader of the training batches.
+
+        :raises RuntimeError: if the run does not train
+        """
+        if self.train_loader is None:
+            raise RuntimeError("There is no train_dataloader before train() has been called.")
+        return self.train_loader
+
+    @property
+    def required_eval_loader(self) -> ShardedLoader:
+        """The loader of the evaluation or prediction that is being made.
+
+        :raises RuntimeError: if there is none
+        """
+        if self.eval_loader is None:
+            raise RuntimeError("There is no eval_dataloader before evaluate() has been called.")
+        return self.eval_loader
+
+    @property
+    def all_eval_loaders(self) -> list[ShardedLoader]:
         """The loaders of this process's evaluation batches, for all datasets."""
         return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
 

@@ -428,7 +428,7 @@ class Run:
     @property
     def max_num_samples(self) -> int | None:
         """The number of samples in all epochs of the run, which may end before the last does; ``None`` if unknown."""
-        samples, num_epochs = self.data.train_loader.num_samples, self.required_config.num_epochs
+        samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
     @property
@@ -444,7 +444,7 @@ class Run:
 
         It follows from the samples seen where their number is known, so that it is the same on any number of processes.
         """
-        loader, progress = self.data.train_loader, self.progress
+        loader, progress = self.data.required_train_loader, self.progress
         total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
         done = progress.step if total is None or left is None else total - left
         length = find_length(loader)
