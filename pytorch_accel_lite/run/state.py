@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
-from pytorch_accel_lite.data import Batch, Data, NamedData
+from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchData, BatchOutput, CollateFunction, Index, LossFunction
 from pytorch_accel_lite.data.loader import LoaderArguments
 from pytorch_accel_lite.data.mixtures import NamedDatasets
@@ -117,8 +117,8 @@ class TrainerLike(Protocol):
     step_metrics: dict[str, MetricValue]
     train_dataset: NamedData | None
     eval_dataset: NamedData | None
-    train_dataloader: Any
-    eval_dataloader: Any
+    train_dataloader: ShardedLoader | None
+    eval_dataloader: ShardedLoader | None
 
     @property
     def progress(self) -> Progress: ...
@@ -127,7 +127,7 @@ class TrainerLike(Protocol):
     @property
     def data_ranks(self) -> Ranks: ...
     @property
-    def eval_dataloaders(self) -> list[Any]: ...
+    def eval_dataloaders(self) -> list[ShardedLoader]: ...
     @property
     def device(self) -> torch.device: ...
     @property
