@@ -17,7 +17,7 @@ _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 MACHINERY = tuple(_HERE + name for name in ("exchange.py", "ranks.py", "layout.py"))
 _EXCHANGE = MACHINERY[0]
 _AT_THE_END = _HERE + "shutdown.py"
-_WRAPPERS = os.path.join(_PACKAGE, "base", "unknown_names.py")  # around methods whose arguments it checks
+_WRAPPERS = os.path.join(_PACKAGE, "run", "unknown_names.py")  # around methods whose arguments it checks
 
 Stack = Sequence[traceback.FrameSummary]
 
