@@ -237,7 +237,7 @@ class TrainerCallback:
         """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
 
         :param request: the settings requested for the run, to be changed as needed;
-            see :class:`~pytorch_accel_lite.base.run_settings.RunRequest`
+            see :class:`~pytorch_accel_lite.run.settings.RunRequest`
         """
 
     def on_init_end(self, trainer: Trainer, **kwargs: object) -> None:
