@@ -16,7 +16,8 @@ from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.validation import check_booleans
-from pytorch_accel_lite.data.batches import BatchData, BatchOutput, Index
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.run.unknown_names import events_meant, suggest
 
 if TYPE_CHECKING:

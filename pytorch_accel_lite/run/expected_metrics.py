@@ -11,8 +11,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
-from pytorch_accel_lite.data.batches import LossFunction
-from pytorch_accel_lite.data.loss_shapes import is_of_torch
+from pytorch_accel_lite.data.loss_shapes import LossFunction, is_of_torch
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.history import RunHistory
 

@@ -12,8 +12,8 @@ import torch
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batches import CollateFunction, Index
 from pytorch_accel_lite.data.loader import LoaderArguments
+from pytorch_accel_lite.data.sources import CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
 from pytorch_accel_lite.run.events import Failure, RunPausedError

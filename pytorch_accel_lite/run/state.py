@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batches import BatchData, BatchOutput, CollateFunction, Index, LossFunction
+from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderArguments
+from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.mixtures import NamedDatasets
 from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.run.events import CallbackHandler
