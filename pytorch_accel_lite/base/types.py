@@ -8,6 +8,10 @@ from typing import Any, Protocol, TypeAlias
 StateDict: TypeAlias = dict[str, Any]
 #: Nested dicts, lists and tuples with tensors and other values in them, such as a batch or the outputs of a model.
 Tree: TypeAlias = Any
+#: The keys and indices that lead to a value in nested data.
+Keys: TypeAlias = tuple[Any, ...]
+#: An object in JSON. What it holds is checked where it is read.
+JsonObject: TypeAlias = dict[str, Any]
 
 
 class HasStateDict(Protocol):

@@ -16,8 +16,11 @@ class StateSource(Protocol):
     """A callback that knows of training states.
 
     :ivar find_latest: returns the latest one that a trainer can resume, or ``None``
+    :ivar save_dir: where they are
     """
 
+    @property
+    def save_dir(self) -> str | os.PathLike[str]: ...  # noqa: D102
     @property
     def find_latest(self) -> Callable[..., Any]: ...  # noqa: D102
 
