@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.environment import cores_per_process
-from pytorch_accel_lite.data.loader import LoaderArguments
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import is_loader, options_of
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
@@ -37,7 +37,7 @@ def _is_in_memory(dataset: Source) -> bool:
     return type(dataset) in (TensorDataset, torch.Tensor) or (bool(inner) and all(map(_is_in_memory, inner)))
 
 
-def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accelerator: Accelerator) -> LoaderArguments:
+def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accelerator: Accelerator) -> LoaderKwargs:
     """Return the default arguments of a dataloader."""
     workers = default_num_workers(dataset, accelerator.num_processes)
     inner = dataset
@@ -45,7 +45,7 @@ def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accel
         inner = inner.dataset
     memory = tensors_in_memory(inner)
     can_be_pinned = memory is None or memory.is_on(torch.device("cpu"))
-    kwargs: LoaderArguments = {
+    kwargs: LoaderKwargs = {
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,
@@ -59,8 +59,8 @@ def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accel
 
 
 def loader_for(
-    dataset: Source, collate_fn: CollateFunction | None, defaults: LoaderArguments, arguments: LoaderArguments | None
-) -> tuple[Source, LoaderArguments]:
+    dataset: Source, collate_fn: CollateFunction | None, defaults: LoaderKwargs, arguments: LoaderKwargs | None
+) -> tuple[Source, LoaderKwargs]:
     """Return a loader of a dataset, and its arguments; in place of a dataset, the user may have passed a loader.
 
     :param arguments: the user's, which override the defaults
@@ -68,11 +68,11 @@ def loader_for(
     if is_loader(dataset):
         return dataset, options_of(dataset)
     merged = _merged(dataset, defaults, arguments)
-    kwargs: LoaderArguments = {"collate_fn": collate_fn} | merged
+    kwargs: LoaderKwargs = {"collate_fn": collate_fn} | merged
     return DataLoader(dataset, **kwargs), merged
 
 
-def _merged(dataset: Source, defaults: LoaderArguments, arguments: LoaderArguments | None) -> LoaderArguments:
+def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | None) -> LoaderKwargs:
     """Return the user's arguments and all defaults that are compatible with them."""
     arguments = dict(arguments or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:

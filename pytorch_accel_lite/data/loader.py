@@ -24,7 +24,7 @@ from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
 #: Keyword arguments of a ``DataLoader``.
-LoaderArguments: TypeAlias = dict[str, Any]
+LoaderKwargs: TypeAlias = dict[str, Any]
 
 
 @dataclass(eq=False, repr=False)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.data.consistency import check_same_data
 from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
-from pytorch_accel_lite.data.loader import LoaderArguments, LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.sources import IndexedData, Sample, Source
@@ -37,7 +37,7 @@ def dataset_of(data: Source) -> Source:
     return batches.dataset if isinstance(batches, DataLoader) else batches
 
 
-def options_of(loader: Source) -> LoaderArguments:
+def options_of(loader: Source) -> LoaderKwargs:
     """Return the options with which a loader reads its dataset, if any."""
     batches = loader.batches if isinstance(loader, OwnShard) else loader
     return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}

@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
-from pytorch_accel_lite.data.loader import LoaderArguments
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, Source
 
 
@@ -57,7 +57,7 @@ class Mixture(ConcatDataset[Sample]):
         """Return the name of the dataset that has the sample with an index, one of ``trainer.batch_indices``."""
         return self.names[bisect_right(self.cumulative_sizes, index)]
 
-    def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderArguments:
+    def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderKwargs:
         """Return the arguments of a ``DataLoader`` that gives a training epoch.
 
         :param batch_size: batch size per process

@@ -12,7 +12,7 @@ import torch
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
-from pytorch_accel_lite.data.loader import LoaderArguments
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
@@ -45,11 +45,11 @@ class RunData:
     seed: int | None = None
     first_epoch: int = 0
     train_loader: ShardedLoader | None = None
-    train_loader_kwargs: LoaderArguments | None = None
+    train_loader_kwargs: LoaderKwargs | None = None
     eval_loader: ShardedLoader | None = None
     eval_dataset_name: str | None = None
     eval_loaders: dict[str, ShardedLoader] = field(default_factory=dict)
-    eval_loader_kwargs: LoaderArguments | None = None
+    eval_loader_kwargs: LoaderKwargs | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     has_fillers: bool = True
 

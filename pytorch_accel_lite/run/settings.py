@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from pytorch_accel_lite.base.reprs import call
-from pytorch_accel_lite.data.loader import LoaderArguments
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
 
 
@@ -134,9 +134,9 @@ class TrainerRunConfig:
 
     num_epochs: int | None
     train_per_device_batch_size: int
-    train_dl_kwargs: LoaderArguments | None
+    train_dl_kwargs: LoaderKwargs | None
     eval_per_device_batch_size: int
-    eval_dl_kwargs: LoaderArguments | None
+    eval_dl_kwargs: LoaderKwargs | None
     gradient_accumulation_steps: int | Mapping[int, int]
     gradient_clip_value: float | None
     train_total_batch_size: int

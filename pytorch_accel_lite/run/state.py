@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.data.loader import LoaderArguments
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.mixtures import NamedDatasets
 from pytorch_accel_lite.data.shares import Shares
@@ -143,10 +143,10 @@ class TrainerLike(Protocol):
 
     # Steps and parts of a run.
     def create_train_dataloader(
-        self, batch_size: int, train_dl_kwargs: LoaderArguments | None = None
+        self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
     ) -> Iterable[BatchData]: ...
     def create_eval_dataloader(
-        self, batch_size: int, eval_dl_kwargs: LoaderArguments | None = None
+        self, batch_size: int, eval_dl_kwargs: LoaderKwargs | None = None
     ) -> Iterable[BatchData]: ...
     def create_scheduler(self) -> TrainerScheduler: ...
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None: ...
