@@ -47,7 +47,7 @@ def evaluate_all(
     """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
     data = run.data
     losses: dict[str, float] = {}
-    loaders = data.eval_loaders or {"": data.eval_loader}
+    loaders = data.eval_loaders or {"": data.required_eval_loader}
     of_run = is_training and not is_intermediate
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):

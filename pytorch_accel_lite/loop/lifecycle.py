@@ -144,9 +144,8 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
     run.data.eval_loader = None
     run.data.eval_loaders = {}
     dataset = run.data.eval_dataset
-    is_dict = isinstance(dataset, dict)
-    for name, part in dataset.items() if is_dict else [("", dataset)]:
-        if is_dict and not (name and isinstance(name, str)):
+    for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
+        if isinstance(dataset, dict) and not (name and isinstance(name, str)):
             raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
@@ -157,7 +156,10 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
             )
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
-    run.data.eval_dataset = {k: dataset_of(v) for k, v in dataset.items()} if is_dict else dataset_of(dataset)
+    if isinstance(dataset, dict):
+        run.data.eval_dataset = {name: dataset_of(part) for name, part in dataset.items()}
+    else:
+        run.data.eval_dataset = dataset_of(dataset)
 
 
 def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:

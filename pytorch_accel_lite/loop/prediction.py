@@ -230,7 +230,7 @@ def _outputs(
     listeners = trainer.callback_handler.listeners
     shares: list[Any] = []
     is_checked = run.ranks.rank > 0
-    batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
+    batches = run.data.required_eval_loader.steps(run.progress.epoch, run.request.first_sample)
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
         if listeners["on_predict_step_end"] and output is not OMITTED:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)

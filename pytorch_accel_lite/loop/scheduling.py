@@ -366,7 +366,7 @@ def _updates_made(run: Run, per_epoch: int) -> int:
     updates: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
         return updates
-    remaining: int | None = run.data.train_loader.steps_left(progress.samples_in_epoch)
+    remaining: int | None = run.data.required_train_loader.steps_left(progress.samples_in_epoch)
     if remaining is None:
         nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
         return updates + min(nominal, per_epoch)

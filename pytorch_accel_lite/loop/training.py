@@ -84,9 +84,9 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
         own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
         with explaining(trainer, run, "training"):
             if own_epoch is None:
-                run.has_reached_limit = train_epoch(trainer, run, run.data.train_loader)
+                run.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
             else:
-                run.has_reached_limit = bool(own_epoch(run.data.train_loader))
+                run.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -177,7 +177,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> None:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them."""
-    progress, loader = run.progress, run.data.train_loader
+    progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
         with run.goodput.counting("data"):  # the first batch takes the time of starting workers
             batch = next(batches, None) if progress.update < limit else None
@@ -334,7 +334,7 @@ def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, An
     ]
     limit, progress = run.request.max_num_train_steps, run.progress
     steps = math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
-    if alone and ranks.rank == 0 and run.data.train_loader.ends_in_one_sample(steps):
+    if alone and ranks.rank == 0 and run.data.required_train_loader.ends_in_one_sample(steps):
         warn_outside(
             f"The last batch of an epoch has a single sample, and the model has batch norm in training mode "
             f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache
 
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
@@ -146,11 +146,11 @@ class GuardedStep(PlainStep):
             "micro-batches. The gradients are still those of the whole batch."
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Also return into how many parts batches are split."""
         return {**super().state_dict(), "microbatches": self.num_microbatches}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Also restore that number."""
         super().load_state_dict(state)
         self.num_microbatches = state.get("microbatches", 1)

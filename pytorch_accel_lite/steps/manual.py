@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -12,6 +12,7 @@ import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
@@ -212,18 +213,18 @@ class ManualStep(Step):
             run.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
-            vars(trainer.optimizer)["_opt_called"] = True  # otherwise torch warns that the scheduler steps too early
+            trainer.optimizer._opt_called = True  # otherwise torch warns that the scheduler steps too early
             is_skipped = bool(self._updates_made) and not any(self._updates_made)
             if run.request.scheduler_interval == "update" and not is_skipped:
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Also return the nominal sizes of the windows."""
         items = {name: window.items_per_batch for name, window in self.windows.items()}
         return {**super().state_dict(), "own_items_per_batch": items}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Also restore the nominal sizes of the windows."""
         super().load_state_dict(state)
         for name, window in self.windows.items():

@@ -169,9 +169,9 @@ def _read_batch(trainer: TrainerLike, run: Run, size: int, loader_kwargs: dict[s
     run.data.seed = trainer.seed or 0
     create_train_loader(reader, run, size, loader_kwargs)
     try:
-        batch: Batch | None = next(iter(run.data.train_loader.steps(1)), None)
+        batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
     finally:
-        run.data.train_loader.stop_workers()
+        run.data.required_train_loader.stop_workers()
     if batch is None:
         raise ValueError(
             f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {size} samples, all of which "
