@@ -76,7 +76,7 @@ class Trial:
         data = with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
         check_data(trainer, "train_dataset", data, batch_size, loader_kwargs, collate_fn)
         self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-        self.run = Run.create(trainer.ranks, request, data, collate_fn=collate_fn)
+        self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
         self.run.data.seed = trainer.seed or 0
 
     def _check_trainer(self) -> None:
@@ -134,9 +134,9 @@ class Trial:
         run.data.train_dataset = with_batch_size(self._data, batch_size) if self._sets_batch_size else self._data
         create_train_loader(reader, run, batch_size, self._loader_kwargs)
         try:
-            batch: Batch | None = next(iter(run.data.train_loader.steps(1)), None)
+            batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
         finally:
-            run.data.train_loader.stop_workers()
+            run.data.required_train_loader.stop_workers()
         if batch is None:
             raise ValueError(
                 f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {batch_size} samples, all "
@@ -149,7 +149,7 @@ class Trial:
 
         :raises ValueError: if an epoch is empty, as the next would be, without end
         """
-        loader = self.run.data.train_loader
+        loader = self.run.data.required_train_loader
         for epoch in itertools.count(1):
             batch = None
             for batch in loader.steps(epoch, min_share=smallest_share(self.trainer, self.run)):

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.optimizers.operations import CreateScheduler
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleName, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
 
 
 def schedule_values(
-    create_scheduler_fn: ScheduleName | Callable[..., Any],
+    create_scheduler_fn: ScheduleName | CreateScheduler,
     num_updates: int,
-    lr: float | Sequence[float | Mapping[str, Any]] = 1.0,
+    lr: float | Sequence[float | Mapping[str, float]] = 1.0,
     num_epochs: int = 1,
     warmup_steps: float = 0,
 ) -> list[list[float]]:
