@@ -345,8 +345,7 @@ def test_the_reason_of_a_stop_comes_last(capsys):
     assert [row[0] for row in rows(lines)] == ["1/5", "2/5"]
     assert lines[-3].startswith("Stopped in epoch 2, after update 6")
     assert lines[-1].startswith(
-        "Stopped: eval_loss_epoch has not improved by more than 0.01 (early_stopping_threshold) for 1 epoch "
-        "(early_stopping_patience); best "
+        "Stopped: eval_loss_epoch has not improved for 1 epoch (early_stopping_patience). Best "
     )
 
 

@@ -391,7 +391,8 @@ class _RunTable:
         duration = format_duration(time.monotonic() - self._start)
         lines = [f"{summary} in {duration} ({_speed(self._trained)} samples/s)."]
         if self._best is not None:
-            lines.append(f"Best: {self._best[1]}, {self._marked_column} {format_value(self._best[0])}.")
+            value = format_value(self._best[0]) if self._is_drawn else format_metric(self._best[0])  # as it was shown
+            lines.append(f"Best: {self._best[1]}, {self._marked_column} {value}.")
         goodput = trainer.current_run.goodput
         if goodput.is_resumed or sum(goodput.seconds.values()) >= _LONG_RUN:
             lines.append(f"Time: {goodput}.")
