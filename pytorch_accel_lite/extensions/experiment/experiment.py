@@ -213,7 +213,8 @@ class Experiment:
         The trainer itself names those that the optimizer would not have by default, from which it could not tell this.
         """
         optimizer, scheduler = (self._parser.parts.get(key) for key in ("optimizer", "scheduler"))
-        if getattr(scheduler, "__name__", "") not in SETTING_RATES or not self._parser.overrides("optimizer.lr"):
+        name = getattr(scheduler, "__name__", "")
+        if name not in SETTING_RATES or not self._parser.overrides("optimizer.lr"):
             return ""
         rate = self._arguments_of("optimizer.init_args").get("lr")
         default = inspect.signature(optimizer).parameters.get("lr") if callable(optimizer) else None
@@ -224,7 +225,7 @@ class Experiment:
         ):
             return ""
         return (
-            f"--optimizer.lr {rate:g} has no effect: {scheduler.__name__} sets rates of its own. Pass the rate that "
+            f"--optimizer.lr {rate:g} has no effect: {name} sets rates of its own. Pass the rate that "
             "you want as --scheduler.max_lr, or train without it: --scheduler null."
         )
 
