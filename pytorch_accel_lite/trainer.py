@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -15,10 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite import compat
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.types import HasStateDict, Tree
@@ -46,6 +43,7 @@ from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.loop import (
     arguments,
     collectives,
+    compat,
     evaluation,
     gradients,
     lifecycle,
@@ -57,6 +55,7 @@ from pytorch_accel_lite.loop import (
     training,
 )
 from pytorch_accel_lite.loop.arguments import check_parallelism
+from pytorch_accel_lite.loop.fit import LoaderArguments, fit
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
@@ -69,7 +68,6 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
-from pytorch_accel_lite.run.signals import ending_in_order, exit_after
 from pytorch_accel_lite.run.state import Run, Step, run_to_change
 from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
@@ -379,7 +377,7 @@ class Trainer:
         self.registered_objects: dict[str, HasStateDict] = {}
         self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
+        self.current_run = Run.create(self, RunRequest(), ranks=Ranks(self.accelerator))
         self.current_run.data.seed = self.seed
         self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
         self.__adapter = BatchAdapter(model)  # a name only we can have
@@ -485,24 +483,11 @@ class Trainer:
         arguments.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
-        batch_size = int(size)  # may be a numpy integer
-        run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = schedule
-        call = "train()" if resume_from is None else "train(resume_from=...)"
-        with run.goodput.running(), lifecycle.entering(self, run, call):
-            lifecycle.find_data(self, run, batch_size, of_train, of_eval, resume_from)
-            lifecycle.begin_training(self, run, batch_size)
-            scheduling.begin_schedule(self, run, self._check_scheduler)
-            lifecycle.start_or_resume(self, run, reset_run_history)
-            with ending_in_order(run.control.request) if request.ends_at_signals else nullcontext():
-                training.begin(self, run)
-                if is_overridden(self, "_run_training"):
-                    compat.run_training(self, run)
-                else:
-                    training.train(self, run)
-        if run.end.pause is not None:
-            exit_after(run.end.pause)
+        run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
+        loaders = LoaderArguments(int(size), of_train, of_eval)  # the size may be an integer of numpy
+        fit(self, run, loaders, resume_from, reset_run_history)
 
     evaluate = evaluation.evaluate
     run_evaluation = evaluation.run_evaluation
@@ -596,7 +581,8 @@ class Trainer:
         return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
-        return lifecycle.resolve_run_config(self, replace(self.current_run.request, **asked), per_device_batch_size)
+        run = self.current_run
+        return lifecycle.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
 
     def create_train_dataloader(
         self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
@@ -637,7 +623,7 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        create = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
+        create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
             check_scheduler(self.scheduler, request, create, steps_itself)
 
@@ -724,7 +710,7 @@ class Trainer:
             far
         :raises TypeError: if ``scheduler_step`` is overridden and this method is not
         """
-        if is_overridden(self, "scheduler_step"):
+        if "scheduler_step" in self.current_run.overridden:
             raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
         for _ in range(num_updates):
             self.scheduler.step()

@@ -48,6 +48,13 @@ def is_overridden(instance: object, method: str) -> bool:
     return not is_ours(getattr(type(instance), method))
 
 
+def overridden_methods(instance: object) -> frozenset[str]:
+    """Return the names of all methods of ours that the user's own class, or one that it inherits from, overrides."""
+    users = [kind for kind in type(instance).__mro__ if kind is not object and not is_ours(kind)]
+    names = {name for kind in users for name in vars(kind)}
+    return frozenset(name for name in names if is_overridden(instance, name))
+
+
 def find_length(thing: object) -> int | None:
     """Return ``len(thing)``, or ``None`` if it has no length."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
 from types import ModuleType
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -13,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.inspection import is_a, parts_held
+from pytorch_accel_lite.base.inspection import parts_held
 
 #: What :func:`marks_of` returns: numbers and types, which refer to no data.
 Marks: TypeAlias = list[object]
@@ -45,30 +44,32 @@ def marks_of(roots: Iterable[object]) -> Marks:
     left = [*roots]
     while left and len(seen) < _MOST_OBJECTS:
         item = left.pop()
-        if is_a(item, *_PLAIN):
+        kind = type(item)  # rather than isinstance, as a proxy says that it is of the class of what it stands for
+        if issubclass(kind, _PLAIN):
             marks.append(hash(item))
         elif id(item) not in seen:
             seen[id(item)] = item
-            marks.append(type(item))
+            marks.append(kind)
             marks += _own_marks(item)
-            left += [] if is_a(item, *_LEAVES) else parts_held(item)
+            left += [] if issubclass(kind, _LEAVES) else parts_held(item)
     return marks
 
 
-def _own_marks(item: object) -> Iterator[object]:
+def _own_marks(item: Any) -> Iterator[object]:
     """Yield marks of an object, other than those of what ``parts_held`` returns."""
-    if is_a(item, torch.Tensor):
+    kind = type(item)
+    if issubclass(kind, torch.Tensor):
         yield _mark_of_tensor(item)
-    elif is_a(item, np.ndarray, np.generic):
+    elif issubclass(kind, (np.ndarray, np.generic)):
         yield _mark_of_array(np.asarray(item))
-    elif is_a(item, ModuleType, type):
+    elif issubclass(kind, (ModuleType, type)):
         yield id(item)
-    elif is_a(item, dict) and len(item) <= _SHORT:
+    elif issubclass(kind, dict) and len(item) <= _SHORT:
         yield from map(hash, item)
-    elif is_a(item, list, tuple, dict, set, frozenset):
+    elif issubclass(kind, (list, tuple, dict, set, frozenset)):
         yield id(item) if len(item) > _SHORT else None
         yield _mark_of_elements(item)
-    elif hasattr(type(item), "iloc"):
+    elif hasattr(kind, "iloc"):
         yield from _marks_of_table(item)
 
 
@@ -135,16 +136,17 @@ def _some_of(elements: Sequence[object] | npt.NDArray[Any], most: int) -> Sequen
     return elements if len(elements) <= most else elements[:: -(-len(elements) * _PART // most)]
 
 
-def _mark_of_element(element: object, depth: int) -> int:
-    if is_a(element, *_PLAIN):
+def _mark_of_element(element: Any, depth: int) -> int:
+    kind = type(element)
+    if issubclass(kind, _PLAIN):
         return hash(element)
-    if is_a(element, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return hash((id(element), _version_of(element)))
-    if is_a(element, np.ndarray):
+    if issubclass(kind, np.ndarray):
         few = element.reshape(-1)[:: max(element.size // _PIECES, 1)]
         return hash((id(element), few.tobytes() if element.dtype != object and element.flags.writeable else None))
-    if depth and is_a(element, list, tuple, dict):
-        parts = chain(element, element.values()) if is_a(element, dict) else iter(element)
-        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in islice(parts, _SHORT))))
+    if depth and issubclass(kind, (list, tuple, dict)):
+        parts = [*element, *element.values()] if issubclass(kind, dict) else element
+        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in parts[:_SHORT])))
     held = getattr(element, "__dict__", None)
     return hash((id(element), _mark_of_element(held, depth - 1) if depth and held else 0))

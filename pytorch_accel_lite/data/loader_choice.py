@@ -71,7 +71,8 @@ def shard(
     resolved = LoaderOptions(seed, training, **options)
     # Including torchdata's StatefulDataLoader, which has the same options.
     packages = ("torch", "torchdata")
-    is_of_torch = isinstance(source, DataLoader) and package_of(type(source).__iter__) in packages
+    is_own = type(source) is not DataLoader and isinstance(source, DataLoader)
+    is_of_torch = package_of(type(source).__iter__) in packages if is_own else isinstance(source, DataLoader)
     if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
         if resolved.shares is not None:
             dataset = getattr(source, "dataset", source)

@@ -222,9 +222,9 @@ class NamedSampler(Sampler[tuple[int, ...]]):
             yield from torch.randperm(size).tolist() if self.shuffle else range(size)
 
 
-def describe_lengths(sampler: object) -> str:
-    """Return in a line how datasets of different lengths are read in an epoch; empty for a sampler of others."""
-    if not isinstance(sampler, NamedSampler) or len(set(sampler.datasets.sizes.values())) == 1:
+def describe_lengths(sampler: NamedSampler) -> str:
+    """Return in a line how datasets of different lengths are read in an epoch; empty if all have one length."""
+    if len(set(sampler.datasets.sizes.values())) == 1:
         return ""
     sizes, length = sampler.datasets.sizes, len(sampler)
     deciding = next(name for name, size in sizes.items() if size == length)

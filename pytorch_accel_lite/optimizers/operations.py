@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -65,9 +65,9 @@ def is_created(optimizer: object) -> TypeGuard[Optimizer]:
     return hasattr(optimizer, "param_groups")
 
 
-def optimized_parameters(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of all groups of an optimizer."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def optimized_parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def needs_closure(optimizer: TrainerOptimizer) -> list[str]:

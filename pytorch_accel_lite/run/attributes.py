@@ -64,7 +64,7 @@ def registered(trainer: TrainerLike) -> dict[str, HasStateDict]:
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
     """Return the parameters of the trainer's optimizer, which may not exist yet, and of optimizers in attributes."""
     if is_created(trainer.optimizer):
-        optimized = list(optimized_parameters(trainer.optimizer))
+        optimized = optimized_parameters(trainer.optimizer)
     elif trainer.optimizer is None:
         optimized = []
     else:

@@ -523,10 +523,12 @@ class CallbackHandler:
         return [type(callback).__name__ for callback in self.callbacks]
 
     def configure_run(self, trainer: object, request: RunRequest) -> None:
-        """Let every callback declare what it needs from a run."""
+        """Let every callback declare what it needs from a run, and find the listeners of all events."""
         for callback in self.callbacks:
             configure: Listener = callback.configure_run  # the trainer as the layers above know it
             configure(trainer, request)
+        for event in EVENTS:
+            self.listeners[event]
 
     def warn_of_unknown_events(self) -> None:
         """Warn of methods that are named almost like an event, or like one of other libraries."""

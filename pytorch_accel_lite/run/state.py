@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.inspection import find_length, overridden_methods
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -172,6 +172,7 @@ class TrainerLike(Protocol):
     def _create_run_config(self, per_device_batch_size: int, **settings: object) -> TrainerRunConfig: ...
     def _create_step(self, run: Run) -> Step: ...
     def _step_after_epoch(self) -> None: ...
+    def _check_scheduler(self, request: RunRequest) -> None: ...
     def _run_training(self) -> None: ...
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool: ...
     def _run_eval_epoch(
@@ -288,6 +289,9 @@ class Step:
 class Run:
     """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
 
+    :ivar ranks: the processes of the job, and their communication
+    :ivar device: the device of this process
+    :ivar overridden: names of the methods of a trainer that the user's class overrides
     :ivar request: the settings requested for the run
     :ivar config: the settings resolved from the request and the data
     :ivar step: how the run trains on a batch
@@ -320,10 +324,13 @@ class Run:
     :ivar global_modes: settings of torch after the starting events
     """
 
+    ranks: Ranks
     control: StopCoordinator
     window: GradientWindow
     request: RunRequest
     data: RunData
+    device: torch.device
+    overridden: frozenset[str]
     config: TrainerRunConfig | None = None
     step: Step = field(default_factory=Step)
     schedule: RunSchedule = field(default_factory=RunSchedule)
@@ -361,17 +368,29 @@ class Run:
     @classmethod
     def create(
         cls,
-        ranks: Ranks,
+        trainer: TrainerLike,
         request: RunRequest,
         train_data: NamedData | None = None,
         eval_data: NamedData | None = None,
         collate_fn: CollateFunction | None = None,
+        ranks: Ranks | None = None,
     ) -> Run:
-        """Create a run that has not started yet. A dict of training datasets is combined into one."""
+        """Create a run that has not started yet. A dict of training datasets is combined into one.
+
+        :param ranks: the processes, if the trainer has no run yet to take them from
+        """
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
-        window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        return cls(StopCoordinator(ranks), window, request, RunData(ranks, train_data, eval_data, collate_fn))
+        ranks = ranks or trainer.ranks
+        return cls(
+            ranks=ranks,
+            control=StopCoordinator(ranks),
+            window=GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1),
+            request=request,
+            data=RunData(ranks, train_data, eval_data, collate_fn),
+            device=trainer.device,
+            overridden=overridden_methods(trainer),
+        )
 
     def __repr__(self) -> str:
         return f"Run({self.request.kind}, {self.progress})"

@@ -139,7 +139,7 @@ def estimate_memory(
         memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
     # More of them take as much as two.
     request.gradient_accumulation_steps = min(Accumulation(gradient_accumulation_steps).largest, 2)
-    run = Run.create(self.ranks, request, train_dataset, collate_fn=collate_fn)
+    run = Run.create(self, request, train_dataset, collate_fn=collate_fn)
     how = _sharding(self, world_size, sharded)
     with preserving_generators():
         batch = _read_batch(self, run, per_device_batch_size, train_dataloader_kwargs)
