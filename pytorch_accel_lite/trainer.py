@@ -70,7 +70,7 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
-from pytorch_accel_lite.run.state import Run, Step, run_to_change
+from pytorch_accel_lite.run.state import CompiledForwardLike, Logical, Run, Step, run_to_change
 from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
@@ -381,10 +381,12 @@ class Trainer:
         self.open_runs: list[Run] = []
         self.current_run = Run.create(self, RunRequest(), ranks=Ranks(self.accelerator))
         self.current_run.data.seed = self.seed
-        self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
+        self.logical: Logical | None = None if logical_processes is None else LogicalProcesses(self, logical_processes)
         self._batch_adapter = BatchAdapter(model)
         self._latest_eval_dataset: NamedData | None = None
-        self.compiled_forward = CompiledForward.create(self, compile_step, self._batch_adapter)
+        self.compiled_forward: CompiledForwardLike | None = CompiledForward.create(
+            self, compile_step, self._batch_adapter
+        )
         shutdown.register(self)
         self._library_attributes = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
