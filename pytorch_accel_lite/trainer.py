@@ -42,6 +42,10 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
+from pytorch_accel_lite.extension_names import with_missing
+from pytorch_accel_lite.extensions.checking import program_check
+from pytorch_accel_lite.extensions.memory_estimate import estimate
+from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
     arguments,
     collectives,
@@ -83,7 +87,6 @@ from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compiled import CompiledForward
 from pytorch_accel_lite.steps.logical import LogicalProcesses
-from pytorch_accel_lite.tuning import diagnosis, finders, memory, program_check
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -110,6 +113,7 @@ _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed
 _GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
 
 
+@with_missing
 @suggest_arguments
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
@@ -594,7 +598,7 @@ class Trainer:
     find_batch_size = finders.find_batch_size
     check = program_check.check
     diagnose = diagnosis.diagnose
-    estimate_memory = memory.estimate_memory
+    estimate_memory = estimate.estimate_memory
     summary = model_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
