@@ -3,15 +3,16 @@
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.composed_streams import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
-from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.packing import PackSequences, packed_attention, packed_mask, packed_mask_function, unpack
-from pytorch_accel_lite.data.sources import IndexedData
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
 from pytorch_accel_lite.data.token_batches import TokenBatchSampler
 
 __all__ = [
-    "Batch", "Data", "FailedRead", "IndexedData", "LoaderOptions", "Mixture", "MixtureSampler", "MixtureStream",
-    "NamedData", "NamedDatasets", "NamedSampler", "OwnShard", "PackSequences", "ShardedLoader", "ShuffledStream",
-    "TokenBatchSampler", "packed_attention", "packed_mask", "packed_mask_function", "shard", "unpack",
+    "Batch", "BatchData", "CollateFunction", "Data", "FailedRead", "IndexedData", "LoaderKwargs", "LoaderOptions",
+    "Mixture", "MixtureSampler", "MixtureStream", "NamedData", "NamedDatasets", "NamedSampler", "OwnShard",
+    "PackSequences", "Sample", "ShardedLoader", "ShuffledStream", "Source", "TokenBatchSampler", "packed_attention",
+    "packed_mask", "packed_mask_function", "shard", "unpack",
 ]  # fmt: skip
