@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
+
+C = TypeVar("C", bound=type)
 
 #: Names of the package; those of ``callbacks`` and of ``Trainer`` with these before them.
-OFFERED = {"experiment": ("compare_runs", "compare_seeds", "cross_validate")}
+OFFERED = {
+    "checking": ("Trainer.check",),
+    "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "memory_estimate": ("Trainer.estimate_memory",),
+    "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+}
 
 
 def missing(name: str, prefix: str = "") -> AttributeError:
@@ -20,3 +28,25 @@ def missing(name: str, prefix: str = "") -> AttributeError:
             )
     owner = f"{prefix!r} object" if prefix[:1].isupper() else f"module {f'{folder}.{prefix}'.rstrip('.')!r}"
     return AttributeError(f"{owner} has no attribute {name!r}")
+
+
+class _Missing:
+    """A method that an extension gives a class, where its folder has been deleted."""
+
+    def __init__(self, error: AttributeError) -> None:
+        self._error = error
+
+    def __get__(self, instance: object, owner: type) -> object:
+        raise AttributeError(str(self._error))
+
+
+def with_missing(cls: C) -> C:
+    """Let a class say so of the methods that it lacks because an extension has been deleted.
+
+    A ``__getattr__`` would make each attribute of each instance slower to read, and hide the errors of properties.
+    """
+    for name in [name for names in OFFERED.values() for name in names]:
+        prefix, _, method = name.rpartition(".")
+        if prefix == cls.__name__ and not hasattr(cls, method):
+            setattr(cls, method, _Missing(missing(method, prefix)))
+    return cls
