@@ -25,8 +25,6 @@ class ShardedStep(PlainStep):
         from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
         self._fsdp_modules = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
-            module for module in trainer.model.modules() if isinstance(module, FSDPModule)
-        ]
         self._reduces = True
         for sharded in self._fsdp_modules:  # a run that failed within a window may have disabled it
             sharded.set_requires_gradient_sync(True, recurse=False)
