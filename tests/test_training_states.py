@@ -1617,7 +1617,7 @@ class OwnQueue:
 def test_a_job_can_return_to_a_queue_of_the_users_own(tmp_path, monkeypatch, capsys):
     queue = OwnQueue()
     monkeypatch.setitem(JOB_QUEUES, "Own", queue)
-    interrupt = listener(on_train_step_end=lambda trainer: os.kill(os.getpid(), signal.SIGUSR1))
+    interrupt = listener(on_train_step_end=lambda trainer, **_: os.kill(os.getpid(), signal.SIGUSR1))
     trainer = make_trainer([interrupt, SaveTrainingStateCallback(tmp_path, requeue=True)])
     with pytest.raises(SystemExit):
         train(trainer)
