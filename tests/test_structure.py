@@ -26,7 +26,7 @@ FACADE = {
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 ROOMS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "plotting", "data", "run", "checkpoint",
-    "loop", "steps", "callbacks", "tuning", "compat", "trainer",
+    "loop", "steps", "callbacks", "tuning", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}

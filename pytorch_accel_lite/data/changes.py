@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.inspection import is_a, parts_held
 
 #: What :func:`marks_of` returns: numbers and types, which refer to no data.
-Marks = list[Any]
+Marks: TypeAlias = list[object]
+
+#: A list, tuple, set, dict or array of objects.
+_Elements: TypeAlias = Any
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 #: What is not searched for more.
@@ -28,7 +33,7 @@ _MOST_BYTES = 1 << 24  # of an array
 _PIECES, _PIECE = 1 << 10, 1 << 12  # of a larger one, and bytes of each
 
 
-def marks_of(roots: Iterable[Any]) -> Marks:
+def marks_of(roots: Iterable[object]) -> Marks:
     """Return what differs if objects, or what they hold, are no longer the same; reads nothing from a device.
 
     Compared are the attributes of objects at any depth, and what functions use: numbers, names, the shapes, versions
@@ -36,7 +41,7 @@ def marks_of(roots: Iterable[Any]) -> Marks:
     array that is changed in place, a part is compared.
     """
     marks: Marks = []
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     left = [*roots]
     while left and len(seen) < _MOST_OBJECTS:
         item = left.pop()
@@ -50,7 +55,7 @@ def marks_of(roots: Iterable[Any]) -> Marks:
     return marks
 
 
-def _own_marks(item: Any) -> Iterator[Any]:
+def _own_marks(item: object) -> Iterator[object]:
     """Yield marks of an object, other than those of what ``parts_held`` returns."""
     if is_a(item, torch.Tensor):
         yield _mark_of_tensor(item)
@@ -67,7 +72,7 @@ def _own_marks(item: Any) -> Iterator[Any]:
         yield from _marks_of_table(item)
 
 
-def _marks_of_table(table: Any) -> Iterator[Any]:
+def _marks_of_table(table: Any) -> Iterator[object]:
     """Yield marks of the columns of a data frame, or of a series."""
     columns = [table] if len(table.shape) == 1 else [table.iloc[:, number] for number in range(table.shape[1])]
     yield table.shape
@@ -75,7 +80,7 @@ def _marks_of_table(table: Any) -> Iterator[Any]:
         yield _mark_of_array(column.to_numpy(), compares_address=False)
 
 
-def _mark_of_tensor(tensor: torch.Tensor) -> Any:
+def _mark_of_tensor(tensor: torch.Tensor) -> object:
     shape = () if tensor.is_nested else tuple(tensor.shape)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.dtype, shape, _version_of(tensor)
@@ -96,7 +101,7 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _mark_of_array(array: Any, compares_address: bool = True) -> Any:
+def _mark_of_array(array: npt.NDArray[Any], compares_address: bool = True) -> object:
     address = array.__array_interface__["data"][0] if compares_address else None
     if array.dtype == object:
         return array.shape, address, _mark_of_elements(array.reshape(-1))
@@ -112,7 +117,7 @@ def _mark_of_array(array: Any, compares_address: bool = True) -> Any:
     return array.dtype.str, array.shape, address, number
 
 
-def _mark_of_elements(elements: Any) -> int:
+def _mark_of_elements(elements: _Elements) -> int:
     """Return a hash of the elements of a list, dict, set or array of objects; of some, if there are very many."""
     length = len(elements)
     if isinstance(elements, (set, frozenset)):
@@ -126,11 +131,11 @@ def _mark_of_elements(elements: Any) -> int:
     return hash((length, *(_mark_of_element(element, depth=3) for element in few)))
 
 
-def _some_of(elements: Any, most: int) -> Any:
+def _some_of(elements: Sequence[object] | npt.NDArray[Any], most: int) -> Sequence[object] | npt.NDArray[Any]:
     return elements if len(elements) <= most else elements[:: -(-len(elements) * _PART // most)]
 
 
-def _mark_of_element(element: Any, depth: int) -> int:
+def _mark_of_element(element: object, depth: int) -> int:
     if is_a(element, *_PLAIN):
         return hash(element)
     if is_a(element, torch.Tensor):
@@ -139,7 +144,7 @@ def _mark_of_element(element: Any, depth: int) -> int:
         few = element.reshape(-1)[:: max(element.size // _PIECES, 1)]
         return hash((id(element), few.tobytes() if element.dtype != object and element.flags.writeable else None))
     if depth and is_a(element, list, tuple, dict):
-        parts = [*element, *element.values()] if is_a(element, dict) else element
-        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in parts[:_SHORT])))
+        parts = chain(element, element.values()) if is_a(element, dict) else iter(element)
+        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in islice(parts, _SHORT))))
     held = getattr(element, "__dict__", None)
     return hash((id(element), _mark_of_element(held, depth - 1) if depth and held else 0))
