@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-#: Names of the package; those of ``callbacks``, ``integrations`` and of ``Trainer`` with these before them.
+#: Names of the package; those of its modules and of ``Trainer`` with these before them.
 OFFERED = {
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "optuna": ("integrations.OptunaPruningCallback",),
+    "packing": (
+        "data.PackSequences",
+        "data.TokenBatchSampler",
+        "data.packed_attention",
+        "data.packed_mask",
+        "data.packed_mask_function",
+        "data.unpack",
+    ),
     "ray": ("integrations.RayReportCallback",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
 }

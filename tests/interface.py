@@ -20,6 +20,7 @@ MODULES = (
     ".finetuning",
     ".experiment",
     ".extending",
+    ".extending_data",
     ".integrations",
 )
 #: Not public by their names, but the ancestor's users override or read them.

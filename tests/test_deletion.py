@@ -23,11 +23,11 @@ WITHOUT_OTHERS = {("experiment", "__main__"), ("experiment", "experiment")}
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks, integrations
+from pytorch_accel_lite import Trainer, callbacks, data, integrations
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
-modules = {"callbacks": callbacks, "integrations": integrations}
+modules = {"callbacks": callbacks, "data": data, "integrations": integrations}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
