@@ -40,8 +40,8 @@ def save_model(
 ) -> None:
     """Save the model for use in other programs: its weights as safetensors, and a model card.
 
-    In a directory, a model of transformers is saved by its own ``save_pretrained``, and so are the adapters of a model
-    of PEFT, for ``from_pretrained`` of their libraries; see "Save and load" and "Adapters" in the docs.
+    In a directory, models of transformers, PEFT, diffusers and timm are saved as their own library saves and loads
+    them, with configuration and tokenizer; see "Save and load" in the docs.
 
     A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
     The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
