@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
+from pytorch_accel_lite.base.templates import render
 from pytorch_accel_lite.base.validation import check_positive_number
 from pytorch_accel_lite.loop.lifecycle import create_eval_loaders
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
@@ -46,6 +47,11 @@ CHECKS: tuple[Check, ...] = (
     checks_of_data.check_leakage,
     checks_of_training.check_learns,
 )
+
+
+# Colours that can be read on light and on dark pages, and marks for whoever sees none.
+_COLOURS = {"failed": "#d1453b", "warned": "#b7791f", "passed": "#2f9e57"}
+_MARKS = {"failed": "\u2717", "warned": "!", "passed": "\u2713"}
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,18 @@ class CheckReport(Report):
         return [
             (r.name, r.status if r in reported or not r.message else f"{r.status}: {r.message}") for r in self.results
         ]
+
+    def _repr_html_(self) -> str:
+        """Return a table of the checks with colours, the mistakes first; those that do not apply are folded."""
+        shown = [*self.failures, *self.warnings, *self.passed]
+        return render(
+            "check.html",
+            summary=self.summary(),
+            results=shown,
+            left_out=self.not_applicable,
+            colours=_COLOURS,
+            marks=_MARKS,
+        )
 
     def notes(self) -> list[str]:
         """Return what was found, why it matters and what to change."""

@@ -123,8 +123,8 @@ def describe(groups: Mapping[str, Group], wanted: str) -> str:
     chosen = groups.get(wanted)
     options = [option for group in groups.values() for option in group.options if option.key == wanted]
     if chosen is None and not options:
-        names = [*groups, *(option.key for group in groups.values() for option in group.options)]
-        hint = suggest(wanted, names, 0.5) or f" There are the groups {', '.join(groups)}."
+        keys = [*groups, *(option.key for group in groups.values() for option in group.options)]
+        hint = suggest(wanted, keys, 0.5) or f" There are the groups {', '.join(groups)}."
         raise ExperimentError(f"{wanted!r} is not a group of options, nor one of them.{hint}")
     lines: list[str] = []
     if chosen is not None:
