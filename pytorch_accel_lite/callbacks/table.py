@@ -391,7 +391,7 @@ class _RunTable:
         if self._best_row in rows and self._marked_column in columns:
             bold = rows.index(self._best_row), columns.index(self._marked_column)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
-        output.html = table("", cells, columns, [*notes, *summary], bold)
+        output.html = table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
         lines = (self._line(row, layout) for row in rows)
         output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
         output.refresh()
