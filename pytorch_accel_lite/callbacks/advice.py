@@ -67,7 +67,7 @@ class AdviceCallback(TrainerCallback):
             return
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
-        self._skipped = -trainer.current_run.step.skipped_updates
+        self._skipped = -trainer.run.step.skipped_updates
         self._norms = GradientNorms()
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
@@ -92,14 +92,14 @@ class AdviceCallback(TrainerCallback):
             self._highest = max(self._highest, self._rate)
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._skipped += trainer.update_was_skipped and not trainer.current_run.step.skips_update
+        self._skipped += trainer.update_was_skipped and not trainer.run.step.skips_update
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
             self._has_trained_before = True
-            self._skipped += trainer.current_run.step.skipped_updates
+            self._skipped += trainer.run.step.skipped_updates
             set_listening(trainer, self, False, *STEP_EVENTS["training"])
             self._advice = list(self._advise(trainer))
 
@@ -149,21 +149,21 @@ class AdviceCallback(TrainerCallback):
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
             yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
-        step = trainer.current_run.step
+        step = trainer.run.step
         if isinstance(step, ManualStep):
             for name in [name for name in step.optimizers if name not in step.updated]:
                 yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
         if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
-            yield from _check_loss(first, trainer.current_run.recorded_losses["train_loss_epoch"])
+            yield from _check_loss(first, trainer.run.recorded_losses["train_loss_epoch"])
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._check_schedule(trainer)
 
     def _check_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
         is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
-        if is_last or trainer.current_run.is_finished or math.isnan(self._rate):
+        if is_last or trainer.run.is_finished or math.isnan(self._rate):
             return
         initial = max((float(group.get("initial_lr", 0.0)) for group in trainer.optimizer.param_groups), default=0.0)
         name = type(trainer.scheduler).__name__

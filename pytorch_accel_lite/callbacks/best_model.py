@@ -91,7 +91,7 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = False
-        metrics = trainer.current_run.request.metrics.directions
+        metrics = trainer.run.request.metrics.directions
         if str(self.save_path) in metrics and trainer.ranks.rank == 0:
             warn_outside(
                 f"SaveBestModelCallback(save_path={str(self.save_path)!r}) is named like a metric of the run, but "
@@ -110,14 +110,14 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Look at the value for which the run may have been stopped, before the end of the epoch."""
-        if trainer.train_dataloader is not None and (self._is_due or trainer.current_run.epoch_phase):
+        if trainer.train_dataloader is not None and (self._is_due or trainer.run.epoch_phase):
             self._handle_new(trainer, mid_epoch=True)
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         """Save the model if the value is the best, or among those to keep."""
         epoch = trainer.run_history.current_epoch
         if self.keep > 1 and not math.isnan(metric):
-            within_epochs = trainer.current_run.evaluates_within_epochs
+            within_epochs = trainer.run.evaluates_within_epochs
             label = f"update{trainer.progress.update:09d}" if within_epochs else f"epoch{epoch:04d}"
             self._keep(trainer, metric, epoch, label)
         if self._watched.is_better(metric, self.best_metric):

@@ -55,7 +55,7 @@ class SkipFailedBatchesCallback(TrainerCallback):
         self._left_out = 0
 
     def _begin_inference(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.outer is None:
+        if trainer.run.outer is None:
             self.failures = []
         self._left_out = 0
 
@@ -82,11 +82,11 @@ class SkipFailedBatchesCallback(TrainerCallback):
     on_eval_batch_skipped = on_predict_batch_skipped = _leave_out
 
     def _end_inference(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        left_out = trainer.current_run.left_out
+        left_out = trainer.run.left_out
         self._left_out = 0
         if left_out is None or not left_out.is_gathered:  # of a prediction that was not iterated to its end
             return
-        name = trainer.current_run.data.eval_dataset_name
+        name = trainer.run.data.eval_dataset_name
         place = {"phase": left_out.phase, "epoch": trainer.progress.epoch} | ({"dataset": name} if name else {})
         self.failures += [place | {"step": batch.step} | batch.as_failure() for batch in left_out.batches]
         self._check_number(trainer, len(self.failures), left_out.first_error)

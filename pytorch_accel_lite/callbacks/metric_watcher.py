@@ -58,8 +58,8 @@ class MetricWatcher(TrainerCallback):
     on_train_step_checkpoint = on_train_step_start
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        # The values of evaluate() are not those of the run.
-        self._is_due |= "evaluation_loss" not in trainer.current_run.recorded_losses
+        # The values of evaluate() within a run are not its own.
+        self._is_due |= trainer.run.kind == "training"
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._handle_new(trainer, mid_epoch=False)

@@ -112,7 +112,7 @@ class ModelEmaCallback(MetricWatcher):
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
         self._is_due = False
-        follows = self.evaluate_during_training and trainer.current_run.evaluates_within_epochs
+        follows = self.evaluate_during_training and trainer.run.evaluates_within_epochs
         set_listening(trainer, self, follows, "on_train_step_start", "on_train_step_checkpoint")
         self._average.to(trainer.device)
         # Rank 0's weights have been broadcast to all ranks by now. A resumed run restores the average later, if its
@@ -167,11 +167,11 @@ class ModelEmaCallback(MetricWatcher):
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self.evaluate_during_training:
             self._save(trainer, {})
-        elif trainer.current_run.evaluation_is_due:
+        elif trainer.run.evaluation_is_due:
             self._handle_new(trainer, mid_epoch=False)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: Any) -> None:
-        self._is_due |= not is_intermediate and "evaluation_loss" not in trainer.current_run.recorded_losses
+        self._is_due |= not is_intermediate and trainer.run.kind == "training"
 
     def _handle_new(self, trainer: TrainerLike, mid_epoch: bool) -> None:
         """Evaluate the average after an evaluation of the run, and save it if it is the best."""

@@ -41,7 +41,7 @@ class ModelSummaryCallback(TrainerCallback):
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         set_listening(trainer, self, False, "on_train_step_start")
-        batch = trainer.current_run.batch
+        batch = trainer.run.batch
         if batch is not None:
             with preserving_generators(), inference(trainer):
                 trainer.print(_summarise(trainer, batch.data, self.depth))

@@ -23,7 +23,7 @@ from pytorch_accel_lite.callbacks.operation_watch import OperationWatch, are_fin
 from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.state import Run, TrainerLike
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
 
@@ -42,6 +42,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.triggered = False
+        self._run: Run | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -51,10 +52,12 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.triggered = False
+        self._run = trainer.run
         self._clear()
 
     def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        latest = trainer.current_run.loss_trackers["loss"].loss_value
+        run = self._run or trainer.run  # kept, as a property costs a call in each step
+        latest = run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # the loss is in host memory and has already been read
         losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
@@ -82,13 +85,13 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._check_recorded(trainer, "training", "train_{}_epoch")
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns its losses
+        if trainer.run.kind == "training":  # evaluate() returns its losses
             self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
     def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
         """Check the mean of the loss, and those of its parts: other numbers that steps log may be NaN."""
-        recorded = trainer.current_run.recorded_losses
-        names = ["loss", *sorted(trainer.current_run.loss_trackers.parts)]
+        recorded = trainer.run.recorded_losses
+        names = ["loss", *sorted(trainer.run.loss_trackers.parts)]
         metrics = [form.format(name) for form in formats for name in names]
         losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
         if not all(map(math.isfinite, losses.values())):
@@ -238,16 +241,16 @@ class NaNReportCallback(TrainerCallback):
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._num_before = len(self._window)
-        self._parts = trainer.current_run.step.num_microbatches
+        self._parts = trainer.run.step.num_microbatches
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_step(trainer)
 
     def on_backward_start(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        if trainer.current_run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
-            self._parts = trainer.current_run.step.num_microbatches
+        if trainer.run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
+            self._parts = trainer.run.step.num_microbatches
             del self._window[self._num_before :]
-        self._window.append((trainer.current_run.batch_indices, self._calls or []))
+        self._window.append((trainer.run.batch_indices, self._calls or []))
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_backward()
@@ -303,7 +306,7 @@ class NaNReportCallback(TrainerCallback):
             "indices": [indices for indices, _ in self._window],
             "origin": asdict(origin),
             "state": next((os.fspath(state) for state in _saved_states(trainer)), None),
-            "has_seed": trainer.current_run.data.seed is not None,
+            "has_seed": trainer.run.data.seed is not None,
             "parameters_with_such_gradients": gradients,
         }
         write_text(self.report, json.dumps(summary, indent=2, default=str) + "\n")
@@ -315,7 +318,7 @@ class NaNReportCallback(TrainerCallback):
 
 def _saved_states(trainer: TrainerLike) -> Iterator[StrPath]:
     """Yield the newest training state of each callback that saves them."""
-    for source in trainer.current_run.request.state_sources:
+    for source in trainer.run.request.state_sources:
         if (state := getattr(source, "latest_saved", None)) is not None:
             yield state
 
@@ -435,7 +438,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        name = trainer.current_run.step.updating
+        name = trainer.run.step.updating
         norm = to_float(total_norm(trainer).detach())
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam

@@ -70,7 +70,7 @@ class ShowOutputsCallback(TrainerCallback):
         self._has_warned = False
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self.every.start(trainer.current_run, "every")
+        self.every.start(trainer.run, "every")
         self.shown = []
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -80,8 +80,8 @@ class ShowOutputsCallback(TrainerCallback):
         self._show_if_due(trainer, ends_epoch=True)
 
     def _show_if_due(self, trainer: TrainerLike, ends_epoch: bool) -> None:
-        if self.every.is_due(trainer.current_run, ends_epoch=ends_epoch):
-            self.every.advance(trainer.current_run, ends_epoch=ends_epoch)
+        if self.every.is_due(trainer.run, ends_epoch=ends_epoch):
+            self.every.advance(trainer.run, ends_epoch=ends_epoch)
             update, values = trainer.progress.update, self._compute(trainer)
             pictures = self._find_pictures(values)
             paths = {name: os.fspath(self.folder / f"{as_file_name(name)}-{update:06d}.png") for name in pictures}
@@ -127,7 +127,7 @@ class ShowOutputsCallback(TrainerCallback):
             mixed_precision(trainer.accelerator),
         ):
             model.eval()
-            seed_all(mix(trainer.current_run.data.seed or 0, trainer.progress.update))
+            seed_all(mix(trainer.run.data.seed or 0, trainer.progress.update))
             value = self.function(model)
         values = value if isinstance(value, Mapping) else {self.name: value}
         return {str(name): part for name, part in values.items()}

@@ -88,7 +88,7 @@ class PredictionWriterCallback(TrainerCallback):
         :param weights: fingerprint of the weights
         :return: that number, and whether predictions of other or unknown weights were removed
         """
-        trainer.current_run.locks.callback(lock_path("directory", self.directory).release)
+        trainer.run.locks.callback(lock_path("directory", self.directory).release)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _DESCRIPTION
         existing = {} if self.overwrite or not path.exists() else _read_description(path)
@@ -138,7 +138,7 @@ class PredictionWriterCallback(TrainerCallback):
 
 
 def _indices_of_batch(trainer: TrainerLike) -> list[int]:
-    indices: list[int] | None = trainer.current_run.batch_indices
+    indices: list[int] | None = trainer.run.batch_indices
     if indices is None:
         raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
     return indices

@@ -22,7 +22,7 @@ class PrintProgressCallback(TrainerCallback):
         trainer.print(f"Starting epoch {epoch_of(trainer)}")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.end.is_regular:
+        if trainer.run.end.is_regular:
             trainer.print("Finishing training run")
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ class LogMetricsCallback(TrainerCallback):
         set_listening(trainer, self, True, "on_train_step_checkpoint")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.end.is_regular:
+        if trainer.run.end.is_regular:
             self._log_new(trainer)
 
     def _log_new(self, trainer: TrainerLike, **kwargs: Any) -> None:

@@ -124,7 +124,7 @@ class ProgressBarCallback(TrainerCallback):
 
     def _read_loss(self, trainer: TrainerLike) -> float | None:
         """Return the running loss; on a device, ``None`` until a copy has arrived that no step waits for."""
-        tracker = trainer.current_run.loss_trackers["loss"]
+        tracker = trainer.run.loss_trackers["loss"]
         total = tracker.total_loss
         if not isinstance(total, torch.Tensor) or not is_asynchronous(total.device):
             return float(tracker.average)
@@ -168,12 +168,12 @@ class ProgressBarCallback(TrainerCallback):
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self.pbar.disable:
             now = time.monotonic()
-            loss = trainer.current_run.loss_trackers["loss"].average
+            loss = trainer.run.loss_trackers["loss"].average
             self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now, loss), now)
         self.pbar.close()
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        name = trainer.current_run.data.eval_dataset_name
+        name = trainer.run.data.eval_dataset_name
         self._start_inference(trainer, "Evaluating" if name is None else f"Evaluating {visible(name)}")
 
     def _start_inference(self, trainer: TrainerLike, description: str) -> None:

@@ -135,22 +135,22 @@ class StepLogger(TrainerCallback, ABC):
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
         if self.every is not None:
-            self.every.start(trainer.current_run, self._argument)
+            self.every.start(trainer.run, self._argument)
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._begin_row_if_due(trainer):
             self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
 
     def _begin_row_if_due(self, trainer: TrainerLike, ends_epoch: bool = False) -> bool:
-        if self.every is None or not self.every.is_due(trainer.current_run, ends_epoch=ends_epoch):
+        if self.every is None or not self.every.is_due(trainer.run, ends_epoch=ends_epoch):
             return False
-        self.every.advance(trainer.current_run, ends_epoch=ends_epoch)
+        self.every.advance(trainer.run, ends_epoch=ends_epoch)
         self._pending.append(self._begin_row(trainer))
         return True
 
     def _begin_row(self, trainer: TrainerLike) -> _Row:
         """Begin a row, copying numbers on a device to host memory asynchronously."""
-        tracker = trainer.current_run.loss_trackers["loss"]
+        tracker = trainer.run.loss_trackers["loss"]
         metrics = sorted(trainer.step_metrics.items())
         values = [("", tracker.total_loss), ("", tracker.running_count), *metrics]
         numbers = [_number(name, value) for name, value in values]

@@ -74,7 +74,7 @@ class EarlyStoppingCallback(MetricWatcher):
         self._without_improvement: float | None = None  # the latest value that was not
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._run = trainer.current_run
+        self._run = trainer.run
         self._stops_at_once = False
         super().on_training_run_start(trainer)
 
@@ -181,9 +181,9 @@ class TimeLimitCallback(TrainerCallback):
         self.seconds = check_positive_number("limit", seconds)
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.clock >= self.seconds:
+        if trainer.run.clock >= self.seconds:
             raise RunPausedError(f"Stopping: the time limit of {timedelta(seconds=self.seconds)} is reached.")
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not trainer.current_run.is_finished:
+        if not trainer.run.is_finished:
             self.on_train_step_checkpoint(trainer)

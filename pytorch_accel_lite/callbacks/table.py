@@ -92,7 +92,7 @@ class ProgressTableCallback(LogMetricsCallback):
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
             self._row_every = None  # on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
-        trainer.current_run.end.messages.append(lambda: self._end(trainer))
+        trainer.run.end.messages.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)
@@ -103,7 +103,7 @@ class ProgressTableCallback(LogMetricsCallback):
     def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._table is None or self._row_every is None or trainer.progress.update % self._row_every:
             return
-        if not trainer.current_run.is_finished:
+        if not trainer.run.is_finished:
             self._running_means = self._table.means_since_last_row(trainer)
             # An evaluation at this update belongs to the same row.
             set_listening(trainer, self, True, "on_train_step_checkpoint")
@@ -169,7 +169,7 @@ class _RunTable:
     def __init__(self, trainer: TrainerLike, chosen: list[str] | None, is_drawn: bool) -> None:
         self._chosen = chosen
         self._is_drawn = is_drawn
-        self._expected = trainer.current_run.request.metrics
+        self._expected = trainer.run.request.metrics
         self._marked_metric, self._greater_is_better = self._choose_marked()
         self._marked_column = _title(self._marked_metric)
         self._best: tuple[float, str] | None = None
@@ -188,7 +188,7 @@ class _RunTable:
         self._trained: list[tuple[int, float]] = []  # samples and seconds of training, by epoch
         self._samples_before = 0  # the current epoch
         self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights at the previous row
-        self._times_before = {path: _modification_time(path) for path in trainer.current_run.request.paths}
+        self._times_before = {path: _modification_time(path) for path in trainer.run.request.paths}
         self._output: NotebookOutput | None = None
         if is_drawn and in_notebook() and trainer.accelerator.is_local_main_process:
             NotebookOutput.leave(trainer)
@@ -259,7 +259,7 @@ class _RunTable:
 
     def means_since_last_row(self, trainer: TrainerLike) -> dict[str, float]:
         """Return the means of the training losses since the previous row of this epoch. A collective operation."""
-        sums = trainer.current_run.loss_trackers.summed(trainer.ranks)
+        sums = trainer.run.loss_trackers.summed(trainer.ranks)
         means = {}
         for name, (total, weight) in sums.items():
             total_before, weight_before = self._sums.get(name, (0.0, 0.0))
@@ -392,7 +392,7 @@ class _RunTable:
         lines = [f"{summary} in {duration} ({_speed(self._trained)} samples/s)."]
         if self._best is not None:
             lines.append(f"Best: {self._best[1]}, {self._marked_column} {format_value(self._best[0])}.")
-        goodput = trainer.current_run.goodput
+        goodput = trainer.run.goodput
         if goodput.is_resumed or sum(goodput.seconds.values()) >= _LONG_RUN:
             lines.append(f"Time: {goodput}.")
         return [wrapped(line) for line in lines]
@@ -402,7 +402,7 @@ class _RunTable:
         is_resumed = self._first.update > 0
         rows = [
             (f"  {content}:", path)
-            for path, content in trainer.current_run.request.paths.items()
+            for path, content in trainer.run.request.paths.items()
             if (changed := _modification_time(path)) and (is_resumed or changed != self._times_before.get(path))
         ]
         width = max((len(content) for content, _ in rows), default=0)
@@ -422,14 +422,14 @@ def _default_interval(trainer: TrainerLike) -> int | None:
     """Return the number of updates between rows within an epoch of unknown length; ``None`` for other epochs."""
     if find_length(trainer.train_dataloader) is not None:
         return None
-    updates = trainer.current_run.request.max_num_train_steps
+    updates = trainer.run.request.max_num_train_steps
     return 500 if updates is None else max(int(float(f"{updates / 20:.0e}")), 10)
 
 
 def _num_steps(trainer: TrainerLike) -> int:
     """Return an upper bound of the steps of an epoch if it is known, or else a usual number."""
-    request = trainer.current_run.request
-    limit = (request.max_num_train_steps or 0) * trainer.current_run.accumulation.largest
+    request = trainer.run.request
+    limit = (request.max_num_train_steps or 0) * trainer.run.accumulation.largest
     return max(find_length(trainer.train_dataloader) or limit, 100)
 
 
@@ -440,7 +440,7 @@ def _needs_power(value: Any) -> bool:
 
 
 def _outcome(trainer: TrainerLike) -> str:
-    end = trainer.current_run.end
+    end = trainer.run.end
     if end.pause is not None:
         return "Interrupted" if isinstance(end.pause, RunInterruptedError) else "Paused"
     return "Trained" if end.reason is None else "Stopped"

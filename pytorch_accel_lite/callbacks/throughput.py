@@ -159,7 +159,7 @@ class ThroughputCallback(TrainerCallback):
         self._timer = DeviceTimer(trainer.device)
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._must_count and trainer.current_run.step.num_microbatches != self._failed_parts:
+        if self._must_count and trainer.run.step.num_microbatches != self._failed_parts:
             start = time.perf_counter()
             self._count(trainer)
             self._start += time.perf_counter() - start
@@ -168,7 +168,7 @@ class ThroughputCallback(TrainerCallback):
 
     def _count(self, trainer: TrainerLike) -> None:
         """Count the FLOPs of a forward and a backward pass on the current batch, and agree with the other processes."""
-        run = trainer.current_run
+        run = trainer.run
         counted, samples, failure, is_full = 0, 0, "", False
         if run.batch is not None and not run.batch.is_filler and not isinstance(run.batch.data, FailedRead):
             try:
@@ -227,7 +227,7 @@ class ThroughputCallback(TrainerCallback):
         seconds = time.perf_counter() - self._start
         items = None if self._items is None else float(self._items)
         world_size = trainer.ranks.world_size
-        sharing = world_size / trainer.current_run.data.ranks.world_size  # processes that share each batch
+        sharing = world_size / trainer.run.data.ranks.world_size  # processes that share each batch
         local = self._rates(float(self._samples), items, seconds, sharing)
         forward_seconds = self._timer.take().get("forward", 0.0)  # without waiting: the losses have already been read
         per_rank = trainer.all_gather_object((local, seconds, items, forward_seconds))

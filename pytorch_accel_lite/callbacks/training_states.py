@@ -195,15 +195,15 @@ class SaveTrainingStateCallback(TrainerCallback):
                 'with fully_shard for example, or pass sharded="auto", which saves shards if there are any.'
             )
         self._clear()
-        path, resumed = self._store.path_for(trainer.progress.update), trainer.current_run.resumed
+        path, resumed = self._store.path_for(trainer.progress.update), trainer.run.resumed
         if resumed is not None and resumed.directory == path:
             self._complete = path, trainer.progress.update
             if self._store.alive_at is not None:
-                trainer.current_run.goodput.note_sign_of_life(resumed.metadata["saved_at"], self._store.alive_at)
+                trainer.run.goodput.note_sign_of_life(resumed.metadata["saved_at"], self._store.alive_at)
         self._newest_time = trainer.ranks.broadcast_object(self._store.newest_time)
         self._resumed_at = trainer.progress.samples or None
         for interval in self._intervals:
-            interval.start(trainer.current_run, "save_every" if interval is self.save_every else "")
+            interval.start(trainer.run, "save_every" if interval is self.save_every else "")
         is_within_epochs = any(interval.is_within_epochs for interval in self._intervals)
         set_listening(trainer, self, is_within_epochs, "on_train_step_checkpoint")
         if self.asynchronous:
@@ -228,23 +228,23 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._resumed_at = None
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if any(interval.is_due(trainer.current_run) for interval in self._intervals):
+        if any(interval.is_due(trainer.run) for interval in self._intervals):
             self._save(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        is_due = any(interval.is_due(trainer.current_run) for interval in self._intervals if not interval.is_time)
-        if is_due or (self.save_at_end and trainer.current_run.is_finished):
+        is_due = any(interval.is_due(trainer.run) for interval in self._intervals if not interval.is_time)
+        if is_due or (self.save_at_end and trainer.run.is_finished):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:  # an evaluation
             return
-        if not (self.save_at_end or trainer.current_run.end.pause is not None):
+        if not (self.save_at_end or trainer.run.end.pause is not None):
             return
         if trainer.progress.samples == self._resumed_at:  # the state that it resumed from remains
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
             return
-        if not trainer.current_run.window.is_between_updates:
+        if not trainer.run.window.is_between_updates:
             trainer.print(
                 "No training state was saved: the run was stopped within an accumulation window or a step, after "
                 f"update {trainer.progress.update}. To stop after one, raise StopTrainingError in "
@@ -264,7 +264,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._writer = None
             self._store.unlock()
-        end = trainer.current_run.end
+        end = trainer.run.end
         complete, self._complete = self._complete, None
         if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
@@ -272,7 +272,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             end.messages.append(lambda: _explain_how_to_resume(trainer, complete, pause))
 
     def _requeue(self, trainer: TrainerLike) -> None:
-        if message := slurm.requeue_after(trainer.current_run.end.pause):
+        if message := slurm.requeue_after(trainer.run.end.pause):
             trainer.print(message)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -288,13 +288,13 @@ class SaveTrainingStateCallback(TrainerCallback):
     def _save(self, trainer: TrainerLike) -> None:
         begin = time.monotonic()
         for interval in self._intervals:
-            interval.advance(trainer.current_run)
-        progress = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
+            interval.advance(trainer.run)
+        progress = trainer.progress.state_dict() | {"stop_reason": trainer.run.end.reason}
         if progress == self._saved:
             return
         trainer.check_weights()
         if self._writer is not None:
-            with trainer.current_run.goodput.counting("saving"), self._handling_errors(trainer):
+            with trainer.run.goodput.counting("saving"), self._handling_errors(trainer):
                 self._writer.wait()
         update = trainer.progress.update
         path = self._store.path_for(update)
@@ -313,7 +313,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.save_training_state(path, writer=self._writer, then=finish, **options)
         if self._pace is not None:
             (pause,) = trainer.ranks.max([time.monotonic() - begin])
-            self._pace.note_pause(pause, trainer.current_run)
+            self._pace.note_pause(pause, trainer.run)
 
     def _rotate(self, update: int) -> None:
         self._store.rotate(self.max_checkpoints, {state_name(update)})

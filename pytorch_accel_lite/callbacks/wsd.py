@@ -78,11 +78,11 @@ class WSDCheckpointCallback(TrainerCallback):
     on_train_step_checkpoint = _save_due
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.is_finished:
+        if trainer.run.is_finished:
             self._save_last(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.end.pause is None:  # a paused run will be resumed
+        if trainer.run.end.pause is None:  # a paused run will be resumed
             self._save_last(trainer)
 
     def _save_last(self, trainer: TrainerLike) -> None:

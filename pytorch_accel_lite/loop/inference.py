@@ -38,6 +38,7 @@ def inference_run(
     """
     batch_size = int(batch_size)
     run = trainer.current_run.derive()
+    run.kind = request.kind
     run.data.eval_dataset = dataset
     run.data.collate_fn = collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
