@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -12,14 +11,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite import compat
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.reprs import join_wrapped
+from pytorch_accel_lite.base.types import HasStateDict, Tree
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -34,13 +33,17 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data import NamedData
+from pytorch_accel_lite.data import NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loss_shapes import LossFunction
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.loop import (
     arguments,
     collectives,
+    compat,
     evaluation,
     gradients,
     lifecycle,
@@ -52,19 +55,19 @@ from pytorch_accel_lite.loop import (
     training,
 )
 from pytorch_accel_lite.loop.arguments import check_parallelism
+from pytorch_accel_lite.loop.fit import LoaderArguments, fit
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
-from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
+from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
-from pytorch_accel_lite.run.signals import ending_in_order, exit_after
 from pytorch_accel_lite.run.state import Run, Step, run_to_change
 from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
@@ -182,61 +185,61 @@ class Trainer:
         run_to_change(self).config = config
 
     @property
-    def step_metrics(self) -> dict[str, Any]:
+    def step_metrics(self) -> dict[str, MetricValue]:
         """Values measured by callbacks in the latest update, by name: numbers, or tensors on the device."""
         return self.current_run.step_metrics
 
     @step_metrics.setter
-    def step_metrics(self, metrics: dict[str, Any]) -> None:
+    def step_metrics(self, metrics: dict[str, MetricValue]) -> None:
         run_to_change(self).step_metrics = metrics
 
     @property
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> Source:
         """The dataset that the run trains on."""
         return self.current_run.data.train_dataset
 
     @train_dataset.setter
-    def train_dataset(self, dataset: Any) -> None:
+    def train_dataset(self, dataset: Source) -> None:
         run_to_change(self).data.train_dataset = dataset
 
     @property
-    def eval_dataset(self) -> Any:
+    def eval_dataset(self) -> Source:
         """The dataset that the run evaluates on."""
         return self.current_run.data.eval_dataset
 
     @eval_dataset.setter
-    def eval_dataset(self, dataset: Any) -> None:
+    def eval_dataset(self, dataset: Source) -> None:
         run_to_change(self).data.eval_dataset = dataset
 
     @property
-    def collate_fn(self) -> Callable[[Any], Any] | None:
+    def collate_fn(self) -> CollateFunction | None:
         """What makes a batch from a list of samples, if it was passed."""
-        return self.current_run.data.collate_fn  # type: ignore[no-any-return]
+        return self.current_run.data.collate_fn
 
     @collate_fn.setter
-    def collate_fn(self, collate_fn: Callable[[Any], Any] | None) -> None:
+    def collate_fn(self, collate_fn: CollateFunction | None) -> None:
         run_to_change(self).data.collate_fn = collate_fn
 
     @property
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> ShardedLoader | None:
         """The loader of this process's training batches. It can be replaced during a run."""
         return self.current_run.data.train_loader
 
     @train_dataloader.setter
-    def train_dataloader(self, loader: Any) -> None:
+    def train_dataloader(self, loader: Source) -> None:
         run_to_change(self, loader_of="train").data.train_loader = loader
 
     @property
-    def eval_dataloader(self) -> Any:
+    def eval_dataloader(self) -> ShardedLoader | None:
         """The loader of this process's evaluation batches, of the dataset that is being evaluated."""
         return self.current_run.data.eval_loader
 
     @eval_dataloader.setter
-    def eval_dataloader(self, loader: Any) -> None:
+    def eval_dataloader(self, loader: Source) -> None:
         run_to_change(self, loader_of="eval").data.eval_loader = loader
 
     @property
-    def eval_dataloaders(self) -> list[Any]:
+    def eval_dataloaders(self) -> list[ShardedLoader]:
         """The loaders of this process's evaluation batches, for all datasets."""
         return self.current_run.data.all_eval_loaders
 
@@ -245,19 +248,19 @@ class Trainer:
     _eval_dataloader = eval_dataloader
 
     @property
-    def _train_dl_kwargs(self) -> dict[str, Any] | None:
+    def _train_dl_kwargs(self) -> LoaderKwargs | None:
         return self.current_run.data.train_loader_kwargs
 
     @_train_dl_kwargs.setter
-    def _train_dl_kwargs(self, kwargs: dict[str, Any] | None) -> None:
+    def _train_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
         run_to_change(self).data.train_loader_kwargs = kwargs
 
     @property
-    def _eval_dl_kwargs(self) -> dict[str, Any] | None:
+    def _eval_dl_kwargs(self) -> LoaderKwargs | None:
         return self.current_run.data.eval_loader_kwargs
 
     @_eval_dl_kwargs.setter
-    def _eval_dl_kwargs(self, kwargs: dict[str, Any] | None) -> None:
+    def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
         run_to_change(self).data.eval_loader_kwargs = kwargs
 
     # A subclass may use the names of these for its own attributes, as nothing in the package reads them.
@@ -312,7 +315,7 @@ class Trainer:
         return self.current_run.data.eval_dataset_name
 
     @Shadowable
-    def batch_indices(self) -> list[Any] | None:
+    def batch_indices(self) -> list[Index] | None:
         """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
 
         ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
@@ -333,7 +336,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        loss_func: Callable[..., Any] | None,
+        loss_func: LossFunction | None,
         optimizer: optimizers.Optimizers | optimizers.OptimizerFactory | None,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
@@ -361,7 +364,7 @@ class Trainer:
         arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: Any = combine_or_defer(optimizer)
+        self.optimizer: optimizers.TrainerOptimizer = combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
@@ -374,16 +377,16 @@ class Trainer:
         self.channels_last = channels_last
         self.check_replicas = check_replicas
         self.deterministic = deterministic
-        self.scheduler: Any = None
-        self.create_scheduler_fn: Any = None
-        self.registered_objects: dict[str, Any] = {}
+        self.scheduler: optimizers.TrainerScheduler = None
+        self.create_scheduler_fn: optimizers.SchedulerFactory | None = None
+        self.registered_objects: dict[str, HasStateDict] = {}
         self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
+        self.current_run = Run.create(self, RunRequest(), ranks=Ranks(self.accelerator))
         self.current_run.data.seed = self.seed
         self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
         self.__adapter = BatchAdapter(model)  # a name only we can have
-        self._latest_eval_dataset: Any = None
+        self._latest_eval_dataset: NamedData | None = None
         self.compiled_forward = CompiledForward.create(self, compile_step, self.__adapter)
         shutdown.register(self)
         self._library_attributes = vars(self).keys() - before
@@ -401,10 +404,10 @@ class Trainer:
         gradient_accumulation_steps: int | Mapping[int, int] = 1,
         gradient_clip_value: float | None = None,
         create_scheduler_fn: ScheduleArgument | None = None,
-        train_dataloader_kwargs: dict[str, Any] | None = None,
-        eval_dataloader_kwargs: dict[str, Any] | None = None,
+        train_dataloader_kwargs: LoaderKwargs | None = None,
+        eval_dataloader_kwargs: LoaderKwargs | None = None,
         reset_run_history: bool = True,
-        collate_fn: Callable[[Any], Any] | None = None,
+        collate_fn: CollateFunction | None = None,
         resume_from: str | os.PathLike[str] | None = None,
         *,
         gradient_clip_norm: float | None = None,
@@ -480,29 +483,16 @@ class Trainer:
         arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
         arguments.check_resume_from(resume_from)
-        if create_scheduler_fn is not None or warmup_steps:
-            create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
+        has_schedule = create_scheduler_fn is not None or warmup_steps
+        schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         arguments.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
-        batch_size = int(size)  # may be a numpy integer
-        run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
-        self.create_scheduler_fn = create_scheduler_fn
-        call = "train()" if resume_from is None else "train(resume_from=...)"
-        with run.goodput.running(), lifecycle.entering(self, run, call):
-            lifecycle.find_data(self, run, batch_size, of_train, of_eval, resume_from)
-            lifecycle.begin_training(self, run, batch_size)
-            scheduling.begin_schedule(self, run, self._check_scheduler)
-            lifecycle.start_or_resume(self, run, reset_run_history)
-            with ending_in_order(run.control.request) if request.ends_at_signals else nullcontext():
-                training.begin(self, run)
-                if is_overridden(self, "_run_training"):
-                    compat.run_training(self, run)
-                else:
-                    training.train(self, run)
-        if run.end.pause is not None:
-            exit_after(run.end.pause)
+        self.create_scheduler_fn = schedule
+        run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
+        loaders = LoaderArguments(int(size), of_train, of_eval)  # the size may be an integer of numpy
+        fit(self, run, loaders, resume_from, reset_run_history)
 
     evaluate = evaluation.evaluate
     run_evaluation = evaluation.run_evaluation
@@ -532,7 +522,7 @@ class Trainer:
         """
         saving.check_weights(self)
 
-    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+    def register_for_checkpointing(self, name: str, obj: HasStateDict) -> None:
         """Include one of your own objects in every training state.
 
         A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
@@ -549,7 +539,7 @@ class Trainer:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         check_subclass(cls, Trainer, EVENTS)
 
@@ -559,13 +549,15 @@ class Trainer:
     def _run_training(self) -> None:
         training.train(self, self.current_run)
 
-    def _run_train_epoch(self, train_dl: Any) -> bool:
+    def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
         if not run.is_in_loop:
             compat.begin_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
-    def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
+    def _run_eval_epoch(
+        self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
+    ) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
 
     def _find_accelerator(self, accelerator: Accelerator | None, mixed_precision: str | None) -> Accelerator:
@@ -594,9 +586,12 @@ class Trainer:
         return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
-        return lifecycle.resolve_run_config(self, replace(self.current_run.request, **asked), per_device_batch_size)
+        run = self.current_run
+        return lifecycle.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
 
-    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+    def create_train_dataloader(
+        self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]:
         """Return the loader of training batches. Override it to create your own.
 
         The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
@@ -609,21 +604,23 @@ class Trainer:
         source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
-    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+    def create_eval_dataloader(
+        self, batch_size: int, eval_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
         source, self._eval_dl_kwargs = loader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
-    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+    def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
         """Return the default arguments of the training dataloader: shuffled, with workers if they are worthwhile."""
         return default_loader_kwargs(self.train_dataset, batch_size, True, self.accelerator)
 
-    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
         """Return the default arguments of the evaluation dataloader: in order, with workers if they are worthwhile."""
         return default_loader_kwargs(self.eval_dataset, batch_size, False, self.accelerator)
 
-    def create_scheduler(self) -> Any:
+    def create_scheduler(self) -> optimizers.TrainerScheduler:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
@@ -631,11 +628,11 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        create = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
+        create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
             check_scheduler(self.scheduler, request, create, steps_itself)
 
-    def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None:
+    def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
 
         :param mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
@@ -651,7 +648,7 @@ class Trainer:
         """Called when a training epoch starts. Sets the model to training mode by default."""
         self.model.train()
 
-    def calculate_train_batch_loss(self, batch: Any) -> BatchOutput:
+    def calculate_train_batch_loss(self, batch: BatchData) -> BatchOutput:
         """Return the loss and the outputs of a training batch.
 
         By default, a tuple or list ``(inputs, targets)`` is used as ``loss_func(model(inputs), targets)``; further
@@ -668,7 +665,7 @@ class Trainer:
         adapter = self.compiled_forward or self.__adapter
         return adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
-    def train_step(self, batch: Any) -> BatchOutput | None:
+    def train_step(self, batch: BatchData) -> BatchOutput | None:
         """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
 
         Compute losses and call :meth:`update` for each, as often as needed. A step counts as one update, however many
@@ -718,7 +715,7 @@ class Trainer:
             far
         :raises TypeError: if ``scheduler_step`` is overridden and this method is not
         """
-        if is_overridden(self, "scheduler_step"):
+        if "scheduler_step" in self.current_run.overridden:
             raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
         for _ in range(num_updates):
             self.scheduler.step()
@@ -737,7 +734,7 @@ class Trainer:
         """Called when an evaluation starts. Sets the model to evaluation mode by default."""
         self.model.eval()
 
-    def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
+    def calculate_eval_batch_loss(self, batch: BatchData) -> BatchOutput:
         """Return the loss and the outputs of an evaluation batch, like :meth:`calculate_train_batch_loss`.
 
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
@@ -760,7 +757,7 @@ class Trainer:
     def evaluation_run_end(self) -> None:
         """Called when ``evaluate`` ends."""
 
-    def calculate_predict_batch_output(self, batch: Any) -> Any:
+    def calculate_predict_batch_output(self, batch: BatchData) -> Tree:
         """Return the model's outputs for a batch in ``predict``. Override it to post-process them.
 
         By default, the model is called with the first element of a tuple or list, or with the keys of a dict that
@@ -838,7 +835,7 @@ class Trainer:
         """
         replicas.compare_replicas(self)
 
-    def call_event(self, event: str, **kwargs: Any) -> None:
+    def call_event(self, event: str, **kwargs: object) -> None:
         """Fire an event, which may be your own. Call it on every process.
 
         A request to end the run is raised after the event on a single process, and synchronised between several. A
@@ -880,7 +877,7 @@ class Trainer:
         """The device of this process."""
         return self.accelerator.device  # type: ignore[no-any-return]
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print once on every machine."""
         self.accelerator.print(*args, **kwargs)
 
@@ -913,7 +910,7 @@ class Trainer:
         sizes = [0 if isinstance(p, UninitializedParameter) else p.numel() for p in model.parameters()]
         lazy = " + ?" if any(isinstance(p, UninitializedParameter) for p in model.parameters()) else ""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper, in a run
-        parts: dict[str, Any] = {
+        parts: dict[str, object] = {
             "model": type(model).__name__,
             "parameters": f"{sum(sizes):,}{lazy}",
             "optimizer": type(optimizer).__name__ if optimizers.is_created(optimizer) else repr(optimizer),

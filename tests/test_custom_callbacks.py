@@ -107,7 +107,7 @@ def test_methods_in_the_styles_that_the_type_checker_accepts_are_called():
 
 def test_the_events_of_the_base_class_tell_an_editor_what_they_pass():
     """The handler passes what they declare, and no more: the event of each run is called with these names."""
-    keywords = "batch: 'Any', batch_output: 'dict[str, Any]', step: 'int', **kwargs: 'Any'"
+    keywords = "batch: 'BatchData', batch_output: 'BatchOutput', step: 'int', **kwargs: 'object'"
     declared = inspect.signature(TrainerCallback.on_train_step_end)
     assert str(declared) == f"(self, trainer: 'Trainer', *, {keywords}) -> 'None'"
     passed: dict[str, set[str]] = {}

@@ -25,7 +25,7 @@ FACADE = {
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 ROOMS = (
     "base", "distributed", "optimizers", "schedulers", "plotting", "data", "run", "checkpoint", "loop", "steps",
-    "callbacks", "tuning", "compat", "trainer",
+    "callbacks", "tuning", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}

@@ -424,7 +424,7 @@ def test_a_program_that_a_signal_ends_says_last_how_to_resume_and_exits_as_shell
     )  # fmt: skip
     assert done.returncode == code, done.stdout  # shells show 130 for -2
     assert ("Traceback" in done.stdout) == (number == signal.SIGINT)
-    assert "pytorch_accel_lite/engine" not in done.stdout
+    assert "pytorch_accel_lite/loop" not in done.stdout
     said = " ".join(done.stdout.split())
     assert f"The run is saved in '{tmp_path}/update-000000003'" in said or not saves
     assert said.endswith('arguments and resume_from="latest".' if saves else "KeyboardInterrupt")

@@ -11,7 +11,7 @@ import sysconfig
 import warnings
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import TextIO
 
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
@@ -44,7 +44,7 @@ def in_notebook() -> bool:
     return kernel is not None and getattr(session, "pid", os.getpid()) == os.getpid()
 
 
-def is_terminal(stream: Any) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
     """Whether a stream is a terminal; ``None`` is not."""
     return bool(stream is not None and stream.isatty())
 
@@ -86,14 +86,14 @@ def leave_out_libraries(error: BaseException) -> None:
     error.__suppress_context__ = True
 
 
-def is_in_this_package(module: Any) -> bool:
+def is_in_this_package(module: object) -> bool:
     """Whether a module, given by its name, belongs to this package."""
     return str(module).partition(".")[0] == "pytorch_accel_lite"
 
 
-def is_of_library(module: Any) -> bool:
-    """Whether a module belongs to this package, to Python or to an installed package."""
-    file = getattr(sys.modules.get(module), "__dict__", {}).get("__file__")
+def is_of_library(module: object) -> bool:
+    """Whether a module, given by its name, belongs to this package, to Python or to an installed package."""
+    file = getattr(sys.modules.get(str(module)), "__dict__", {}).get("__file__")
     return is_in_this_package(module) or (file is not None and os.path.realpath(file).startswith(LIBRARIES))
 
 

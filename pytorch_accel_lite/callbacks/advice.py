@@ -117,7 +117,7 @@ class AdviceCallback(TrainerCallback):
             self._advice = []
 
     def _advise(self, trainer: TrainerLike) -> Iterator[str]:
-        waited = trainer.train_dataloader.seconds_waited
+        waited = trainer.current_run.data.required_train_loader.seconds_waited
         duration = time.perf_counter() - self._start
         if waited >= max(0.2 * duration, self.min_seconds):
             yield (

@@ -212,9 +212,9 @@ def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
     for name, value in (*training_facts(record), *environment_facts(record)):
         if value:
             yield name, value
-    for name, value in training.config.notable().items():
+    for name, setting in training.config.notable().items():
         if not name.startswith(_OMITTED):
-            yield name.replace("_", " ").capitalize(), format_metric(value)
+            yield name.replace("_", " ").capitalize(), format_metric(setting)
     for log in trainer.callback_handler:
         for name, value in log.config.items() if isinstance(log, RunLogCallback) else ():
             yield name, format_metric(value)

@@ -75,7 +75,7 @@ def summary(
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         inference(self),
     ):
-        for batch in run.data.eval_loader.steps(run.progress.epoch):
+        for batch in run.data.required_eval_loader.steps(run.progress.epoch):
             return _summarise(self, batch.data, depth)
     raise ValueError(f"dataset={dataset!r} gave no batch.")
 

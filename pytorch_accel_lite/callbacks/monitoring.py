@@ -193,12 +193,12 @@ class DeviceMemoryCallback(TrainerCallback):
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         memory = module_of(trainer.device)
-        if hasattr(memory, "reset_peak_memory_stats"):
+        if memory is not None and hasattr(memory, "reset_peak_memory_stats"):
             memory.reset_peak_memory_stats(trainer.device)
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         memory = module_of(trainer.device)
-        if hasattr(memory, "reset_peak_memory_stats"):
+        if memory is not None and hasattr(memory, "reset_peak_memory_stats"):
             used = {
                 "memory_allocated_mib": memory.max_memory_allocated(trainer.device) / _MIB,
                 "memory_reserved_mib": memory.max_memory_reserved(trainer.device) / _MIB,

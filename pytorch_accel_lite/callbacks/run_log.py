@@ -33,7 +33,7 @@ from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.run_page import ShownPicture, pages, shown_outputs
 from pytorch_accel_lite.checkpoint.files import write_text
-from pytorch_accel_lite.optimizers.operations import parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -255,7 +255,8 @@ def launch_command(trainer: TrainerLike) -> list[str] | None:
 def describe(trainer: TrainerLike) -> dict[str, str]:
     """Return one-line descriptions of the model, the loss, the optimizer and the schedule."""
     loss = trainer.loss_func
-    optimizers = parts_of(trainer.optimizer) or {"": getattr(trainer.optimizer, "optimizer", trainer.optimizer)}
+    single: TrainerOptimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizers = parts_of(trainer.optimizer) or {"": single}
     schedulers = {name: getattr(part, "scheduler", part) for name, part in schedulers_in(trainer.scheduler).items()}
     schedules = {name: _describe_scheduler(part) for name, part in schedulers.items() if part is not None}
     described = {name: describe_optimizer(part) for name, part in optimizers.items() if part is not None}

@@ -56,7 +56,7 @@ def _is_a(model: nn.Module, package: str, kind: str) -> bool:
     return package in sys.modules and isinstance(model, getattr(sys.modules[package], kind, ()))
 
 
-def _trained_beside_adapters(model: Any) -> list[str]:
+def _trained_beside_adapters(model: nn.Module) -> list[str]:
     """Return the parameters that are trained, and modules that follow the data, which PEFT does not save."""
     saved = set(adapter_names(model).values())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

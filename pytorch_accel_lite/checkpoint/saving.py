@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
     load_attribute_states,
@@ -98,7 +99,7 @@ def _agree(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
 def save_checkpoint(
     self: TrainerLike,
     save_path: PathOrFile,
-    checkpoint_kwargs: dict[str, Any] | None = None,
+    checkpoint_kwargs: StateDict | None = None,
     save_optimizer: bool = True,
     save_scheduler: bool = True,
     save_per_node: bool = True,
@@ -135,7 +136,7 @@ def save_checkpoint(
     with _timed(self), attributes.evaluating_optimizers(self):
         _warn_of_weights(self, "save_checkpoint")
         weights = model_state(model, writes)
-        checkpoint: dict[str, Any] = {"model_state_dict": weights}
+        checkpoint: StateDict = {"model_state_dict": weights}
         if trainable_only and writes:
             checkpoint[FROZEN] = leave_out_frozen(model, weights)
         state = None if self.optimizer is None or not save_optimizer else self.optimizer.state_dict()
@@ -159,7 +160,7 @@ def load_checkpoint(
     load_scheduler: bool = True,
     *,
     strict: bool = True,
-) -> dict[str, Any]:
+) -> StateDict:
     """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file.
 
     Also loads the states of the loss function and of the trainer's attributes, if both the file and the trainer have
@@ -222,7 +223,7 @@ def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str
         )
 
 
-def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> dict[str, Any]:
+def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> StateDict:
     """Return the content of a checkpoint, of a directory of weights for a model, or of a training state.
 
     Call it on every process.
@@ -248,9 +249,9 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
-def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> dict[str, Any]:
+def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
     """Return the content of an open file of this process, if those of all can be read. Call it on every process."""
-    checkpoint: dict[str, Any] = {}
+    checkpoint: StateDict = {}
 
     def read() -> None:
         check_open_file("checkpoint_path", file, to_write=False)
@@ -351,7 +352,7 @@ def check_weights(self: TrainerLike) -> None:
 def save_training_state(
     self: TrainerLike,
     output_dir: StrPath,
-    checkpoint_kwargs: dict[str, Any] | None = None,
+    checkpoint_kwargs: StateDict | None = None,
     *,
     writer: BackgroundWriter | None = None,
     then: Callable[[], None] | None = None,
@@ -408,7 +409,7 @@ def save_training_state(
             writer.start(write)
 
 
-def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]:
+def load_training_state(self: TrainerLike, input_dir: StrPath) -> StateDict:
     """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
 
     :param input_dir: directory or URL of the state

@@ -4,9 +4,10 @@ from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.composed_streams import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_choice import Data, IndexedData, NamedData, shard
+from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.packing import PackSequences, packed_attention, packed_mask, packed_mask_function, unpack
+from pytorch_accel_lite.data.sources import IndexedData
 from pytorch_accel_lite.data.token_batches import TokenBatchSampler
 
 __all__ = [

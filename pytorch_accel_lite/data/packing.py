@@ -14,7 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import IGNORED_LABEL, first_label, tensors_in, without_adapters
+from pytorch_accel_lite.data.sources import Sample
 
 _ROW_KEYS = ("input_ids", "labels")
 
@@ -54,14 +56,14 @@ class PackSequences:
         if model is not None:
             self._adapt_to(model)
 
-    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Tree]:
         """Return the batch of some samples."""
         parts = [_columns(sample) for sample in samples]
         if other := next((part for part in parts if part.keys() != parts[0].keys()), None):
             raise ValueError(f"The samples of a batch to pack have {[*parts[0]]} and {[*other]}. Give all the same.")
         sizes = [len(part["input_ids"]) for part in parts]
         bounds = [0, *itertools.accumulate(sizes)]
-        batch: dict[str, Any] = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
+        batch: dict[str, Tree] = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
         if self.causal:
             batch.setdefault("labels", batch["input_ids"].clone())[0, bounds[:-1]] = IGNORED_LABEL
         first = self.first_position
@@ -107,7 +109,7 @@ class PackSequences:
         ) from failure
 
 
-def _columns(sample: Any) -> dict[str, torch.Tensor]:
+def _columns(sample: Sample) -> dict[str, torch.Tensor]:
     """Return the values of a sample for each of its tokens, by name."""
     named = sample if isinstance(sample, Mapping) else None
     if named is None:
@@ -136,7 +138,7 @@ def _columns(sample: Any) -> dict[str, torch.Tensor]:
     return columns
 
 
-def _as_tensor(name: str, values: Any) -> torch.Tensor:
+def _as_tensor(name: str, values: object) -> torch.Tensor:
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
@@ -146,7 +148,7 @@ def _as_tensor(name: str, values: Any) -> torch.Tensor:
         ) from None
 
 
-def _has_windows(config: Any) -> bool:
+def _has_windows(config: object) -> bool:
     """Whether the attention of some layers is limited to windows, which a given mask would replace."""
     return any(getattr(config, name, None) for name in ("sliding_window", "local_attention")) or any(
         "full" not in kind for kind in getattr(config, "layer_types", None) or ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.data.sources import IndexedData, Sample
 
 #: Relative resolution, a power of two, at which lengths are distinguished when samples are grouped.
 _RESOLUTION = 16
@@ -43,9 +43,9 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        data: Any,
+        data: IndexedData,
         max_tokens: int = 4096,
-        length: Callable[[Any], int] | None = None,
+        length: Callable[[Sample], int] | None = None,
         shuffle: bool = True,
         packed: bool = False,
     ) -> None:
@@ -78,7 +78,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return f"TokenBatchSampler({len(self.lengths)} samples, max_tokens={self.max_tokens}, {len(self)} batches)"
 
 
-def _num_tokens(sample: Any) -> int:
+def _num_tokens(sample: Sample) -> int:
     if isinstance(sample, Mapping):
         raise TypeError(
             f"length=len of a dict is the number of its keys, here {len(sample)}. Pass the length of its tokens, such "
@@ -87,7 +87,7 @@ def _num_tokens(sample: Any) -> int:
     return len(sample)
 
 
-def _checked(values: Any, max_tokens: int) -> npt.NDArray[np.int64]:
+def _checked(values: object, max_tokens: int) -> npt.NDArray[np.int64]:
     lengths = np.asarray(values)
     if not lengths.size or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise ValueError(

@@ -236,7 +236,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
             f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
-    in_optimizer = list(optimized_parameters(trainer.optimizer))
+    in_optimizer = optimized_parameters(trainer.optimizer)
     modules = [model, *attributes.modules(trainer).values()]
     in_modules = {parameter for module in modules for parameter in module.parameters()}
     if in_optimizer and in_modules.isdisjoint(in_optimizer):

@@ -19,7 +19,7 @@ from pytorch_accel_lite.loop.inference import compute_batches, inference, infere
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.loop.logged_values import create_trackers
-from pytorch_accel_lite.loop.modes import is_in_training_mode, warn_of_other_mode
+from pytorch_accel_lite.loop.modes import call_start
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import RunHistory, count_values
@@ -47,9 +47,7 @@ def evaluate_all(
     """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
     data = run.data
     losses: dict[str, float] = {}
-    # What is left at its default is not passed: an override may lack the argument, as it may in pytorch-accelerated.
-    how = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
-    loaders = data.eval_loaders or {"": data.eval_loader}
+    loaders = data.eval_loaders or {"": data.required_eval_loader}
     of_run = is_training and not is_intermediate
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
@@ -63,7 +61,12 @@ def evaluate_all(
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.completes_evaluation = of_run and number == len(loaders)
-                trainer._run_eval_epoch(loader, **how)
+                if "_run_eval_epoch" in run.overridden:
+                    # Only what is not its default: an override may lack the argument, as in pytorch-accelerated.
+                    passed = {} if is_training else {"is_training": False}
+                    trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
+                else:
+                    evaluation_epoch(trainer, run, loader, is_training, is_intermediate)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
@@ -121,12 +124,10 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     """Evaluate on one dataset and record its losses."""
     completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
     trainer.eval_epoch_start()
-    was_training = is_in_training_mode(trainer)
     run.loss_trackers = create_trackers(trainer)
-    trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
-    warn_of_other_mode(trainer, was_training, "evaluation")
+    call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
-    sync_ddp_buffers(trainer.model, trainer.ranks)
+    sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.left_out = None if run.left_out is None else LeftOut("evaluation")
     with inference(trainer), nullcontext() if trainer.logical is None else preserving_generators():

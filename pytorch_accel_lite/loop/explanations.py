@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import checked_by, is_ours
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.data import Batch, FailedRead
@@ -140,7 +140,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
         where += f", epoch {run.progress.epoch}"
     elif number is None:
         return
-    ranks = trainer.ranks
+    ranks = run.ranks
     process = f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else ""
     if number is None:
         if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others tell by themselves
@@ -256,7 +256,7 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
     """
     loss, size = output["loss"], output["batch_size"]
     _warn_of_missing_evaluation_loss(trainer, output)
-    uses_loss_func = not (is_overridden(trainer, "calculate_train_batch_loss") or is_overridden(trainer, "train_step"))
+    uses_loss_func = trainer.current_run.overridden.isdisjoint({"calculate_train_batch_loss", "train_step"})
     if uses_loss_func and _has_sum(trainer.loss_func):
         _warn_of_sum("loss_func has reduction='sum'")
     elif isinstance(size, int) and adds_up_samples(loss, size):
@@ -277,10 +277,11 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
 
 
 def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: dict[str, Any]) -> None:
+    overridden = trainer.current_run.overridden
     has_training_loss_only = (
         trainer.loss_func is None
-        and is_overridden(trainer, "calculate_train_batch_loss")
-        and not is_overridden(trainer, "calculate_eval_batch_loss")
+        and "calculate_train_batch_loss" in overridden
+        and "calculate_eval_batch_loss" not in overridden
         and isinstance(output.get("model_outputs"), torch.Tensor)  # the model seems to return no loss of its own
     )
     if has_training_loss_only and trainer.current_run.data.all_eval_loaders:

@@ -33,7 +33,7 @@ def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torc
 
 def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     """Return the parameters that an update changes: the optimizer's, and the model's if it optimizes copies of them."""
-    optimized = list(optimized_parameters(trainer.optimizer))
+    optimized = optimized_parameters(trainer.optimizer)
     ids = set(map(id, optimized))
     has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
     if has_model or trainer.current_run.step.updates_one_by_one:  # it may be for another module
@@ -93,7 +93,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
         has_scaler = trainer.accelerator.scaler is not None
         if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
-        optimized = list(optimized_parameters(run.step.optimizer_to_update(trainer)))
+        optimized = optimized_parameters(run.step.optimizer_to_update(trainer))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
         if are_sharded(optimized):
             run.step.gradient_norm = total_norm_of_shards(gradients)

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.inspection import overridden_methods
 from pytorch_accel_lite.base.modules import reshard, unwrap
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data import Batch, FailedRead
@@ -39,6 +40,7 @@ def inference_run(
     batch_size = int(batch_size)
     run = trainer.current_run.derive()
     run.kind = request.kind
+    run.overridden = overridden_methods(trainer)
     run.data.eval_dataset = dataset
     run.data.collate_fn = collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):

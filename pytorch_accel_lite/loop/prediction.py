@@ -153,7 +153,7 @@ class _Report(NamedTuple):
 def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Any]]:
     """Yield for each step the outputs of all processes, which they gather after a number of steps."""
     ranks = trainer.data_ranks
-    is_late = is_collected and is_asynchronous(trainer.device)
+    is_late = is_collected and is_asynchronous(run.device)
     outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
     generators: dict[str, Any] = {}
     if is_collected and ranks.world_size == 1:
@@ -204,7 +204,7 @@ def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
 
     The copies are in pinned memory, which is not kept: there may be many.
     """
-    device = trainer.device
+    device = run.device
     before: tuple[list[Any], Any] | None = None
     for copies in _outputs(trainer, run, partial(torch.Tensor.to, device="cpu", non_blocking=True)):
         if before is not None:
@@ -229,8 +229,8 @@ def _outputs(
     """
     listeners = trainer.callback_handler.listeners
     shares: list[Any] = []
-    is_checked = trainer.ranks.rank > 0
-    batches = run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample)
+    is_checked = run.ranks.rank > 0
+    batches = run.data.required_eval_loader.steps(run.progress.epoch, run.request.first_sample)
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
         if listeners["on_predict_step_end"] and output is not OMITTED:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
 from pytorch_accel_lite.optimizers.combined import combine
@@ -29,7 +28,9 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
     apply_model_options(trainer)
-    averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
+    averages = (
+        "train_step" in trainer.current_run.overridden or trainer.logical is not None
+    )  # the step does so by itself
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
     trainer.prepared_model = prepared
     trainer.model = prepared.model
@@ -40,6 +41,8 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
 
 def apply_model_options(trainer: TrainerLike) -> None:
     """Change the memory format of the model and compile it, in place and as requested, unless it is compiled."""
+    if not trainer.channels_last and trainer.compile_model is False:
+        return
     model = trainer.get_model()
     if trainer.channels_last:
         model.to(memory_format=torch.channels_last)

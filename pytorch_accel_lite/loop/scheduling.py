@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import accepts, is_overridden
+from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
@@ -35,24 +35,23 @@ from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
 
 
-def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest], None]) -> None:
-    """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates.
-
-    :param check: validates the run; if it raises an error, the optimizer keeps its rates
-    """
+def begin_schedule(trainer: TrainerLike, run: Run) -> None:
+    """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates."""
     trainer.scheduler = None
     run.schedule.final_rates = [] if run.before is None else run.before.schedule.final_rates
-    has_schedule = trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler")
+    has_schedule = trainer.create_scheduler_fn is not None or "create_scheduler" in run.overridden
     if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
-        _begin_from_initial_rates(trainer, run, has_schedule, check)
+        _begin_from_initial_rates(trainer, run, has_schedule)
     else:
-        check(run.request)
-    if trainer.ranks.rank == 0:
+        trainer._check_scheduler(run.request)
+    if run.ranks.rank == 0:
         _warn_of_unused_scales(trainer)
 
 
 def _warn_of_unused_scales(trainer: TrainerLike) -> None:
     """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into the parameter groups."""
+    if not any("lr_scale" in group for group in trainer.optimizer.param_groups):
+        return
     schedulers = schedulers_in(trainer.scheduler).values()
     applies = any(isinstance(part, PlannedLrScheduler) or hasattr(part, "update_groups") for part in schedulers)
     if applies or not has_unused_scales(trainer.optimizer):
@@ -66,9 +65,8 @@ def _warn_of_unused_scales(trainer: TrainerLike) -> None:
     )
 
 
-def _begin_from_initial_rates(
-    trainer: TrainerLike, run: Run, has_schedule: bool, check: Callable[[RunRequest], None]
-) -> None:
+def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool) -> None:
+    """Create the scheduler; if it cannot be stepped, the optimizer keeps its rates."""
     optimizer = trainer.optimizer
     now = scheduled_options(optimizer)
     initial = initial_options(optimizer, run.schedule.final_rates)
@@ -84,7 +82,7 @@ def _begin_from_initial_rates(
                     raise
                 set_options(optimizer, now)
                 trainer.scheduler = trainer.create_scheduler()
-        check(run.request)
+        trainer._check_scheduler(run.request)
     except Exception:
         set_options(optimizer, now)
         raise
@@ -180,7 +178,7 @@ def _check_optimizer(trainer: TrainerLike) -> None:
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
         if groups and trained.isdisjoint(map(id, groups)):
             function = f"create_scheduler_fn[{name!r}]" if name else "create_scheduler_fn"
-            source = "create_scheduler" if is_overridden(trainer, "create_scheduler") else function
+            source = "create_scheduler" if "create_scheduler" in trainer.current_run.overridden else function
             raise ValueError(
                 f"{source} returned a {type(scheduler).__name__} of another optimizer, so the learning rate of the "
                 "trainer's would never change. Create it from the optimizer that the function is passed, which is "
@@ -259,7 +257,7 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
     """Check that a schedule that cannot be stepped beyond its end is at least as long as the run."""
     config = run.required_config
     requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
-    if is_overridden(trainer, "scheduler_step") or requested is None:
+    if "scheduler_step" in run.overridden or requested is None:
         return
     for scheduler in schedulers_in(trainer.scheduler).values():
         if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:
@@ -337,7 +335,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
-        if not is_overridden(trainer, "advance_scheduler"):
+        if "advance_scheduler" not in run.overridden:
             # Rounding between the two lengths of epochs may shift the position by this many updates.
             reach = 2 + 2 * math.ceil(per_epoch / before)
             first = max(0, position - reach)
@@ -368,7 +366,7 @@ def _updates_made(run: Run, per_epoch: int) -> int:
     updates: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
         return updates
-    remaining: int | None = run.data.train_loader.steps_left(progress.samples_in_epoch)
+    remaining: int | None = run.data.required_train_loader.steps_left(progress.samples_in_epoch)
     if remaining is None:
         nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
         return updates + min(nominal, per_epoch)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
 from pytorch_accel_lite.base.text import listed
@@ -30,7 +29,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
 
     Call it on every process.
     """
-    if is_overridden(trainer, "parallelize_model"):
+    if "parallelize_model" in run.overridden:
         place_model(trainer)
     elif not trainer.is_sharded and getattr(trainer.accelerator, "parallelism_config", None) is None:
         return
@@ -43,7 +42,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
             "overridden parallelize_model(mesh) of the trainer, which then gives them values; or call "
             "model.to_empty(device=...) and initialise them before you create the trainer."
         )
-    run.data.ranks = find_data_ranks(model, trainer.ranks)
+    run.data.ranks = find_data_ranks(model, run.ranks)
     requested = tensor_parallel_size(trainer.accelerator)
     if requested not in (1, run.data.ranks.replicas):
         raise ValueError(

@@ -35,7 +35,7 @@ class PlainStep(Step):
         self.averaged: list[nn.Parameter] = []
         self.synced_buffers: list[tuple[nn.Module, str]] = []
         self.must_examine_batch = False
-        if trainer.ranks.world_size > 1:
+        if run.ranks.world_size > 1:
             self.begin_replicas(trainer, run)
 
     def begin(self, trainer: TrainerLike) -> None:
@@ -47,7 +47,7 @@ class PlainStep(Step):
         self.synced_buffers = buffers_beside_model(trainer)
         if not trainer.is_sharded:
             self.averaged = parameters_not_in_model(trainer.model, trainer.optimizer)
-            trainer.ranks.copy_from_first(self.averaged)
+            run.ranks.copy_from_first(self.averaged)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""
@@ -78,7 +78,7 @@ class PlainStep(Step):
         if self.averaged and run.data.ranks.world_size > 1:
             average_gradients(self.averaged, run.data.ranks)
         if self.synced_buffers:
-            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
+            run.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
         listeners = trainer.callback_handler.listeners
         run.window.finish(trainer.optimizer)
         self.gradient_norm = None

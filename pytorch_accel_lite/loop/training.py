@@ -25,7 +25,7 @@ from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.gradients import gradient_sync
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending
 from pytorch_accel_lite.loop.logged_values import create_trackers
-from pytorch_accel_lite.loop.modes import check_global_modes, is_in_training_mode, leaving_as_found, warn_of_other_mode
+from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
@@ -40,7 +40,8 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 def begin(trainer: TrainerLike, run: Run) -> None:
     """Begin the training of a run."""
     run.control.start_clock()
-    start_evaluations(run)
+    if run.data.eval_loader is not None or run.request.evaluate_every is not None:
+        start_evaluations(run)
     run.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.step.begin(trainer)
 
@@ -52,7 +53,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
         try:
             trainer.training_run_start()
             trainer.call_event("on_training_run_start")
-            run.global_modes = GlobalModes.now(trainer.device)
+            run.global_modes = GlobalModes.now(run.device)
             run.control.sync(now=True)
             _describe_states(trainer, run)
             over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
@@ -68,7 +69,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
 
 def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
     """Warn of weights that are not finite at the end of a run."""
-    if run.progress.update and not attributes.weights_are_finite(trainer) and trainer.ranks.rank == 0:
+    if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
         warn_outside(
             f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
             "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
@@ -80,8 +81,12 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
     begin_epoch(run)
     if run.epoch_phase < EpochPhase.TRAINED:
+        own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
         with explaining(trainer, run, "training"):
-            run.has_reached_limit = bool(trainer._run_train_epoch(run.data.train_loader))
+            if own_epoch is None:
+                run.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
+            else:
+                run.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -141,10 +146,9 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Any) -> bool:
 
 def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_start()
-    was_training = is_in_training_mode(trainer)
     run.loss_trackers = run.unrecorded = create_trackers(trainer)
-    trainer.call_event("on_train_epoch_start")
-    warn_of_other_mode(trainer, was_training, "training")
+    if trainer.callback_handler.listeners["on_train_epoch_start"]:
+        call_start(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
     _finish_resuming(trainer, run)
     progress = run.progress
@@ -159,10 +163,10 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     _train_steps(trainer, run, iter(leaving_as_found(trainer, run, batches, "training")), limit)
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
-    if trainer.check_replicas and trainer.ranks.world_size > 1:
+    if trainer.check_replicas and run.ranks.world_size > 1:
         trainer.compare_replicas()
     run.control.sync(now=True)
-    sync_ddp_buffers(trainer.model, trainer.ranks)
+    sync_ddp_buffers(trainer.model, run.ranks)
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
@@ -173,7 +177,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> None:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them."""
-    progress, loader = run.progress, run.data.train_loader
+    progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
         with run.goodput.counting("data"):  # the first batch takes the time of starting workers
             batch = next(batches, None) if progress.update < limit else None
@@ -322,7 +326,7 @@ def smallest_share(trainer: TrainerLike, run: Run) -> int:
 
 
 def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, Any]) -> int:
-    ranks = trainer.ranks
+    ranks = run.ranks
     alone = [
         f"{type(norm).__name__} {name.removeprefix('module.')!r}"
         for name, norm in norms.items()
@@ -330,7 +334,7 @@ def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, An
     ]
     limit, progress = run.request.max_num_train_steps, run.progress
     steps = math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
-    if alone and ranks.rank == 0 and run.data.train_loader.ends_in_one_sample(steps):
+    if alone and ranks.rank == 0 and run.data.required_train_loader.ends_in_one_sample(steps):
         warn_outside(
             f"The last batch of an epoch has a single sample, and the model has batch norm in training mode "
             f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "

@@ -62,7 +62,7 @@ def trial(
         )
     check_training(trainer.optimizer, trainer.accelerator, request)
     check_data(trainer, "train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn)
-    run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)
+    run = Run.create(trainer, request, train_dataset, collate_fn=collate_fn)
     run.data.seed = trainer.seed or 0
     with entering(trainer, run, f"{name}()"):
         create_train_loader(trainer, run, batch_size, loader_kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pytorch_accel_lite.base.environment import leave_out_libraries, warn_outside
 from pytorch_accel_lite.base.inspection import is_ours
@@ -13,6 +13,7 @@ from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
 
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 _PUBLIC_METHODS = (
     *("__init__", "train", "evaluate", "run_evaluation", "predict", "predict_iter"),
@@ -252,11 +253,11 @@ def suggest_arguments(cls: C) -> C:
     return cls
 
 
-def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
+def _suggesting(method: Callable[..., T], cls: type) -> Callable[..., T]:
     names = _arguments_of(cls, method)
 
     @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> T:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         if not kwargs.keys() <= set(names):
             function = _called(cls, method.__name__)
@@ -278,7 +279,7 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
     return call
 
 
-def _arguments_of(cls: type, method: Callable[..., Any]) -> list[str]:
+def _arguments_of(cls: type, method: Callable[..., object]) -> list[str]:
     """Return the arguments of a method, which may take those of ``train`` as ``**arguments``."""
     names = list(inspect.signature(method).parameters)[1:]
     if "arguments" not in names:
@@ -287,7 +288,7 @@ def _arguments_of(cls: type, method: Callable[..., Any]) -> list[str]:
     return list(dict.fromkeys([*names, *_arguments_of(cls, vars(cls)["train"])]))
 
 
-def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
+def _answer(cls: type, method: Callable[..., object], word: str, value: object) -> str:
     """Return what to write instead of an unknown argument."""
     candidates = [word, *_our_names(word)]
     arguments = _arguments_of(cls, method)

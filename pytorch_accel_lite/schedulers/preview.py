@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.optimizers.operations import CreateScheduler
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleName, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
 
 
 def schedule_values(
-    create_scheduler_fn: ScheduleName | Callable[..., Any],
+    create_scheduler_fn: ScheduleName | CreateScheduler,
     num_updates: int,
     lr: float | Sequence[float] = 1.0,
     num_epochs: int = 1,
@@ -39,7 +40,7 @@ def schedule_values(
 
 
 def values_of_groups(
-    create_scheduler_fn: Callable[..., Any], num_updates: int, groups: Sequence[Mapping[str, Any]], num_epochs: int
+    create_scheduler_fn: CreateScheduler, num_updates: int, groups: Sequence[Mapping[str, float]], num_epochs: int
 ) -> list[list[float]]:
     """Return the learning rate at each update of parameter groups with these rates and other options."""
     optimizer = torch.optim.SGD([{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups], lr=0)

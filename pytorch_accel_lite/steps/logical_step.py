@@ -128,7 +128,7 @@ class LogicalStep(PlainStep):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         self._logical = trainer.logical
-        self._ranks = trainer.ranks
+        self._ranks = run.ranks
         batch_size = run.required_config.train_per_device_batch_size
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
         self._modules = [trainer.model, *attributes.modules(trainer).values()]
@@ -137,7 +137,7 @@ class LogicalStep(PlainStep):
         run.window = self._window
         self._find_buffers()
         shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
-        trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+        run.ranks.copy_from_first(list(dict.fromkeys(shared)))
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
         """Do nothing: the gradients and buffers of logical processes are the same on all."""
@@ -158,7 +158,7 @@ class LogicalStep(PlainStep):
         run.progress.add_samples(batch.total_samples)
         sums.end_step()
         _restore(self._buffers(), first)
-        trainer.ranks.copy_from_first(self._buffers())
+        run.ranks.copy_from_first(self._buffers())
         nominal, true = window.sizes or (window.nominal, 0)
         window.sizes = nominal, true + batch.total_samples
         seed_all(batch.share.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -12,7 +12,7 @@ import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
@@ -29,7 +29,7 @@ from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 _UPDATES = "the updates of a failed step cannot be undone"
 MANUAL = Feature(
     "an overridden train_step",
-    lambda trainer, run: is_overridden(trainer, "train_step"),
+    lambda trainer, run: "train_step" in run.overridden,
     (
         Conflict(MICROBATCHES, _UPDATES),
         Conflict(SKIPPED_BATCHES, _UPDATES),
@@ -59,18 +59,18 @@ class ManualStep(Step):
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
         self.windows = {
-            name: GradientWindow(trainer.ranks, trainer.device, window.steps, batch_size) for name in self.optimizers
+            name: GradientWindow(run.ranks, run.device, window.steps, batch_size) for name in self.optimizers
         }
-        self._num_parameters = max(len([*optimized_parameters(part)]) for part in self.optimizers.values())
+        self._num_parameters = max(len(optimized_parameters(part)) for part in self.optimizers.values())
         self.losses: dict[str, torch.Tensor] = {}
         self.items: dict[str, Any] = {}
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
         self._updates_made: list[bool] = []  # for each update of the step, False if it was skipped
         self._synced_buffers: list[tuple[torch.nn.Module, str]] = []
-        if trainer.ranks.world_size > 1:
+        if run.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
-            trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+            run.ranks.copy_from_first(list(dict.fromkeys(shared)))
             self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
@@ -210,21 +210,21 @@ class ManualStep(Step):
         self._update_scaler()
         self.skips_update = not all(self._updates_made)
         if self._synced_buffers:
-            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
+            run.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
-            vars(trainer.optimizer)["_opt_called"] = True  # otherwise torch warns that the scheduler steps too early
+            trainer.optimizer._opt_called = True  # otherwise torch warns that the scheduler steps too early
             is_skipped = bool(self._updates_made) and not any(self._updates_made)
             if run.request.scheduler_interval == "update" and not is_skipped:
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Also return the nominal sizes of the windows."""
         items = {name: window.items_per_batch for name, window in self.windows.items()}
         return {**super().state_dict(), "own_items_per_batch": items}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Also restore the nominal sizes of the windows."""
         super().load_state_dict(state)
         for name, window in self.windows.items():

@@ -41,7 +41,7 @@ class ShardedStep(PlainStep):
         parameters = [*model.parameters(), *parameters_not_in_model(model, trainer.optimizer)]
         self.averaged = [parameter for parameter in parameters if not covers(parameter, run.data.ranks)]
         buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
-        trainer.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
+        run.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
         run.data.ranks.copy_from_first([local(shard) for shard in self.averaged if not _is_plain(shard)])
         changing = set(model.state_dict())  # constants are usually not in it
         names = [name.rpartition(".") for name in buffers if name in changing]

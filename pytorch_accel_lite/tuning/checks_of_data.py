@@ -154,7 +154,7 @@ def _look_for_nan(probe: Probe, name: str, samples: Mapping[int, Any]) -> Iterat
     few = [*islice(bad.values(), 2), *islice(samples.values(), 6)]
     is_finite = False
     with suppress(Exception):  # NaN may stand for targets that are missing, which the loss leaves out
-        data = probe.run.data.train_loader.source.collate_fn(few)
+        data = probe.run.data.required_train_loader.source.collate_fn(few)
         is_finite = math.isfinite(probe.train(probe.batch._replace(data=data, num_samples=len(few)), quiet=True).loss)
     if bad and not is_finite:
         text = f"{len(bad)} of {len(samples)} samples of {name} contain infinities or NaN: {listed(bad)}."

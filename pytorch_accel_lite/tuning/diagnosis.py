@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import module_of
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.advice import faster_data, unfused_class
@@ -165,7 +164,7 @@ def _time(trainer: TrainerLike, batches: Iterable[Batch], step: Callable[[Traine
 
 def _now(trainer: TrainerLike) -> float:
     if trainer.device.type != "cpu":
-        module_of(trainer.device).synchronize()
+        torch.get_device_module(trainer.device).synchronize()
     return time.perf_counter()
 
 

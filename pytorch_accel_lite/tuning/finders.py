@@ -191,7 +191,7 @@ def repeat_epochs(trainer: TrainerLike, run: Run) -> Iterator[Batch]:
     """
     for epoch in itertools.count(1):
         batch = None
-        for batch in run.data.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
+        for batch in run.data.required_train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
             yield batch
         if batch is None:
             raise ValueError(
@@ -247,9 +247,9 @@ def find_batch_size(
             run.data.train_dataset = with_batch_size(train_dataset, size)
             create_train_loader(self, run, size, train_dataloader_kwargs)
             try:
-                batch = next(iter(run.data.train_loader.steps(1)))
+                batch = next(iter(run.data.required_train_loader.steps(1)))
             finally:
-                run.data.train_loader.stop_workers()
+                run.data.required_train_loader.stop_workers()
             return _fits(self, batch, num_steps)
 
         self.train_epoch_start()

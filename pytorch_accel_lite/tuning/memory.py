@@ -139,7 +139,7 @@ def estimate_memory(
         memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
     # More of them take as much as two.
     request.gradient_accumulation_steps = min(Accumulation(gradient_accumulation_steps).largest, 2)
-    run = Run.create(self.ranks, request, train_dataset, collate_fn=collate_fn)
+    run = Run.create(self, request, train_dataset, collate_fn=collate_fn)
     how = _sharding(self, world_size, sharded)
     with preserving_generators():
         batch = _read_batch(self, run, per_device_batch_size, train_dataloader_kwargs)
@@ -169,9 +169,9 @@ def _read_batch(trainer: TrainerLike, run: Run, size: int, loader_kwargs: dict[s
     run.data.seed = trainer.seed or 0
     create_train_loader(reader, run, size, loader_kwargs)
     try:
-        batch: Batch | None = next(iter(run.data.train_loader.steps(1)), None)
+        batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
     finally:
-        run.data.train_loader.stop_workers()
+        run.data.required_train_loader.stop_workers()
     if batch is None:
         raise ValueError(
             f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {size} samples, all of which "

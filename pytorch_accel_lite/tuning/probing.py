@@ -305,7 +305,7 @@ class Probe:
     @cached_property
     def batches(self) -> list[Batch]:
         """The first training batches, at most four."""
-        batches = list(islice(self.run.data.train_loader.steps(1), 4))
+        batches = list(islice(self.run.data.required_train_loader.steps(1), 4))
         if not batches:
             raise NotApplicableError("train_dataset gives no batch.")
         return batches

@@ -46,7 +46,7 @@ _INPUT_PREFIXES = ("initial_", "input_", "load_", "pretrained_", "resume_")
 #: The directories of Python, of installed packages and of this package.
 _LIBRARIES = (
     *(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[2]),
 )
 
 

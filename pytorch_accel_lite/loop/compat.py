@@ -42,7 +42,7 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
             "super()._run_training() instead, and put what it adds into training_run_start, training_run_epoch_end and "
             "training_run_end."
         )
-    if not run.progress.epoch and run.request.saves_training_states and trainer.ranks.rank == 0:
+    if not run.progress.epoch and run.request.saves_training_states and run.ranks.rank == 0:
         warn_outside(
             f"{name} has a loop of its own, so the run cannot be resumed from the states that it saves. For that, let "
             "it call super()._run_training()."
