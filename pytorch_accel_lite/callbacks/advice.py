@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import fmean, median, stdev
-from typing import Any
 
 import torch
 
@@ -17,8 +16,10 @@ from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of
 from pytorch_accel_lite.run.events import STEP_EVENTS, TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.steps.manual import ManualStep
@@ -58,11 +59,11 @@ class AdviceCallback(TrainerCallback):
         self._has_trained_before = False
         self._advice: list[str] = []
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._watches = self._trained = True
         self._advice = []
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._watches:
             return
         self._start = time.perf_counter()
@@ -78,23 +79,25 @@ class AdviceCallback(TrainerCallback):
         begins = not self._has_trained_before and not trainer.progress.update
         set_listening(trainer, self, begins and _is_supervised(trainer), "on_train_step_end")
 
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         if len(self._first_losses) < _FIRST_STEPS:
             self._first_losses.append(batch_output["loss"].detach().clone())
         else:
             set_listening(trainer, self, False, "on_train_step_end")
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._limit is not None:
             self._norms.add(total_norm(trainer), self._limit)
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._skipped += trainer.update_was_skipped and not trainer.run.step.skips_update
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
@@ -103,7 +106,7 @@ class AdviceCallback(TrainerCallback):
             set_listening(trainer, self, False, *STEP_EVENTS["training"])
             self._advice = list(self._advise(trainer))
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._trained:  # only now has a per-epoch scheduler been stepped
             self._trained = True
             self._advice.append(_why_nothing_was_trained(trainer))
@@ -197,12 +200,13 @@ def _check_loss(first: list[float], mean: float) -> Iterator[str]:
         )
 
 
-def unfused_class(optimizer: Any) -> str:
+def unfused_class(optimizer: TrainerOptimizer) -> str:
     """Return the class of an optimizer that has a faster fused variant for its parameters; ``""`` for any other.
 
     For SGD, the fused variant is not clearly faster. A variant that was chosen explicitly is respected.
     """
-    for part in parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]:
+    parts: Iterable[TrainerOptimizer] = parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
+    for part in parts:
         parameters = list(optimized_parameters(part))
         is_chosen = any(group.get(name) for group in part.param_groups for name in _VARIANTS)
         is_possible = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)

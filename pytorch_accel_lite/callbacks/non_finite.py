@@ -18,9 +18,12 @@ from torch import nn
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.paths import StrPath, folder_path
+from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.callbacks.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.checkpoint.files import write_text
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -50,12 +53,14 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._copied: list[_StepLosses] = []
         self._copy: AsyncCopy | None = None  # of the sum of the losses of self._copied
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.triggered = False
         self._run = trainer.run
         self._clear()
 
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         run = self._run or trainer.run  # kept, as a property costs a call in each step
         latest = run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
@@ -79,12 +84,12 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._copied = list(self._recent)
         self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._search(trainer, [*self._copied, *self._recent])
         self._clear()
         self._check_recorded(trainer, "training", "train_{}_epoch")
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.run.kind == "training":  # evaluate() returns its losses
             self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
@@ -107,7 +112,7 @@ class TerminateOnNaNCallback(TrainerCallback):
                 epoch = trainer.progress.epoch
                 self._terminate(f"The training loss is not finite in epoch {epoch}, step {step}", losses)
 
-    def _terminate(self, problem: str, losses: Mapping[str, Any]) -> NoReturn:
+    def _terminate(self, problem: str, losses: Mapping[str, float | torch.Tensor]) -> NoReturn:
         self.triggered = True
         values = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
         raise NonFiniteLossError(
@@ -220,12 +225,14 @@ class NaNReportCallback(TrainerCallback):
         return origin
 
     def _clear(self) -> None:
-        self._window: list[tuple[Any, list[_Call]]] = []  # indices of the samples and calls, by batch or part of one
+        self._window: list[
+            tuple[list[Index] | None, list[_Call]]
+        ] = []  # indices of the samples and calls, by batch or part of one
         self._num_before = 0  # length of the window before the current step
         self._parts = 1  # parts that the current batch is split into
         self._calls: list[_Call] | None = None  # of the current forward pass; None outside of steps
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.report = None
         self._clear()
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code does not call hooks
@@ -235,18 +242,20 @@ class NaNReportCallback(TrainerCallback):
         for name, module in model.named_modules():
             self._hooks.callback(module.register_forward_hook(partial(self._record, name)).remove)
 
-    def _record(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, name: str, module: nn.Module, inputs: Tree, output: Tree) -> None:
         if self._calls is not None:
             self._calls.append(_Call(name, module, are_finite(inputs), are_finite(output)))
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._num_before = len(self._window)
         self._parts = trainer.run.step.num_microbatches
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_step(trainer)
 
-    def on_backward_start(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_backward_start(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         if trainer.run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
             self._parts = trainer.run.step.num_microbatches
             del self._window[self._num_before :]
@@ -257,12 +266,12 @@ class NaNReportCallback(TrainerCallback):
         if self.report is None and not math.isfinite(to_float(batch_output["loss"].detach())):
             self._write(trainer, "loss")
 
-    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self._calls = None
         if self._repetition is not None:
             self._repetition.end_step(trainer)
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._repetition is not None:
             self._repetition.stop_watching()
         if self.check_gradients and trainer.accelerator.scaler is None:
@@ -271,14 +280,14 @@ class NaNReportCallback(TrainerCallback):
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._window = []
 
-    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._calls = None
         del self._window[self._num_before :]
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._repetition is not None:
             self._repetition.stop_watching()
         self._hooks.close()
@@ -323,7 +332,7 @@ def _saved_states(trainer: TrainerLike) -> Iterator[StrPath]:
             yield state
 
 
-def _how_to_repeat(report: Path, summary: Mapping[str, Any]) -> str:
+def _how_to_repeat(report: Path, summary: JsonObject) -> str:
     if summary["state"] is None and not summary["has_seed"]:
         return (
             "The step cannot be repeated, as the run has saved no training states and has no seed. Give it a "
@@ -356,7 +365,7 @@ class _Repetition:
     :ivar found: the first step of this process in which a number was not finite
     """
 
-    def __init__(self, summary: Mapping[str, Any]) -> None:
+    def __init__(self, summary: JsonObject) -> None:
         self.state: str | None = summary["state"]
         self.has_seed: bool = summary["has_seed"]
         self.epoch, self.last = summary["epoch"], summary["step"]
@@ -434,10 +443,10 @@ class GradientSpikeCallback(TrainerCallback):
         self._counts: dict[str, int] = {}  # by optimizer name, which is "" for the only one
         self._averages: dict[str, float] = {}
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._clear()
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         name = trainer.run.step.updating
         norm = to_float(total_norm(trainer).detach())
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
@@ -462,7 +471,7 @@ class GradientSpikeCallback(TrainerCallback):
                 "as usual, or not finite. Lower the learning rate, or raise factor."
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the average and the skipped updates."""
         return {
             "count": dict(self._counts),
@@ -471,7 +480,7 @@ class GradientSpikeCallback(TrainerCallback):
             "skipped": list(self.skipped),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         self._counts = dict(state["count"])
         self._averages = dict(state["average"])

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
@@ -20,6 +19,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.bars import NotebookOutput
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
 from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
+from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -30,7 +30,7 @@ _NOTEBOOK_WIDTH = 120
 _LONG_RUN = 60  # seconds of a run after which the summary shows how its time was spent
 _NOTEBOOK_ROWS = 100  # as a notebook gets the whole table again after every epoch
 
-Row = dict[str, Any]  # values by column, among them "epoch" and "time"
+Row = dict[str, MetricValue]  # values by column, among them "epoch" and "time"
 
 
 class ProgressTableCallback(LogMetricsCallback):
@@ -69,7 +69,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._running_means: dict[str, float] = {}
         self._evaluation_start = 0.0
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         for name in self.metrics or ():
             request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
 
@@ -82,7 +82,7 @@ class ProgressTableCallback(LogMetricsCallback):
 
     # ------------------------------------------------------------------------------------------ training
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_start(trainer)
         self._choose_form()
         self._announce(trainer, "Starting training run")
@@ -94,13 +94,13 @@ class ProgressTableCallback(LogMetricsCallback):
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
         trainer.run.end.messages.append(lambda: self._end(trainer))
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_epoch_start(trainer)
         self._announce(trainer, f"Starting epoch {epoch_of(trainer)}")
         if self._table is not None:
             self._table.begin_epoch(trainer)
 
-    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None or self._row_every is None or trainer.progress.update % self._row_every:
             return
         if not trainer.run.is_finished:
@@ -108,22 +108,22 @@ class ProgressTableCallback(LogMetricsCallback):
             # An evaluation at this update belongs to the same row.
             set_listening(trainer, self, True, "on_train_step_checkpoint")
 
-    def _new_metrics(self, trainer: TrainerLike) -> dict[str, Any]:
+    def _new_metrics(self, trainer: TrainerLike) -> dict[str, MetricValue]:
         means, self._running_means = self._running_means, {}
         return means | super()._new_metrics(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is not None:
             self._table.note_training(trainer)
         if not self._shows_table:
             super().on_train_epoch_end(trainer)
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_epoch_checkpoint(trainer)
         if self._table is not None:
             self._announce(trainer, f"  {self._table.times_and_rates()}")
 
-    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Show metrics as a row of the table or as a line."""
         if self._table is None:
             duration = format_duration(time.monotonic() - self._evaluation_start)
@@ -135,7 +135,7 @@ class ProgressTableCallback(LogMetricsCallback):
             step = {"step": trainer.progress.step} if self._table.is_within_epoch(trainer) else {}
             super().log_metrics(trainer, step | metrics)
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_exception(trainer)
         name = type(kwargs["exception"]).__name__
         self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
@@ -147,14 +147,14 @@ class ProgressTableCallback(LogMetricsCallback):
 
     # ---------------------------------------------------------------------------------------- evaluation
 
-    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None:  # within a training run, metrics belong to the next row
             super().on_evaluation_run_start(trainer)
             self._choose_form()
             self._announce(trainer, "Starting evaluation run")
             self._evaluation_start = time.monotonic()
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None:
             super().on_evaluation_run_end(trainer)
 
@@ -207,13 +207,13 @@ class _RunTable:
 
     def _find_earlier_best(self, trainer: TrainerLike) -> None:
         """Find the best value of the epochs before a resumed run."""
-        history: Any = trainer.run_history
+        history = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
         for row in history.rows() if hasattr(history, "rows") else ():
             if row["epoch"] > offset:
                 self._update_best(row, f"epoch {row['epoch'] - offset}")
 
-    def _update_best(self, metrics: dict[str, Any], position: str) -> bool:
+    def _update_best(self, metrics: dict[str, MetricValue], position: str) -> bool:
         """Return whether the value of the marked metric is the best so far, and remember it if so."""
         value = float(metrics.get(self._marked_metric, math.nan))
         worst = -math.inf if self._greater_is_better else math.inf
@@ -274,7 +274,7 @@ class _RunTable:
         rates = [f"{name}: {format_metric(rate)}" for name, rate in self._rates.items()]
         return ", ".join([f"time: {duration}", f"samples/s: {_speed(self._trained[-1:])}", *rates])
 
-    def add_row(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
+    def add_row(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Add the new metrics of an epoch, or of an evaluation within one, and show them as a row of the table."""
         step = f"step {trainer.progress.step}" if self.is_within_epoch(trainer) else ""
         is_best = self._update_best(metrics, f"epoch {trainer.progress.epoch}" + (f", {step}" if step else ""))
@@ -433,7 +433,7 @@ def _num_steps(trainer: TrainerLike) -> int:
     return max(find_length(trainer.train_dataloader) or limit, 100)
 
 
-def _needs_power(value: Any) -> bool:
+def _needs_power(value: MetricValue) -> bool:
     """Return whether a value has to be written with a power of ten."""
     text = "" if isinstance(value, str) else format_value(value)
     return len(text) > _WIDTH or "e" in text

@@ -8,11 +8,12 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import add_note, wrapped
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
@@ -21,7 +22,7 @@ from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
 from pytorch_accel_lite.run.events import RunPausedError, TrainerCallback, set_listening
-from pytorch_accel_lite.run.intervals import Interval, parse_interval
+from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -45,12 +46,12 @@ class SavingPace(Interval):
         self._share = share
         self._paused = 0.0
 
-    def start(self, run: Any, argument: str = "") -> None:
+    def start(self, run: CountedRun, argument: str = "") -> None:
         """Start counting in a run that has not saved yet."""
         super().start(run)
         self._paused = 0.0
 
-    def note_pause(self, seconds: float, run: Any) -> None:
+    def note_pause(self, seconds: float, run: CountedRun) -> None:
         """Record how long training has waited for a state, and choose when the next one is due."""
         self.pauses = [*self.pauses, seconds][-_NUM_PAUSES:]
         self._paused += seconds
@@ -151,7 +152,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        self._saved: dict[str, Any] | None = None  # the progress that was saved last
+        self._saved: StateDict | None = None  # the progress that was saved last
         self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
@@ -160,7 +161,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         """The newest state that the run in progress has saved or resumed from; ``None`` if there is none."""
         return None if self._complete is None else self._complete[0]
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.saves_training_states = True
         request.ends_at_signals = request.ends_at_signals or self.save_on_signal
         request.state_sources.append(self)
@@ -180,14 +181,14 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._store.unlock()
             raise
 
-    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None:
             return
         self._claim(trainer)
         if self.trainable_only and trainer.run_config is None:  # no state has been restored yet
             self._created_weights = model_fingerprints(trainer.get_model(keep_torch_compile=False))
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         check_states_are_possible(trainer.accelerator)
         if self.sharded is True and not _has_shards(trainer):
             raise ValueError(
@@ -224,19 +225,19 @@ class SaveTrainingStateCallback(TrainerCallback):
                 "train() was not asked to resume: it would start over each time. Pass resume_from='latest'."
             )
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._resumed_at = None
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         if any(interval.is_due(trainer.run) for interval in self._intervals):
             self._save(trainer)
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         is_due = any(interval.is_due(trainer.run) for interval in self._intervals if not interval.is_time)
         if is_due or (self.save_at_end and trainer.run.is_finished):
             self._save(trainer)
 
-    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None:  # an evaluation
             return
         if not (self.save_at_end or trainer.run.end.pause is not None):
@@ -253,7 +254,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         self._save(trainer)
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         try:
             with self._handling_errors(trainer):
                 if self._writer is not None:
@@ -275,7 +276,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if message := slurm.requeue_after(trainer.run.end.pause):
             trainer.print(message)
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         try:
             if self._writer is not None and trainer.ranks.world_size == 1:  # other processes may have failed
                 with self._handling_errors(trainer):
@@ -283,7 +284,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._store.unlock()
             complete, self._complete = self._complete, None
-            _explain_how_to_resume(trainer, complete, kwargs["exception"])
+            _explain_how_to_resume(trainer, complete, exception)
 
     def _save(self, trainer: TrainerLike) -> None:
         begin = time.monotonic()
@@ -298,7 +299,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 self._writer.wait()
         update = trainer.progress.update
         path = self._store.path_for(update)
-        options: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
+        options: StateDict = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
             options["sharded"] = True
 
@@ -329,11 +330,11 @@ class SaveTrainingStateCallback(TrainerCallback):
                 raise
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return how long training waited for the latest states, with ``save_every="auto"``."""
         return {} if self._pace is None else {"pauses": self._pace.pauses}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`; that of an earlier version is ignored."""
         if self._pace is not None:
             self._pace.expect(state.get("pauses", ()))
