@@ -287,7 +287,7 @@ def _write_weights(
     metadata: Mapping[str, str],
     describe: Callable[[Path], object] | None,
     form: Form | None,
-    preprocessors: Iterator[Any],
+    preprocessors: Iterator[object],
 ) -> None:
     """Write weights as a safetensors file, or into a directory with a description.
 
