@@ -161,6 +161,11 @@ class Trainer:
     # ------------------------------------------------------------------------- the current or last run
 
     @property
+    def run(self) -> Run:
+        """The run in progress, or else the last one: its data, step, losses, end and so on, for callbacks to read."""
+        return self.current_run
+
+    @property
     def progress(self) -> Progress:
         """The progress of the current or last run: its epoch, update, step and so on."""
         return self.current_run.progress

@@ -262,7 +262,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
             history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
                 if name in before:
-                    outer.set_apart.setdefault(name, set()).update(range(before[name], count))
+                    outer.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
 
 
 def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
