@@ -5,29 +5,26 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from statistics import fmean, median, stdev
 
 import torch
 
-from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
+from pytorch_accel_lite.base.environment import is_terminal
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.loop.data_advice import faster_data
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of
-from pytorch_accel_lite.run.events import STEP_EVENTS, TrainerCallback, set_listening
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.steps.manual import ManualStep
 
 _FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
 _LEAST_UPDATES = 48
-_VARIANTS = ("fused", "foreach", "capturable", "differentiable")
-_FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start", "on_optimizer_step_end")
 
 
 class AdviceCallback(TrainerCallback):
@@ -103,7 +100,7 @@ class AdviceCallback(TrainerCallback):
             self._watches = False
             self._has_trained_before = True
             self._skipped += trainer.run.step.skipped_updates
-            set_listening(trainer, self, False, *STEP_EVENTS["training"])
+            set_listening(trainer, self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -152,10 +149,8 @@ class AdviceCallback(TrainerCallback):
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
             yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
-        step = trainer.run.step
-        if isinstance(step, ManualStep):
-            for name in [name for name in step.optimizers if name not in step.updated]:
-                yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
+        for name in trainer.run.step.optimizers_never_updated:
+            yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
         if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
@@ -200,22 +195,6 @@ def _check_loss(first: list[float], mean: float) -> Iterator[str]:
         )
 
 
-def unfused_class(optimizer: TrainerOptimizer) -> str:
-    """Return the class of an optimizer that has a faster fused variant for its parameters; ``""`` for any other.
-
-    For SGD, the fused variant is not clearly faster. A variant that was chosen explicitly is respected.
-    """
-    parts: Iterable[TrainerOptimizer] = parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
-    for part in parts:
-        parameters = list(optimized_parameters(part))
-        is_chosen = any(group.get(name) for group in part.param_groups for name in _VARIANTS)
-        is_possible = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)
-        is_possible = is_possible and type(part) in (torch.optim.Adam, torch.optim.AdamW)
-        if is_possible and not is_chosen and not are_sharded(parameters):
-            return type(part).__name__
-    return ""
-
-
 def _learning_rate(trainer: TrainerLike) -> float:
     """Return the largest rate of all groups, or NaN, which gives no advice, if there is none or it is on a device."""
     rates = [group.get("lr") for group in trainer.optimizer.param_groups]
@@ -233,19 +212,3 @@ def _why_nothing_was_trained(trainer: TrainerLike) -> str:
     if next_rate:
         return f"{advice} The next rate of {name} is {next_rate:.3g}: start its warm-up above 0."
     return f"{advice} {name} keeps it there: check its rates and lengths with plot_schedule."
-
-
-def faster_data(trainer: TrainerLike) -> str:
-    """Return advice for this machine on how to feed a model that waits for data."""
-    workers = getattr(trainer.train_dataloader, "num_workers", 0)
-    cores = cores_per_process(trainer.accelerator.num_processes)
-    if workers < cores:
-        more = "more workers" if workers else "workers"
-        count = min(cores, max(8, 2 * workers))
-        advice = f"Use {more}, num_workers={count} in train_dataloader_kwargs or in your DataLoader, or precompute"
-    else:
-        advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
-    return (
-        f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
-        "read a batch at a time."
-    )

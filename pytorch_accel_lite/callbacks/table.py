@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pytorch_accel_lite.base.bars import NotebookOutput
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.bars import NotebookOutput
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
 from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
 from pytorch_accel_lite.run.history import MetricValue

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.advice import faster_data, unfused_class
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.batches import find_batch_size
+from pytorch_accel_lite.loop.data_advice import faster_data
 from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
 from pytorch_accel_lite.loop.training import train_step
 from pytorch_accel_lite.loop.trial import trial
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.settings import RunRequest
@@ -31,6 +33,9 @@ from pytorch_accel_lite.tuning.reports import Report, describe_error
 
 #: The events of a step at which callbacks are measured: those before saving.
 _OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")
+
+_UPDATE_VARIANTS = ("fused", "foreach", "capturable", "differentiable")
+_FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @dataclass(repr=False)
@@ -196,7 +201,7 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
             f"{100 * result.unexplained:.0f} % of a step are explained by none of its parts when measured alone: they "
             "may compete for cores or memory. torch.profiler shows what a run does meanwhile."
         )
-    if result.update > 0.1 * compute and (name := unfused_class(trainer.optimizer)):
+    if result.update > 0.1 * compute and (name := _unfused_class(trainer.optimizer)):
         share = 100 * result.update / compute
         yield f"The update takes {share:.0f} % of the computation. A fused one is faster: {name}(..., fused=True)."
     if on_gpu and trainer.accelerator.mixed_precision == "no":
@@ -267,3 +272,19 @@ def _time_callbacks(
             train_step(trainer, run, batch)
     seconds = {name: total / len(batches) for name, total in handler.seconds.items() if name not in handler.failures}
     return seconds, handler.failures
+
+
+def _unfused_class(optimizer: TrainerOptimizer) -> str:
+    """Return the class of an optimizer that has a faster fused variant for its parameters; ``""`` for any other.
+
+    For SGD, the fused variant is not clearly faster. A variant that was chosen explicitly is respected.
+    """
+    parts: list[TrainerOptimizer] = [*parts_of(optimizer).values()] or [getattr(optimizer, "optimizer", optimizer)]
+    for part in parts:
+        parameters = list(optimized_parameters(part))
+        is_chosen = any(group.get(name) for group in part.param_groups for name in _UPDATE_VARIANTS)
+        is_possible = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)
+        is_possible = is_possible and type(part) in (torch.optim.Adam, torch.optim.AdamW)
+        if is_possible and not is_chosen and not are_sharded(parameters):
+            return type(part).__name__
+    return ""
