@@ -17,8 +17,8 @@ from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.data_advice import faster_data
 from pytorch_accel_lite.loop.gradients import total_norm
+from pytorch_accel_lite.loop.speedups import faster_data
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -117,7 +117,7 @@ class AdviceCallback(TrainerCallback):
             self._advice = []
 
     def _advise(self, trainer: TrainerLike) -> Iterator[str]:
-        waited = trainer.current_run.data.required_train_loader.seconds_waited
+        waited = trainer.run.data.required_train_loader.seconds_waited
         duration = time.perf_counter() - self._start
         if waited >= max(0.2 * duration, self.min_seconds):
             yield (

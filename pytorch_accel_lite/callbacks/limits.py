@@ -61,13 +61,13 @@ class LimitEvalStepsCallback(TrainerCallback):
 
     # Positional too, because subclasses written for pytorch-accelerated pass it that way.
     def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
-        loader = trainer.current_run.data.required_eval_loader
+        loader = trainer.run.data.required_eval_loader
         if self._applies(is_intermediate):
             self._limit_before = loader.limit
             loader.limit = self.num_eval_steps if loader.limit is None else min(loader.limit, self.num_eval_steps)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
-        loader = trainer.current_run.data.required_eval_loader
+        loader = trainer.run.data.required_eval_loader
         previous = self._limit_before
         if self._applies(is_intermediate):  # the first of several such callbacks has noted the largest limit, or none
             loader.limit = None if previous is None or loader.limit is None else max(previous, loader.limit)

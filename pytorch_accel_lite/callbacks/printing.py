@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import torch
+
 from pytorch_accel_lite.base.text import format_metric, visible
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
@@ -90,6 +92,12 @@ def epoch_of(trainer: TrainerLike) -> str:
 
 def shown_rates(trainer: TrainerLike) -> dict[str, float]:
     """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
+    return {name: float(rate) for name, rate in rates_of(trainer).items()}
+
+
+def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
+    """Return the same as numbers, or as copies of tensors, which it does not read."""
     parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
-    return {name: float(group["lr"]) for name, group in first.items() if group.get("lr") is not None}
+    rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
+    return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}

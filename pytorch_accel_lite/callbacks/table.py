@@ -11,13 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from pytorch_accel_lite.base.bars import NotebookOutput
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
+from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, rates_of, shown_rates
 from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import RunRequest
@@ -92,6 +94,8 @@ class ProgressTableCallback(LogMetricsCallback):
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
             self._row_every = None  # on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
+        each_update = trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"
+        set_listening(trainer, self, each_update, "on_optimizer_step_start")
         trainer.run.end.messages.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -99,6 +103,10 @@ class ProgressTableCallback(LogMetricsCallback):
         self._announce(trainer, f"Starting epoch {epoch_of(trainer)}")
         if self._table is not None:
             self._table.begin_epoch(trainer)
+
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if self._table is not None:  # the schedule sets the next rate before an epoch ends
+            self._table.rates_used = rates_of(trainer)
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None or self._row_every is None or trainer.progress.update % self._row_every:
@@ -120,8 +128,22 @@ class ProgressTableCallback(LogMetricsCallback):
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_epoch_checkpoint(trainer)
-        if self._table is not None:
-            self._announce(trainer, f"  {self._table.times_and_rates()}")
+        self._show_times(trainer)
+
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
+        super().on_stop_training_error(trainer)
+        end = trainer.run.end
+        if end.is_regular and self._table is not None and not self._table.is_within_epoch(trainer):
+            self._show_times(trainer)
+
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        super().on_training_run_end(trainer)
+        if trainer.run.end.is_regular:  # of an epoch that was stopped within
+            self._show_times(trainer)
+
+    def _show_times(self, trainer: TrainerLike) -> None:
+        if self._table is not None and (times := self._table.times_and_rates(trainer)):
+            self._announce(trainer, f"  {times}")
 
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Show metrics as a row of the table or as a line."""
@@ -175,6 +197,9 @@ class _RunTable:
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
+        self.rates_used: dict[
+            str, float | torch.Tensor
+        ] = {}  # by the latest update, if the schedule sets a rate after each
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten
         self._names = dict.fromkeys(self._expected.directions)  # of the metrics that are expected or recorded
@@ -184,8 +209,8 @@ class _RunTable:
         self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
         self._start = self._epoch_start = time.monotonic()
         self._first = replace(trainer.progress)
-        self._trained_epoch = 0
-        self._trained: list[tuple[int, float]] = []  # samples and seconds of training, by epoch
+        self._trained_epoch = self._timed_epoch = 0
+        self._speed = ""  # of the training part of the latest epoch
         self._samples_before = 0  # the current epoch
         self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights at the previous row
         self._times_before = {path: _modification_time(path) for path in trainer.run.request.paths}
@@ -250,8 +275,12 @@ class _RunTable:
     def note_training(self, trainer: TrainerLike) -> None:
         """Note the learning rates and the speed at the end of the training part of an epoch."""
         self._trained_epoch = trainer.progress.epoch
-        self._rates = shown_rates(trainer)
-        self._trained.append((trainer.progress.samples - self._samples_before, time.monotonic() - self._epoch_start))
+        self._rates = self._current_rates(trainer)
+        self._speed = _speed(trainer.progress.samples - self._samples_before, time.monotonic() - self._epoch_start)
+
+    def _current_rates(self, trainer: TrainerLike) -> dict[str, float]:
+        """Return the learning rates of the latest update."""
+        return {name: float(rate) for name, rate in self.rates_used.items()} or shown_rates(trainer)
 
     def is_within_epoch(self, trainer: TrainerLike) -> bool:
         """Return whether the training part of the current epoch is not over."""
@@ -268,11 +297,20 @@ class _RunTable:
         self._sums = sums
         return means
 
-    def times_and_rates(self) -> str:
-        """Return the time of the epoch, the samples per second of its training part, and the learning rates."""
+    def times_and_rates(self, trainer: TrainerLike) -> str:
+        """Return the time of an epoch, the samples per second of its training part, and the learning rates.
+
+        Empty if the epoch has had them already, or no update.
+        """
+        epoch, is_trained = trainer.progress.epoch, trainer.progress.samples > self._samples_before
+        if self._timed_epoch == epoch or not (is_trained or trainer.progress.epochs_completed == epoch):
+            return ""
+        if self.is_within_epoch(trainer):
+            self.note_training(trainer)
+        self._timed_epoch = epoch
         duration = format_duration(time.monotonic() - self._epoch_start)
         rates = [f"{name}: {format_metric(rate)}" for name, rate in self._rates.items()]
-        return ", ".join([f"time: {duration}", f"samples/s: {_speed(self._trained[-1:])}", *rates])
+        return ", ".join([f"time: {duration}", f"samples/s: {self._speed}", *rates])
 
     def add_row(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Add the new metrics of an epoch, or of an evaluation within one, and show them as a row of the table."""
@@ -286,7 +324,7 @@ class _RunTable:
         if not step:  # a metric that the first epoch lacks can only come from an evaluation
             possible = self._recorded | self._expected.evaluated.keys()
             self._names = {name: None for name in self._names if name in possible}
-        row: Row = {**(shown_rates(trainer) if step else self._rates)}
+        row: Row = {**(self._current_rates(trainer) if step else self._rates)}
         row |= {_title(name): value for name, value in numbers.items()}  # may include the rate of the last update
         row["epoch"] = step or epoch_of(trainer)
         row["time"] = format_duration(time.monotonic() - self._epoch_start)
@@ -357,7 +395,7 @@ class _RunTable:
         if self._best_row in rows and self._marked_column in columns:
             bold = rows.index(self._best_row), columns.index(self._marked_column)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
-        output.html = table("", cells, columns, [*notes, *summary], bold)
+        output.html = table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
         lines = (self._line(row, layout) for row in rows)
         output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
         output.refresh()
@@ -380,21 +418,21 @@ class _RunTable:
 
     def _summary(self, trainer: TrainerLike, outcome: str) -> list[str]:
         progress = trainer.progress
-        if self.is_within_epoch(trainer):
-            self.note_training(trainer)
         if outcome == "Trained":
             first, last = self._first.epochs_completed + 1, progress.epochs_completed
             epochs = f"{last} epoch{'s' * (last > 1)}" if first == 1 else f"epochs {first} to {last}"
-            summary = f"Trained {epochs}, {progress.update:,} updates,"
+            summary = f"Trained {epochs}, {progress.update - self._first.update:,} updates,"
         else:
             summary = f"{outcome} in epoch {progress.epoch}, after update {progress.update:,},"
-        duration = format_duration(time.monotonic() - self._start)
-        lines = [f"{summary} in {duration} ({_speed(self._trained)} samples/s)."]
+        seconds = time.monotonic() - self._start
+        speed = _speed(progress.samples - self._first.samples, seconds)
+        lines = [f"{summary} in {format_duration(seconds)} ({speed} samples/s)."]
         if self._best is not None:
-            lines.append(f"Best: {self._best[1]}, {self._marked_column} {format_value(self._best[0])}.")
+            value = format_value(self._best[0]) if self._is_drawn else format_metric(self._best[0])  # as it was shown
+            lines.append(f"Best: {self._best[1]}, {self._marked_column} {value}.")
         goodput = trainer.run.goodput
         if goodput.is_resumed or sum(goodput.seconds.values()) >= _LONG_RUN:
-            lines.append(f"Time: {goodput}.")
+            lines.append(f"Time{' of all attempts' if goodput.is_resumed else ''}: {goodput}.")
         return [wrapped(line) for line in lines]
 
     def _written_files(self, trainer: TrainerLike) -> list[str]:
@@ -409,13 +447,8 @@ class _RunTable:
         return [f"{content:<{width}} {visible(path)}" for content, path in rows]
 
 
-def _speed(trained: Sequence[tuple[int, float]]) -> str:
-    """Return the samples per second of some epochs.
-
-    :param trained: the samples and seconds of each
-    """
-    seconds = sum(seconds for _, seconds in trained)
-    return f"{sum(samples for samples, _ in trained) / seconds:,.0f}" if seconds else "0"
+def _speed(samples: int, seconds: float) -> str:
+    return f"{samples / seconds:,.0f}" if seconds else "0"
 
 
 def _default_interval(trainer: TrainerLike) -> int | None:

@@ -15,14 +15,15 @@ from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
-from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.remote import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
+from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.run.events import RunPausedError, TrainerCallback, set_listening
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
+from pytorch_accel_lite.run.job_queues import JOB_QUEUES
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -124,6 +125,8 @@ class SaveTrainingStateCallback(TrainerCallback):
     ) -> None:
         if requeue and not save_on_signal:
             raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
+        if requeue and not JOB_QUEUES:
+            raise ValueError(f"requeue=True {is_not_there('slurm')}")
         if not isinstance(sharded, bool) and sharded != "auto":
             raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
         self.save_dir = parse_location(save_dir, "save_dir")
@@ -218,12 +221,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         return self._newest_time
 
     def _check_requeue(self, trainer: TrainerLike) -> None:
-        slurm.check_requeue()
-        if slurm.was_requeued() and trainer.progress.update == 0 and self._store.names():
-            raise RuntimeError(
-                f"Slurm has started this job again, and there are training states in {os.fspath(self.save_dir)!r}, but "
-                "train() was not asked to resume: it would start over each time. Pass resume_from='latest'."
-            )
+        for name, queue in JOB_QUEUES.items():
+            queue.check()
+            if queue.was_requeued() and trainer.progress.update == 0 and self._store.names():
+                raise RuntimeError(
+                    f"{name} has started this job again, and there are training states in "
+                    f"{os.fspath(self.save_dir)!r}, but train() was not asked to resume: it would start over each "
+                    "time. Pass resume_from='latest'."
+                )
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._resumed_at = None
@@ -269,12 +274,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         complete, self._complete = self._complete, None
         if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
-                end.messages.append(lambda: self._requeue(trainer))
+                end.messages.append(lambda: _requeue(trainer, pause))
             end.messages.append(lambda: _explain_how_to_resume(trainer, complete, pause))
-
-    def _requeue(self, trainer: TrainerLike) -> None:
-        if message := slurm.requeue_after(trainer.run.end.pause):
-            trainer.print(message)
 
     def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         try:
@@ -338,6 +339,12 @@ class SaveTrainingStateCallback(TrainerCallback):
         """Load the state returned by :meth:`state_dict`; that of an earlier version is ignored."""
         if self._pace is not None:
             self._pace.expect(state.get("pauses", ()))
+
+
+def _requeue(trainer: TrainerLike, pause: RunPausedError) -> None:
+    for queue in JOB_QUEUES.values():
+        if message := queue.requeue_after(pause):
+            trainer.print(message)
 
 
 def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:

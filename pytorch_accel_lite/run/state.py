@@ -77,6 +77,7 @@ class CompiledForwardLike(Protocol):
 
     logged: list[tuple[str, torch.Tensor | float, Count | None]]
 
+    def begin_run(self, run: Run) -> None: ...
     def __call__(self, batch: BatchData) -> BatchOutput: ...
     def outputs_and_loss(
         self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
@@ -86,7 +87,7 @@ class CompiledForwardLike(Protocol):
 class TrainerLike(Protocol):
     """A trainer, as callbacks, steps and tools see it. :class:`~pytorch_accel_lite.Trainer` documents the attributes.
 
-    Its own loaders and optimizer have no type of ours, as users may replace them.
+    Its optimizer and its scheduler may be of any library.
     """
 
     saves_attributes: ClassVar[bool]
@@ -105,8 +106,8 @@ class TrainerLike(Protocol):
     channels_last: bool
     check_replicas: bool
     deterministic: bool | None
-    logical: Any
-    compiled_forward: Any
+    logical: Logical | None
+    compiled_forward: CompiledForwardLike | None
     registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None
     open_runs: list[Run]
