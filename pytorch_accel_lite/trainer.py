@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import launched_on_cpus
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
@@ -30,7 +30,6 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
     model_card,
-    model_summary,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
@@ -52,6 +51,7 @@ from pytorch_accel_lite.loop import (
     compat,
     evaluation,
     gradients,
+    layer_summary,
     lifecycle,
     logged_values,
     prediction,
@@ -604,7 +604,7 @@ class Trainer:
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = estimate.estimate_memory
-    summary = model_summary.summary
+    summary = layer_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 
@@ -786,7 +786,7 @@ class Trainer:
 
     def _create_callback_handler(self) -> CallbackHandler:
         handler = CallbackHandler(self._callbacks)
-        if LIMIT_BATCHES_VARIABLE in os.environ:
+        if LIMIT_BATCHES_ENV_VAR in os.environ:
             handler.add_callbacks(limit_from_environment())
         return handler
 

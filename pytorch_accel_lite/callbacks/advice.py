@@ -19,12 +19,12 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.loop.speedups import faster_data
-from pytorch_accel_lite.run.events import STEP_EVENTS, TrainerCallback, set_listening
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.steps.manual import ManualStep
 
 _FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
 _LEAST_UPDATES = 48
+_STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start", "on_optimizer_step_end")
 
 
 class AdviceCallback(TrainerCallback):
@@ -100,7 +100,7 @@ class AdviceCallback(TrainerCallback):
             self._watches = False
             self._has_trained_before = True
             self._skipped += trainer.run.step.skipped_updates
-            set_listening(trainer, self, False, *STEP_EVENTS["training"])
+            set_listening(trainer, self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -149,10 +149,8 @@ class AdviceCallback(TrainerCallback):
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
             yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
-        step = trainer.run.step
-        if isinstance(step, ManualStep):
-            for name in [name for name in step.optimizers if name not in step.updated]:
-                yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
+        for name in trainer.run.step.optimizers_never_updated:
+            yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
         if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:

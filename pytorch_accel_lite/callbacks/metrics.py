@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.callbacks.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks

@@ -17,9 +17,7 @@ from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
-from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import with_batch_size
-from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.arguments import check_data, check_training
 from pytorch_accel_lite.loop.explanations import explaining

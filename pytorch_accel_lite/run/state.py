@@ -257,6 +257,11 @@ class Step:
         self.must_compare_replicas = False
         self.without_gradient: list[nn.Parameter] = []
 
+    @property
+    def optimizers_never_updated(self) -> list[str]:
+        """The names of the optimizers that the run has never updated, if they are updated one by one."""
+        return []
+
     def begin(self, trainer: TrainerLike) -> None:
         """Prepare for the first batch of a training run, rather than of a trial."""
 
