@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import launched_on_cpus
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
@@ -30,7 +30,6 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
     model_card,
-    model_summary,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
@@ -52,6 +51,7 @@ from pytorch_accel_lite.loop import (
     compat,
     evaluation,
     gradients,
+    layer_summary,
     lifecycle,
     logged_values,
     prediction,
@@ -159,6 +159,11 @@ class Trainer:
     recomputes_gradients: ClassVar[bool | None] = None
 
     # ------------------------------------------------------------------------- the current or last run
+
+    @property
+    def run(self) -> Run:
+        """The run in progress, or else the last one: its data, step, losses, end and so on, for callbacks to read."""
+        return self.current_run
 
     @property
     def progress(self) -> Progress:
@@ -501,11 +506,11 @@ class Trainer:
         self,
         dataset: NamedData | None = None,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
         *,
         auto_microbatch: bool = False,
-    ) -> dict[str, Any]:
+    ) -> dict[str, MetricValue]:
         """Evaluate the model, counting every sample exactly once on any number of processes.
 
         Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
@@ -554,11 +559,11 @@ class Trainer:
         self,
         dataset: Data,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
         *,
         only_first: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
         Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has
@@ -578,11 +583,11 @@ class Trainer:
         self,
         dataset: Data,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
         *,
         only_first: bool = False,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Tree]:
         """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
 
         Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a
@@ -599,7 +604,7 @@ class Trainer:
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = estimate.estimate_memory
-    summary = model_summary.summary
+    summary = layer_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 
@@ -781,7 +786,7 @@ class Trainer:
 
     def _create_callback_handler(self) -> CallbackHandler:
         handler = CallbackHandler(self._callbacks)
-        if LIMIT_BATCHES_VARIABLE in os.environ:
+        if LIMIT_BATCHES_ENV_VAR in os.environ:
             handler.add_callbacks(limit_from_environment())
         return handler
 

@@ -21,6 +21,7 @@ MODULES = (
     ".checking",
     ".experiment",
     ".extending",
+    ".extending_data",
     ".integrations",
 )
 #: Not public by their names, but the ancestor's users override or read them.

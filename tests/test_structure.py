@@ -22,11 +22,12 @@ FACADE = {
     "pytorch_accel_lite.__main__",
     "pytorch_accel_lite.trainer",
     "pytorch_accel_lite.callbacks",
+    "pytorch_accel_lite.data",
 }
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 ROOMS = (
-    "base", "distributed", "optimizers", "schedulers", "plotting", "data", "run", "checkpoint", "loop", "steps",
-    "callbacks", "extension_names", "trainer",
+    "extension_names", "base", "distributed", "optimizers", "schedulers", "plotting", "data", "run", "checkpoint",
+    "loop", "steps", "callbacks", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}
@@ -35,6 +36,7 @@ PUBLIC_PATHS = {
     "ema",
     "experiment",
     "extending",
+    "extending_data",
     "finetuning",
     "integrations",
     "placeholders",

@@ -34,7 +34,14 @@ from pytorch_accel_lite.checkpoint.files import (
     write_tensors,
 )
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
-from pytorch_accel_lite.checkpoint.pretrained import has_adapters, has_own_form, remove_adapters, write_own_form
+from pytorch_accel_lite.checkpoint.pretrained import (
+    Form,
+    has_adapters,
+    own_form,
+    preprocessors_of,
+    remove_adapters,
+    write_own_form,
+)
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
 from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
@@ -263,8 +270,9 @@ def save_weights(
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
             metadata = {FROZEN: json.dumps(left_out)} if left_out else {}
             if isinstance(location, (Path, str)):
-                form = model if describe is not None and not trainable_only and has_own_form(model) else None
-                _write_weights(weights, location, metadata, describe, form)
+                form = own_form(model) if describe is not None and not trainable_only else None
+                preprocessors = iter(()) if form is None else preprocessors_of(trainer, model)
+                _write_weights(weights, location, metadata, describe, form, preprocessors)
                 if describe is not None and form is None and has_adapters(model) and isinstance(location, Path):
                     remove_adapters(location)
             else:
@@ -278,11 +286,12 @@ def _write_weights(
     location: Path | str,
     metadata: Mapping[str, str],
     describe: Callable[[Path], object] | None,
-    own_form: nn.Module | None,
+    form: Form | None,
+    preprocessors: Iterator[object],
 ) -> None:
     """Write weights as a safetensors file, or into a directory with a description.
 
-    :param own_form: the model, if it is saved as its library does
+    :param form: how the model's library saves it, with what prepares its inputs; ``None`` for the weights alone
     """
     if describe is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(
@@ -291,8 +300,8 @@ def _write_weights(
         )
     folder, name = (location, WEIGHTS) if describe is not None else _split(location)
     with open_folder(folder) as directory:
-        if own_form is not None:
-            write_own_form(own_form, weights, directory)
+        if form is not None:
+            write_own_form(form, weights, directory, preprocessors)
         else:
             with replacing(directory / name) as temporary:
                 write_tensors(weights, temporary, {**UNSEALED, **metadata})

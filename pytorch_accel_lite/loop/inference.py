@@ -50,6 +50,7 @@ def inference_run(
     """
     batch_size = int(batch_size)
     run = trainer.current_run.derive()
+    run.kind = request.kind
     run.overridden = overridden_methods(trainer)
     run.data.eval_dataset = dataset
     run.data.collate_fn = collate_fn

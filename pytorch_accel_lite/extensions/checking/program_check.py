@@ -22,6 +22,7 @@ from pytorch_accel_lite.extending import (
 )
 from pytorch_accel_lite.extensions.checking import checks_of_data, checks_of_models, checks_of_training
 from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, Status
+from pytorch_accel_lite.plotting import render
 from pytorch_accel_lite.schedulers import resolve_names
 
 #: A function that tries a program and yields what it finds. Reports have its name, without ``check_``, and its
@@ -51,6 +52,11 @@ CHECKS: tuple[Check, ...] = (
     checks_of_data.check_leakage,
     checks_of_training.check_learns,
 )
+
+
+# Colours that can be read on light and on dark pages, and marks for whoever sees none.
+_COLOURS = {"failed": "#d1453b", "warned": "#b7791f", "passed": "#2f9e57"}
+_MARKS = {"failed": "\u2717", "warned": "!", "passed": "\u2713"}
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,18 @@ class CheckReport(Report):
         return [
             (r.name, r.status if r in reported or not r.message else f"{r.status}: {r.message}") for r in self.results
         ]
+
+    def _repr_html_(self) -> str:
+        """Return a table of the checks with colours, the mistakes first; those that do not apply are folded."""
+        shown = [*self.failures, *self.warnings, *self.passed]
+        return render(
+            "check.html",
+            summary=self.summary(),
+            results=shown,
+            left_out=self.not_applicable,
+            colours=_COLOURS,
+            marks=_MARKS,
+        )
 
     def notes(self) -> list[str]:
         """Return what was found, why it matters and what to change."""

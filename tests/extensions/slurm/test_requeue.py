@@ -111,7 +111,7 @@ def test_what_slurm_answers_is_shown(tmp_path, capsys):
     assert "Job 17_3 could not be returned to Slurm's queue: slurm_update error: Access" in capsys.readouterr().out
 
 
-def test_what_makes_a_job_start_over_is_an_error_before_training(tmp_path, monkeypatch):
+def test_what_makes_a_job_start_over_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="requeue=True needs Slurm's command scontrol, which is not on the PATH"):
         train(tmp_path, requeue=True)
@@ -159,7 +159,7 @@ def test_a_warning_followed_by_an_end_still_saves(tmp_path):
 
 
 @pytest.mark.programs
-def test_a_job_of_submitit_is_started_again_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
+def test_a_job_of_submitit_resumes_to_the_same_bits(tmp_path, monkeypatch):
     submitit = pytest.importorskip("submitit", reason="submitit is not installed")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(ROOT)
@@ -208,7 +208,7 @@ STAND_INS = {
 
 @pytest.mark.skipif(not hasattr(LaunchConfig, "signals_to_handle"), reason="before 2.10, torchrun ends at SIGUSR1")
 @pytest.mark.programs
-def test_the_script_of_the_documentation_passes_on_the_warning_and_saves(tmp_path):
+def test_the_script_of_the_documentation_saves_when_warned(tmp_path):
     """On one node with one process, by stand-ins for the commands of a cluster."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     [script] = re.findall(r"^```bash\n(#!/bin/bash\n#SBATCH.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -45,7 +45,7 @@ def model_of_tokens(dropout: float = 0.0) -> nn.Module:
 
 
 @pytest.mark.parametrize(("max_tokens", "packed"), [(8000, False), (8000, True), (400, True)])
-def test_batches_are_full_with_little_padding_and_as_many_in_each_epoch(max_tokens, packed):
+def test_batches_are_full_and_as_many_in_each_epoch(max_tokens, packed):
     lengths = torch.randint(1, 400, (3000,), generator=torch.Generator().manual_seed(1))
     sampler = TokenBatchSampler(lengths, max_tokens, packed=packed)
     epochs = [list(sampler) for _ in range(2)]
@@ -95,7 +95,7 @@ def test_what_cannot_be_batched_is_named(arguments, words):
         TokenBatchSampler(*arguments)
 
 
-def test_the_number_of_keys_of_a_sample_is_not_taken_for_its_length():
+def test_the_number_of_keys_is_not_taken_for_a_length():
     samples = [{"input_ids": torch.arange(5)}]
     with pytest.raises(TypeError, match=r"length=len of a dict is the number of its keys, here 1\. Pass"):
         TokenBatchSampler(samples, max_tokens=8, length=len)

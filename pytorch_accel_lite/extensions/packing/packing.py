@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,10 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data.batches import IGNORED_LABEL, first_label, tensors_in, without_adapters
-from pytorch_accel_lite.data.sources import Sample
+from pytorch_accel_lite.extending_data import Sample, Tree, evaluation_mode, first_label, tensors_in
 
+#: The default ``ignore_index`` of torch's cross entropy.
+IGNORED_LABEL = -100
 _ROW_KEYS = ("input_ids", "labels")
 
 
@@ -82,7 +81,9 @@ class PackSequences:
     def _adapt_to(self, model: nn.Module) -> None:
         """Find out what else a model needs to keep sequences apart."""
         name = type(model).__name__
-        taken = inspect.signature(without_adapters(model).forward).parameters
+        get_base_model: object = getattr(model, "get_base_model", None)  # of the adapters of PEFT
+        inner = get_base_model() if callable(get_base_model) else model
+        taken = inspect.signature(inner.forward).parameters
         if "position_ids" not in taken:
             raise ValueError(f"{name}.forward takes no position_ids, so it cannot tell packed sequences apart.")
         self.has_bounds = "bounds" in taken
@@ -143,8 +144,8 @@ def _as_tensor(name: str, values: object) -> torch.Tensor:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
-            f"{name!r} of a sample is {short(values)}, but a packed row needs a number for each token. Leave it out of "
-            "the samples."
+            f"{name!r} of a sample is {reprlib.repr(values)}, but a packed row needs a number for each token. Leave it "
+            "out of the samples."
         ) from None
 
 

@@ -117,7 +117,7 @@ def stopped_for_fewer(folder: str) -> None:
         train(StandIn(Path(folder), world_size()), Fails(), every_n_steps=1)
 
 
-def test_a_run_resumes_on_another_number_of_workers_with_every_sample_once(tmp_path, two_ranks):
+def test_a_run_resumes_on_other_workers_with_each_sample_once(tmp_path, two_ranks):
     two_ranks.run(stopped_for_fewer, str(tmp_path))
     before = verify_state(max(tmp_path.glob("checkpoint_*")))
     assert (before["world_size"], before["progress"]["update"]) == (2, 6)
@@ -133,7 +133,7 @@ def test_states_and_metrics_are_reported_as_often_as_requested(tmp_path):
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_processes_that_ray_has_not_started_are_an_error_before_training(tmp_path):
+def test_processes_that_ray_has_not_started_are_an_error(tmp_path):
     with pytest.raises(RuntimeError, match=r"it knows of no workers, and this job has 1 process\(es\)"):
         train(StandIn(tmp_path, 0))
     with pytest.raises(RuntimeError, match=r"it knows of 2 workers, and this job has 1 process\(es\)"):
@@ -156,7 +156,7 @@ def without_shared_disk() -> str:
     return ""
 
 
-def test_workers_without_a_shared_disk_raise_an_error_that_names_the_argument(two_ranks):
+def test_without_a_shared_disk_the_error_names_the_argument(two_ranks):
     assert "Pass RayReportCallback(directory=...)" in two_ranks(without_shared_disk)[0]
 
 
@@ -177,7 +177,7 @@ def example_without_ray(epochs: int) -> str:
 
 @pytest.mark.programs
 @pytest.mark.timeout(1500)
-def test_the_example_gives_the_same_bits_if_its_workers_are_killed(tmp_path, two_ranks):
+def test_the_example_ends_in_the_same_bits_after_kills(tmp_path, two_ranks):
     """On a real cluster, which takes seconds to start, and minutes on a busy machine."""
     pytest.importorskip("ray", reason="ray is not installed (extra ray)")
     script = [sys.executable, "examples/ray_train.py", "--epochs", "2", "--kill-in-epoch", "2"]

@@ -9,14 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.paths import folder_path
-from pytorch_accel_lite.base.validation import check_positive_int, optional
-from pytorch_accel_lite.checkpoint.training_state import read_directory
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.parts import TrainingState
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import folder_path
+from pytorch_accel_lite.extending import (
+    RunRequest,
+    TrainerCallback,
+    TrainerLike,
+    TrainingState,
+    check_positive_int,
+    read_state,
+)
+from pytorch_accel_lite.utils import import_extra
 
 
 class RayReportCallback(TrainerCallback):
@@ -43,7 +45,7 @@ class RayReportCallback(TrainerCallback):
     ) -> None:
         self._ray: Any = import_extra("ray.train", "ray", "RayReportCallback")
         self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
-        self.every_n_steps = optional(check_positive_int, "every_n_steps", every_n_steps)
+        self.every_n_steps = None if every_n_steps is None else check_positive_int("every_n_steps", every_n_steps)
         self.directory = None if directory is None else folder_path("directory", directory)
         self._resumed = ExitStack()
         self._reported: dict[str, Any] | None = None
@@ -71,7 +73,7 @@ class RayReportCallback(TrainerCallback):
         if checkpoint is None:
             return None
         directory = self._resumed.enter_context(checkpoint.as_directory())  # a copy, from remote storage
-        return read_directory(Path(directory), trainer.ranks)
+        return read_state(Path(directory), trainer.ranks)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Release the state that the run was resumed from."""

@@ -7,11 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.run.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.watched_metric import WatchedMetric
+from pytorch_accel_lite.extending import RunRequest, StopTrainingError, TrainerCallback, TrainerLike, WatchedMetric
+from pytorch_accel_lite.utils import import_extra
 
 _PATHS = "paths"  # the user attribute of a trial with the paths that it writes to
 

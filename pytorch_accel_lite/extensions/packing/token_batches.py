@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.sources import IndexedData, Sample
+from pytorch_accel_lite.extending_data import IndexedData, Sample, check_positive_int
 
 #: Relative resolution, a power of two, at which lengths are distinguished when samples are grouped.
 _RESOLUTION = 16

@@ -96,7 +96,7 @@ def test_a_row_has_the_sequences_with_their_positions_and_bounds():
     assert batch["labels"].dtype == torch.int64
 
 
-def test_samples_are_dicts_pairs_arrays_or_lists_and_lose_their_padding():
+def test_samples_of_all_kinds_lose_their_padding():
     tokenized = {"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], "token_type_ids": [0, 1, 0]}
     batch = PackSequences(causal=False)([tokenized, {"input_ids": [7], "token_type_ids": [1]}])
     assert {name: value.tolist() for name, value in batch.items() if name != "bounds"} == {
@@ -142,7 +142,7 @@ def test_samples_that_do_not_have_the_same_are_named(order):
 
 @pytest.mark.parametrize("attention", ["mask", "bounds"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_of_a_custom_model_are_those_of_each_sequence_by_itself(attention, causal):
+def test_gradients_of_a_custom_model_are_those_of_each_sequence(attention, causal):
     samples, model = texts(), small_transformer(attention, causal)
     packed = PackSequences(model)(samples)
     alone = [(model(sample[None]), sample[None]) for sample in samples]
@@ -218,7 +218,7 @@ def batch_of_padded(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_of_hugging_face_models_are_those_of_the_padded_batch(name, attention):
+def test_gradients_of_hugging_face_models_are_those_of_padding(name, attention):
     samples, model = texts(), hugging_face_model(name, attention)
     try:
         pack = PackSequences(model)
@@ -316,7 +316,7 @@ def check_both(packed: Any, of_padded: Any) -> None:
         assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_training_with_accumulation_gives_the_weights_and_losses_of_padded_batches():
+def test_training_gives_the_weights_and_losses_of_padded_batches():
     check_both(*both())
 
 
@@ -396,7 +396,7 @@ def test_a_row_is_not_split_into_microbatches():
 
 @pytest.mark.parametrize("keeps_apart", [True, False])
 @pytest.mark.extension("checking")
-def test_the_check_of_a_program_finds_sequences_that_are_not_kept_apart(keeps_apart):
+def test_a_check_finds_sequences_that_are_not_kept_apart(keeps_apart):
     """Models of transformers take a row for one sequence when they have a cache, which they have by default."""
     model = hugging_face_model("Llama")
     trainer = Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.5), callbacks=[])
