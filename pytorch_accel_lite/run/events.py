@@ -625,9 +625,10 @@ class HasCallbackHandler(Protocol):
 
 
 def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
-    """Set whether a callback of this package is called at events, except those that a user's subclass overrides."""
-    inherited = [event for event in events if not is_overridden(callback, event)]
-    trainer.callback_handler.set_listening(callback, listens, *inherited)
+    """Set whether a callback is called at events, except those of a built-in one that a user's subclass overrides."""
+    built_in = [vars(kind) for kind in type(callback).__mro__ if is_ours(kind) and kind is not TrainerCallback]
+    overridden = [e for e in events if is_overridden(callback, e) and any(e in names for names in built_in)]
+    trainer.callback_handler.set_listening(callback, listens, *(e for e in events if e not in overridden))
 
 
 def _create(callback: type[TrainerCallback]) -> TrainerCallback:
