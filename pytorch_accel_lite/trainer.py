@@ -509,11 +509,11 @@ class Trainer:
         self,
         dataset: NamedData | None = None,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
         *,
         auto_microbatch: bool = False,
-    ) -> dict[str, Any]:
+    ) -> dict[str, MetricValue]:
         """Evaluate the model, counting every sample exactly once on any number of processes.
 
         Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
@@ -562,11 +562,11 @@ class Trainer:
         self,
         dataset: Data,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
         *,
         only_first: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
         Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has
@@ -586,11 +586,11 @@ class Trainer:
         self,
         dataset: Data,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
         *,
         only_first: bool = False,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Tree]:
         """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
 
         Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a

@@ -112,7 +112,7 @@ class NotebookBar(tqdm):  # type: ignore[misc]
         """Draw the bar with the others of the output."""
         self._output.refresh()
 
-    def clear(self, *args: Any, **kwargs: Any) -> None:
+    def clear(self, *args: Any, **kwargs: object) -> None:
         """Do nothing: printed text does not disturb the bar."""
 
     def close(self) -> None:

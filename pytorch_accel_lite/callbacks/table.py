@@ -197,9 +197,8 @@ class _RunTable:
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
-        self.rates_used: dict[
-            str, float | torch.Tensor
-        ] = {}  # by the latest update, if the schedule sets a rate after each
+        #: Those that the latest update used, if the schedule sets a rate after each.
+        self.rates_used: dict[str, float | torch.Tensor] = {}
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten
         self._names = dict.fromkeys(self._expected.directions)  # of the metrics that are expected or recorded

@@ -259,7 +259,8 @@ def check_optimizers(trainer: TrainerLike) -> None:
 
 def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
     """Return the names of trainable parameters that no optimizer has, or the first three of them."""
-    return listed([name for name, p in module.named_parameters() if p.requires_grad and p not in optimized], 3)
+    missed = [name for name, p in module.named_parameters() if p.requires_grad and p not in optimized]
+    return listed(missed, 3) if missed else ""
 
 
 # ------------------------------------------------------------------------------------------------- of data

@@ -19,7 +19,9 @@ from pytorch_accel_lite.extensions.checking.probing import (
     TOLERANCE,
     Finding,
     NotApplicableError,
+    Part,
     Probe,
+    Update,
     Watch,
     difference,
     distance,
@@ -174,7 +176,7 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
     if isinstance(getattr(probe.run.data.train_loader, "sampler", None), RandomSampler):
         # Batches of pairs or triplets, one after another or in two halves, are the same if these are moved as a whole.
         half = size // 2
-        keys: list[Callable[[int], Any]] = [lambda row: -(row // 2), lambda row: -(row // 3)]
+        keys: list[Callable[[int], int | tuple[int, int]]] = [lambda row: -(row // 2), lambda row: -(row // 3)]
         keys.append(lambda row: (row // half, -row))
         moved = [probe.evaluate(select(batch, sorted(range(size), key=key))).loss - first.loss for key in keys]
         if min(map(abs, [*moved, second.loss - first.loss])) > TOLERANCE * max(abs(first.loss), 1e-6):
@@ -211,7 +213,7 @@ def check_inputs_matter(probe: Probe) -> Iterator[Finding]:
         yield (mistake if len(ignored) == len(inputs) else doubt)(text, input=name)
 
 
-def _ignored(probe: Probe, inputs: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+def _ignored(probe: Probe, inputs: Mapping[Part, torch.Tensor]) -> dict[Part, torch.Tensor]:
     """Return the inputs that change neither outputs nor loss when they are shuffled, in an evaluation or in training.
 
     A deep network whose batch norm has seen little has nearly the same outputs for all inputs in an evaluation.
@@ -338,7 +340,7 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _find_padding(probe: Probe, parts: Mapping[Any, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
+def _find_padding(probe: Probe, parts: Mapping[Part, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
     """Return what marks padding in a batch, and which positions are none.
 
     :raises NotApplicableError: if nothing does
@@ -366,7 +368,7 @@ def _find_padding(probe: Probe, parts: Mapping[Any, torch.Tensor], ignored: int)
 def _pad(name: str, part: torch.Tensor, real: torch.Tensor, ignored: int) -> torch.Tensor:
     """Add padding to a part of a batch, of the kind that it has."""
     existing = part[~real].flatten()
-    value: Any = 1 - int(part.flatten()[0]) if "mask" in name.lower() else 0
+    value: float = 1 - int(part.flatten()[0]) if "mask" in name.lower() else 0
     if existing.numel():
         value = existing[-1].item()
     elif name in TARGET_KEYS and not part.is_floating_point():
@@ -415,7 +417,7 @@ def check_reload(probe: Probe) -> Iterator[Finding]:
         yield doubt(text + reason, parameters=different, lost=lost)
 
 
-def _update(probe: Probe, update: Any, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
+def _update(probe: Probe, update: Update, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
     """Make updates with batches of these numbers, and return copies of the parameters."""
     for number in numbers:
         update(probe.batches[number % len(probe.batches)], number)
