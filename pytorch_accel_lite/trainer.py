@@ -147,6 +147,9 @@ class Trainer:
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
     :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
+    :ivar scheduler: the scheduler of the run, or ``None``
+    :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
+    :ivar logical: with ``logical_processes``, those that this process stands for, and the outputs of each in a step
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
     :cvar unsaved_attributes: names of attributes that both leave out
