@@ -18,8 +18,10 @@ MODULES = (
     ".schedulers",
     ".optimizers",
     ".finetuning",
+    ".checking",
     ".experiment",
     ".extending",
+    ".extending_data",
     ".integrations",
 )
 #: Not public by their names, but the ancestor's users override or read them.

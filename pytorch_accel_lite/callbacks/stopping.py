@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError, TrainerCallback
@@ -77,18 +78,18 @@ class EarlyStoppingCallback(MetricWatcher):
         self._has_improved = False  # whether a value of the epoch was an improvement
         self._without_improvement: float | None = None  # the latest value that was not
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._run = trainer.current_run
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._run = trainer.run
         self._stops_at_once = False
         super().on_training_run_start(trainer)
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_step_start(trainer)
         if self._stops_at_once:
             self._stops_at_once = False
             self._stop_if_patience_is_used_up()
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_step_checkpoint(trainer)
         self._print_message(trainer)
 
@@ -116,7 +117,7 @@ class EarlyStoppingCallback(MetricWatcher):
         """Return what the threshold is a multiple of."""
         return abs(reference) if self.threshold_mode == "relative" else 1.0
 
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_epoch_end(trainer)
         metric = None if self._has_improved or self.patience_in == "evaluations" else self._without_improvement
         self._begin_epoch()
@@ -174,14 +175,14 @@ class EarlyStoppingCallback(MetricWatcher):
             return ""
         return ' To train on while it improves, pass early_stopping_threshold=0, or threshold_mode="relative".'
 
-    def _print_message(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def _print_message(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._message:
             trainer.print(wrapped(self._message))
         self._message = ""
 
     on_epoch_checkpoint = on_stop_training_error = _print_message
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the best value, the patience used so far, and whether the run has been stopped for good."""
         end = None if self._run is None else self._run.end
         stopped = end is not None and end.reason is not None and end.pause is None
@@ -193,7 +194,7 @@ class EarlyStoppingCallback(MetricWatcher):
             "reference": self._reference,
         }
 
-    def _load_progress(self, state: dict[str, Any]) -> None:
+    def _load_progress(self, state: StateDict) -> None:
         """Load the patience used so far; a run that was stopped for good is to be trained further, with all of it."""
         self.early_stopping_patience_counter = state["patience_counter"]
         self._has_improved, self._without_improvement = state.get("of_epoch", (False, None))
@@ -218,10 +219,10 @@ class TimeLimitCallback(TrainerCallback):
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
         self.seconds = check_positive_number("limit", seconds)
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.clock >= self.seconds:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.clock >= self.seconds:
             raise RunPausedError(f"Stopping: the time limit of {timedelta(seconds=self.seconds)} is reached.")
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not trainer.current_run.is_finished:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if not trainer.run.is_finished:
             self.on_train_step_checkpoint(trainer)
