@@ -1,36 +1,69 @@
-"""What extensions are written with, besides what users have: the run, and the seams at which it can be changed."""
+"""What extensions are written with, besides what users have.
 
+The run, and the seams at which it can be changed; trials, which try a program and leave no trace; what a trainer holds
+besides its model; what batches consist of; and how results and errors look.
+"""
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.reports import Report
+from pytorch_accel_lite.base.text import describe_error
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.checkpoint.remote import read_state
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.batches import (
+    TARGET_KEYS,
+    BatchOutput,
+    find_batch_size,
+    is_single_sample,
+    parts_in,
+    tensors_in,
+)
+from pytorch_accel_lite.data.loss_shapes import LossShapeError
+from pytorch_accel_lite.data.splitting import select_samples
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
+from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
+from pytorch_accel_lite.loop.sharded_models import shard_model
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
+from pytorch_accel_lite.loop.trial import Trial
+from pytorch_accel_lite.optimizers.rates import layer_scales
+from pytorch_accel_lite.run.attributes import all_optimized_parameters
+from pytorch_accel_lite.run.attributes import modules as other_modules
+from pytorch_accel_lite.run.attributes import optimizers as other_optimizers
+from pytorch_accel_lite.run.attributes import registered as registered_objects
+from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
+from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.logical import SharedLossTrackers
+from pytorch_accel_lite.steps.logical import LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.steps.logical_step import LogicalStep, LogicalWindow
+from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
-    "MACHINERY",
-    "Batch",
-    "BatchOutput",
-    "ControlGroup",
-    "LogicalStep",
-    "LogicalWindow",
-    "Ranks",
-    "Run",
-    "RunRequest",
-    "SharedLossTrackers",
-    "Step",
-    "TrainerLike",
-    "capture_generators",
-    "is_waiting",
-    "open_trainers",
+    # The run, and what is written for it.
+    "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
+    "TrainingState", "WatchedMetric",
+    # Seams.
+    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "SharedLossTrackers", "ShardedStep",
     "replace_step",
-    "restore_generators",
+    # The processes of a job.
+    "MACHINERY", "ControlGroup", "Ranks", "capture_generators", "is_waiting", "open_trainers", "restore_generators",
     "use_ranks",
-]
+    # Trials.
+    "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
+    # What a trainer holds, and what batches consist of.
+    "TARGET_KEYS", "Batch", "BatchOutput", "LossShapeError", "all_optimized_parameters", "find_batch_size",
+    "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in",
+    "registered_objects", "select_samples", "tensors_in",
+    # Help.
+    "Report", "check_positive_int", "check_range", "describe_error", "read_state", "warn_outside",
+]  # fmt: skip

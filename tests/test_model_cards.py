@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from tests.hub_store import HubStore
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, ROOT
 from tests.ranks import rank
 from tests.sharded import create_model, gathered, shard
 from tests.tasks import equal, listener, quiet_trainer, raises_at, regression_data, small_model
@@ -382,6 +383,28 @@ def test_a_model_is_saved_on_the_hub_and_loaded_from_there(hub):
         trainer.load_checkpoint("hf://me/waves/other")
     with pytest.raises(OSError, match=r"hf://me/other/model.safetensors cannot be written: .*Make sure that it exists"):
         trainer.save_model("hf://me/other")
+
+
+def test_the_callback_of_the_page_uploads_every_few_epochs(hub, tmp_path, monkeypatch):
+    uploads: list[str] = []
+
+    def upload_folder(repo_id: str, folder_path: str, commit_message: str) -> None:
+        shutil.copytree(folder_path, HubStore.folder / repo_id, dirs_exist_ok=True)
+        uploads.append(commit_message)
+
+    monkeypatch.setattr("huggingface_hub.upload_folder", upload_folder)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "exporting.md").read_text()
+    [code] = [code for code in re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S) if "class PushToHub" in code]
+    (HubStore.folder / "my_name" / "signs").mkdir(parents=True)
+    program: dict[str, Any] = {}
+    exec(code, program)
+    trainer = trained(program["PushToHub"](), epochs=10)
+    assert uploads == ["Epoch 5", "Epoch 10"]
+    model = small_model(1)
+    quiet_trainer(model).load_checkpoint("hf://my_name/signs")
+    assert equal(model.state_dict(), trainer.get_model().state_dict())
+    assert "Trained up to epoch 10 of 10" in (HubStore.folder / "my_name" / "signs" / "README.md").read_text()
 
 
 def test_a_card_that_somebody_else_has_pushed_is_kept(hub):

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from accelerate import PartialState
 
 from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.manifest import (
     MANIFEST,
     DamagedStateError,
@@ -158,7 +158,7 @@ def _upload(url: str, ranks: Ranks, captured: CapturedState) -> None:
     folder = RemoteFolder(url)
     subfolder = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
 
-    def upload() -> dict[str, dict[str, Any]]:
+    def upload() -> dict[str, JsonObject]:
         with _temporary_directory() as directory:
             entries = write_files(directory, ranks.rank, captured)
             for name in entries:
@@ -181,7 +181,7 @@ def _upload(url: str, ranks: Ranks, captured: CapturedState) -> None:
                     folder.remove(name)
 
 
-def _download(url: str, directory: Path) -> dict[str, Any]:
+def _download(url: str, directory: Path) -> JsonObject:
     """Copy a state to an empty directory, verify every byte, and return its manifest."""
     folder = RemoteFolder(url)
     try:
@@ -202,7 +202,7 @@ def _fetch(url: str, ranks: Ranks) -> TrainingState:
     """Fetch a state to each machine, verify it there and read it, including the weights. All ranks take part."""
     with _temporary_directory() as directory:
 
-        def download() -> tuple[Path, dict[str, Any] | DamagedStateError] | None:
+        def download() -> tuple[Path, JsonObject | DamagedStateError] | None:
             is_local_main = PartialState().is_local_main_process
             return (directory, catch_damage(lambda: _download(url, directory))) if is_local_main else None
 
@@ -230,7 +230,7 @@ class RemoteStore(StateStore):
     def __init__(self, url: str) -> None:
         self.location = url
 
-        self._owner: dict[str, Any] | None = None
+        self._owner: JsonObject | None = None
         self._incomplete: list[str] = []  # states that were incomplete when the URL was claimed
 
     @cached_property
@@ -300,10 +300,10 @@ class RemoteStore(StateStore):
                 f"states in {self.location!r}, so this one ends. Give each run a save_dir of its own."
             )
 
-    def _manifest(self, name: str) -> dict[str, Any] | None:
+    def _manifest(self, name: str) -> JsonObject | None:
         return self._read_json(f"{name}/{MANIFEST}")
 
-    def _read_json(self, name: str) -> dict[str, Any] | None:
+    def _read_json(self, name: str) -> JsonObject | None:
         """Return the content of an object: empty if it is damaged, ``None`` if it does not exist."""
         try:
             content = json.loads(self._folder.read(name))

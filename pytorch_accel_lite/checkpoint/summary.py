@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.files import FROZEN
 from pytorch_accel_lite.checkpoint.manifest import (
     MANIFEST,
@@ -39,7 +39,7 @@ def _states_in(folder: Path) -> list[str]:
     return lines + damaged
 
 
-def _saved(manifest: dict[str, Any]) -> str:
+def _saved(manifest: JsonObject) -> str:
     return datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
 
 

@@ -135,7 +135,9 @@ class Membership:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_CONNECTING)
         self.watcher.watch(generation, opened_since(before))
         _set_timeout(_COLLECTIVE)
-        self.control = ControlGroup(dist.group.WORLD, range(size))
+        world = dist.group.WORLD
+        assert world is not None
+        self.control = ControlGroup(world, range(size))
 
     def disconnect(self) -> None:
         """Leave the process group, and end its connections, whatever still refers to it."""

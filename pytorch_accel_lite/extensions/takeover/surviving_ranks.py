@@ -47,6 +47,7 @@ class SurvivingRanks(Ranks):
             ranks.follow()
         for trainer in survivors():
             change_state(vars(trainer.accelerator.state), cls.membership.rank, cls.membership.world_size)
+            assert trainer.logical is not None  # see survivors()
             trainer.logical.divide(trainer.ranks)
             for run in trainer.open_runs:
                 if isinstance(run.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
