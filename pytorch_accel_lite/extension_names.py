@@ -23,6 +23,7 @@ OFFERED = {
     ),
     "ray": ("integrations.RayReportCallback",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
+    "takeover": (),  # the command launch
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
 }
 

@@ -178,7 +178,7 @@ class TrainerCallback:
             on_predict_run_end
 
         whenever a job goes on with other processes, see takeover
-            on_processes_changed                             left, came (only then)
+            on_processes_changed                             left, came
 
     A ``ShowOutputsCallback`` fires ``on_outputs``, with ``outputs`` and ``pictures``, when it has shown some.
 
