@@ -26,7 +26,7 @@ folder, width = Path(sys.argv[1]), int(sys.argv[2])
 class Note(TrainerCallback):
     def on_optimizer_step_end(self, trainer, **kwargs):
         with open(folder / str(os.getpid()), "a") as file:
-            file.write(f"{time.time()}\\n")
+            file.write(f"{time.time()} {trainer.ranks.world_size}\\n")
 
 
 torch.manual_seed(0)
@@ -65,12 +65,12 @@ def main() -> None:
 
 
 def wait_for(notes: Path, since: float, processes: int) -> float:
-    """Return the time of the first update after a time that so many processes have made."""
+    """Return the time of the first update after a time that so many processes have made together."""
     while True:
-        times = [float(line) for path in notes.iterdir() for line in path.read_text().splitlines()[-50:] if line]
-        after = sorted(time for time in times if time > since)
-        if len(after) >= processes:
-            return after[0]
+        lines = [line.split() for path in notes.iterdir() for line in path.read_text().splitlines()[-50:]]
+        times = [float(line[0]) for line in lines if line[1:] == [str(processes)]]
+        if after := [time for time in times if time > since]:
+            return min(after)
         time.sleep(0.01)
 
 
@@ -80,10 +80,9 @@ def measure(notes: Path) -> float:
     before = len(list(notes.iterdir()))
     killed = time.time()
     os.kill(int(living[0].name), signal.SIGKILL)
-    found = wait_for(notes, killed + 0.002, 3) - killed
-    while len(list(notes.iterdir())) == before:
+    found = wait_for(notes, killed, 3) - killed
+    while len(list(notes.iterdir())) == before:  # until another one has taken its place
         time.sleep(0.05)
-    time.sleep(1)
     return found
 
 
