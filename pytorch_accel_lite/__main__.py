@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from pytorch_accel_lite.extensions.experiment.command_line import main as run
-from pytorch_accel_lite.extensions.takeover.command_line import main as launch
+from pytorch_accel_lite.extensions.takeover.launch_command import main as launch
 
 #: Commands with arguments of their own, by name; all others are those of the one without a name.
 COMMANDS: Mapping[str, Callable[..., int]] = {"launch": launch, "": run}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pytorch_accel_lite.extensions.takeover.channel import Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
-from pytorch_accel_lite.extensions.takeover.progress import Progress, find_silent
+from pytorch_accel_lite.extensions.takeover.silent_processes import Progress, find_silent
 
 _TICK_MS = 20
 _SECONDS_TO_DIE = 1.0  # in which the end of a process follows the error that the others have had of it
