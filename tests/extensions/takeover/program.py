@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import MetricsFileCallback, ModelEmaCallback, SaveBestModelCallback
+from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite.callbacks import MetricsFileCallback, ModelEmaCallback, RunLogCallback, SaveBestModelCallback
 
 CONFIG: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(CONFIG["folder"])
@@ -118,6 +118,8 @@ def main() -> None:
             ModelEmaCallback(save_path=str(FOLDER / "average.pt")),
             MetricsFileCallback(str(FOLDER / "metrics.jsonl"), every="2 updates"),
         ]
+    if CONFIG.get("shows"):
+        callbacks += [*get_default_callbacks(), RunLogCallback(str(FOLDER / "log"))]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = Logging(
         model,
