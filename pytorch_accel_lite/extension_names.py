@@ -17,6 +17,7 @@ OFFERED = {
         "data.unpack",
     ),
     "ray": ("integrations.RayReportCallback",),
+    "remote": (),  # what is at a URL
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
 }
 
