@@ -1674,5 +1674,5 @@ def test_states_and_models_lie_in_a_store_of_the_users_own(tmp_path, monkeypatch
 def test_without_any_store_the_error_names_the_extension(monkeypatch):
     for name in [*STORES]:
         monkeypatch.delitem(STORES, name)
-    with pytest.raises(ValueError, match="What is at .s3://bucket/run. is of the extension .remote., which"):
+    with pytest.raises(ValueError, match="is of the extension 'remote', which is not there"):
         SaveTrainingStateCallback("s3://bucket/run")
