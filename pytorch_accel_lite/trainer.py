@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -17,8 +17,9 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
-from pytorch_accel_lite.base.types import HasStateDict, Tree
+from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -33,13 +34,18 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data import NamedData, ShardedLoader
+from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
+from pytorch_accel_lite.extension_names import with_missing
+from pytorch_accel_lite.extensions.checking import program_check
+from pytorch_accel_lite.extensions.memory_estimate import estimate
+from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
     arguments,
     collectives,
@@ -68,7 +74,7 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
-from pytorch_accel_lite.run.state import Run, Step, run_to_change
+from pytorch_accel_lite.run.state import CompiledForwardLike, Logical, Run, Step, run_to_change
 from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
@@ -81,7 +87,6 @@ from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compiled import CompiledForward
 from pytorch_accel_lite.steps.logical import LogicalProcesses
-from pytorch_accel_lite.tuning import diagnosis, finders, memory, program_check
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -108,6 +113,7 @@ _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed
 _GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
 
 
+@with_missing
 @suggest_arguments
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
@@ -153,6 +159,11 @@ class Trainer:
     recomputes_gradients: ClassVar[bool | None] = None
 
     # ------------------------------------------------------------------------- the current or last run
+
+    @property
+    def run(self) -> Run:
+        """The run in progress, or else the last one: its data, step, losses, end and so on, for callbacks to read."""
+        return self.current_run
 
     @property
     def progress(self) -> Progress:
@@ -379,10 +390,12 @@ class Trainer:
         self.open_runs: list[Run] = []
         self.current_run = Run.create(self, RunRequest(), ranks=Ranks(self.accelerator))
         self.current_run.data.seed = self.seed
-        self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
-        self.__adapter = BatchAdapter(model)  # a name only we can have
+        self.logical: Logical | None = None if logical_processes is None else LogicalProcesses(self, logical_processes)
+        self._batch_adapter = BatchAdapter(model)
         self._latest_eval_dataset: NamedData | None = None
-        self.compiled_forward = CompiledForward.create(self, compile_step, self.__adapter)
+        self.compiled_forward: CompiledForwardLike | None = CompiledForward.create(
+            self, compile_step, self._batch_adapter
+        )
         shutdown.register(self)
         self._library_attributes = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
@@ -489,24 +502,227 @@ class Trainer:
         loaders = LoaderArguments(int(size), of_train, of_eval)  # the size may be an integer of numpy
         fit(self, run, loaders, resume_from, reset_run_history)
 
-    evaluate = evaluation.evaluate
-    run_evaluation = evaluation.run_evaluation
-    predict = prediction.predict
-    predict_iter = prediction.predict_iter
+    def evaluate(
+        self,
+        dataset: NamedData | None = None,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        auto_microbatch: bool = False,
+    ) -> dict[str, Any]:
+        """Evaluate the model, counting every sample exactly once on any number of processes.
+
+        Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
+        are those of :meth:`train`.
+
+        :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
+            not needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their
+            names (strings) prefix the names of the metrics.
+        :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True``
+            leaves out the samples of a smaller last batch
+        :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
+            parts as needed; losses and metrics are those of the whole batch. In a run that was started with it, always.
+        :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
+            to the run history, except, within a run, those of metrics that the run's own evaluations record. After a
+            run, its curves and rows do not contain them.
+        """
+        return evaluation.evaluate(
+            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
+        )
+
+    def run_evaluation(
+        self,
+        model: nn.Module | None = None,
+        prefix: str = "",
+        is_intermediate: bool = True,
+        callbacks: CallbackHandler | None = None,
+    ) -> dict[str, float]:
+        """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
+
+        Call it from a callback, on every process. Modes, running losses and random generators are restored. The
+        evaluations of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or
+        ``eval_epoch_end``.
+
+        :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
+            saved meanwhile still contain the trainer's model.
+        :param prefix: prefix of the metric names in the run history
+        :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
+            ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
+        :param callbacks: called instead of the trainer's callbacks
+        :return: the mean losses by metric name
+        :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
+        """
+        return evaluation.run_evaluation(self, model, prefix, is_intermediate, callbacks)
+
+    def predict(
+        self,
+        dataset: Data,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        only_first: bool = False,
+    ) -> Any:
+        """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
+
+        Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has
+        a ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
+
+        :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
+        :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
+            memory for them. All processes must make the call.
+        :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
+            tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
+        """
+        return prediction.predict(
+            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
+        )
+
+    def predict_iter(
+        self,
+        dataset: Data,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        only_first: bool = False,
+    ) -> Iterator[Any]:
+        """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
+
+        Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a
+        second or at 4 MiB. Iterate to the end on every process; with ``only_first``, all but the first get ``None`` for
+        each part. Meanwhile the model is in evaluation mode, except within another run, where its own mode is restored
+        between the parts.
+        """
+        return prediction.predict_iter(
+            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
+        )
+
     find_lr = finders.find_lr
     find_batch_size = finders.find_batch_size
     check = program_check.check
     diagnose = diagnosis.diagnose
-    estimate_memory = memory.estimate_memory
+    estimate_memory = estimate.estimate_memory
     summary = model_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 
-    save_checkpoint = saving.save_checkpoint
-    load_checkpoint = saving.load_checkpoint
+    def save_checkpoint(
+        self,
+        save_path: PathOrFile,
+        checkpoint_kwargs: StateDict | None = None,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        save_per_node: bool = True,
+        *,
+        trainable_only: bool = False,
+    ) -> None:
+        """Save the weights as one portable file, written atomically. Call it on every process.
+
+        The file includes what the loss function has learned, and what else is trained, such as heads and critics,
+        wherever it lives, and modules in attributes that the run has changed (unless ``saves_attributes = False`` in
+        the trainer's class).
+
+        :param save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary
+            file or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open;
+            what the others pass in its place is ignored.
+        :param checkpoint_kwargs: further entries of the file
+        :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
+        :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are
+            attributes
+        :param save_per_node: whether to save once on every machine, instead of once in the job
+        :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
+        :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
+        """
+        saving.save_checkpoint(
+            self,
+            save_path,
+            checkpoint_kwargs,
+            save_optimizer,
+            save_scheduler,
+            save_per_node,
+            trainable_only=trainable_only,
+        )
+
+    def load_checkpoint(
+        self,
+        checkpoint_path: PathOrFile,
+        load_optimizer: bool = True,
+        load_scheduler: bool = True,
+        *,
+        strict: bool = True,
+    ) -> StateDict:
+        """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running any code in it.
+
+        Also loads the states of the loss function and of the trainer's attributes, if both the file and the trainer
+        have them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ
+        from those of the saved model.
+
+        :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads
+            only its own shards if the model is sharded. What :meth:`save_model` wrote may be named by its URL. Or a
+            training state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
+            Or an open binary file, which each process reads from the position of its own.
+        :param load_optimizer: whether to load the state of the optimizer, if it was saved
+        :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a
+            scheduler
+        :param strict: ``False`` to load only the weights that fit, and warn of the others
+        :return: the full content of the file
+        :raises ValueError: if it does not fit the model; lists missing and unexpected keys
+        """
+        return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
+
     save_model = model_card.save_model
-    save_training_state = saving.save_training_state
-    load_training_state = saving.load_training_state
+
+    def save_training_state(
+        self,
+        output_dir: StrPath,
+        checkpoint_kwargs: StateDict | None = None,
+        *,
+        writer: BackgroundWriter | None = None,
+        then: Callable[[], None] | None = None,
+        created_weights: Mapping[str, int] | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """Save everything needed to resume the run, as a directory that is either complete or does not exist.
+
+        Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after
+        a run.
+
+        :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
+            :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`); an existing state is replaced once the
+                new one is complete
+        :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
+        :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
+        :param then: called on every process once the state is complete
+        :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
+            still have them are left out. By default, all weights are saved.
+        :param sharded: whether each process writes its own shards of sharded weights and of the optimizer's state for
+            them. By default, they are gathered in the host memory of the first process, which writes them.
+        :raises TypeError: if a value cannot be stored without pickle; names the path to it
+        :raises OSError: if the state cannot be written
+        :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an
+            epoch whose order does not follow from a seed
+        """
+        saving.save_training_state(
+            self,
+            output_dir,
+            checkpoint_kwargs,
+            writer=writer,
+            then=then,
+            created_weights=created_weights,
+            sharded=sharded,
+        )
+
+    def load_training_state(self, input_dir: StrPath) -> StateDict:
+        """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
+
+        :param input_dir: directory or URL of the state
+        :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
+        :raises DamagedStateError: if the state is damaged; names the file
+        :raises ValueError: if it does not fit the model or the optimizer
+        """
+        return saving.load_training_state(self, input_dir)
 
     def check_weights(self) -> None:
         """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
@@ -657,7 +873,7 @@ class Trainer:
             ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
             anything else that callbacks need
         """
-        adapter = self.compiled_forward or self.__adapter
+        adapter = self.compiled_forward or self._batch_adapter
         return adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def train_step(self, batch: BatchData) -> BatchOutput | None:
@@ -735,7 +951,7 @@ class Trainer:
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
         with without_gradients():
-            return self.__adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
+            return self._batch_adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def eval_epoch_end(self) -> None:
         """Called when an evaluation ends, before its losses are recorded."""
@@ -758,7 +974,7 @@ class Trainer:
         By default, the model is called with the first element of a tuple or list, or with the keys of a dict that
         ``forward`` takes and that are not targets.
         """
-        return self.__adapter.predict(self.model, batch)
+        return self._batch_adapter.predict(self.model, batch)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 

@@ -18,6 +18,7 @@ MODULES = (
     ".schedulers",
     ".optimizers",
     ".finetuning",
+    ".checking",
     ".experiment",
     ".extending",
     ".extending_data",

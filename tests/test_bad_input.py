@@ -711,7 +711,7 @@ def test_callbacks_refuse_words_as_booleans(callback_class, tmp_path, monkeypatc
     [
         lambda t, **word: t.evaluate(make_data(), **word),
         lambda t, **word: t.predict(make_data(), **word),
-        lambda t, **word: t.check(make_data(), **word),
+        pytest.param(lambda t, **word: t.check(make_data(), **word), marks=pytest.mark.extension("checking")),
         lambda t, **word: t.save_checkpoint("a.pt", **word),
         lambda t, **word: t.load_checkpoint("a.pt", **word),
         lambda t, **word: t.save_model("a", **word),

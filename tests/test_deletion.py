@@ -18,7 +18,7 @@ PACKAGE = ROOT / "pytorch_accel_lite"
 EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py"))
 LEFT_OUT = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build")
 #: Files of the facade that have nothing else, or hardly.
-WITHOUT_OTHERS = {("experiment", "__main__"), ("experiment", "experiment")}
+WITHOUT_OTHERS = {("experiment", "__main__"), ("experiment", "experiment"), ("checking", "checking")}
 #: Asks for names that have gone.
 PROGRAM = """
 import sys

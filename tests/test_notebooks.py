@@ -25,6 +25,22 @@ data = TensorDataset(x, x.sum(1, keepdim=True))
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
+ERRORS = [
+    f"""{SETUP}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+trainer = Trainer(Net(), nn.MSELoss(), optimizer)
+trainer.train(data, 3)
+""",
+    "trainer.train(data, -3)",
+    "trainer.check(data)",
+]
 LAUNCH = "pytorch_accel_lite.notebook_launcher(job, num_processes=2)"
 LAUNCHED = [  # before there is a trainer in the kernel
     f"""import pytorch_accel_lite
@@ -69,8 +85,10 @@ CURVES = [f"{SETUP}Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback(
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The cells of each notebook after it ran, and the folder of theirs."""
-    own = {"launched": LAUNCHED, "tables": TABLES, "curves": CURVES, "pictures": PICTURES}
+    own = {"launched": LAUNCHED, "errors": ERRORS, "tables": TABLES, "curves": CURVES, "pictures": PICTURES}
     notebooks = {name: [nbformat.v4.new_code_cell(source) for source in sources] for name, sources in own.items()}
+    for cell in notebooks["errors"]:
+        cell.metadata.tags = ["raises-exception"]
     notebooks |= {path.stem: nbformat.read(path, as_version=4).cells for path in NOTEBOOKS}
     folder = tmp_path_factory.mktemp("notebooks")
     execute_together(notebooks, folder)
@@ -108,6 +126,20 @@ def test_a_run_is_one_table_in_a_notebook(ran):
         assert "train_loss_epoch" not in printed
     assert {output.output_type for output in alone.outputs} == {"stream"}  # no table, and a bar only for long runs
     assert len([output for output in bars.outputs if output.output_type != "stream"]) <= 1
+
+
+def test_errors_and_checks_fit_a_screen_of_a_notebook(ran):
+    of_forward, of_argument, check = ran[0]["errors"]
+    for cell, line in ((of_forward, "return self.second(self.first(x))"), (of_argument, "trainer.train(data, -3)")):
+        (error,) = [output for output in cell.outputs if output.output_type == "error"]
+        shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+        assert line in shown
+        assert not re.search(r"pytorch_accel_lite|modules/module\.py", shown)
+        assert len(shown.splitlines()) < 40
+    assert "the model's 'second', with" in "".join(of_forward.outputs[-1].traceback)
+    (shown,) = [output.data["text/html"] for output in check.outputs if output.output_type == "execute_result"]
+    assert re.search(r'<th [^>]*>runs</th>\s*<td [^>]*color: #\w+"><b>\u2717</b> failed</td>', shown)
+    assert re.search(r"<summary>\d+ not applicable</summary>", shown)
 
 
 def test_curves_are_drawn_in_one_place_of_a_notebook(ran):

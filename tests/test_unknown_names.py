@@ -118,6 +118,7 @@ def test_an_argument_that_a_callback_does_not_have(callback, word, answer):
 
 
 @pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])
+@pytest.mark.extension("tuning")
 def test_an_argument_that_a_tool_does_not_have(tool):
     trainer = make_trainer()
     call = partial(getattr(trainer, tool), make_data())

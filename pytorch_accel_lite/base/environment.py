@@ -9,8 +9,9 @@ import shlex
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TextIO
 
 #: The directories of Python and of installed packages.
@@ -84,6 +85,48 @@ def leave_out_libraries(error: BaseException) -> None:
             trace.tb_next = trace.tb_next.tb_next
         trace = following
     error.__suppress_context__ = True
+
+
+_CALLS_OF_MODULES = "torch.nn.modules.module"
+
+
+def hide_frames(error: BaseException) -> None:
+    """In IPython, remove this package's frames from the traceback of an error, and torch's that only call modules.
+
+    What is left are lines of the user and of what these have called. The frame that calls this stays, and so does
+    everything if the error comes from a line of this package that checks nothing.
+    """
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        return
+    chain: list[BaseException] = []
+    part: BaseException | None = error
+    while part is not None and part not in chain:
+        chain.append(part)
+        *_, innermost = (_module_of(trace) for trace in _entries(part))
+        is_check = isinstance(part, (ValueError, TypeError, RuntimeError))
+        if is_check or not is_in_this_package(innermost):
+            for trace in _entries(part):
+                following = trace.tb_next
+                while following is not None and _is_hidden(_module_of(following)):
+                    following = following.tb_next
+                trace.tb_next = following
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+
+
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _module_of(trace: TracebackType) -> str:
+    return str(trace.tb_frame.f_globals.get("__name__"))
+
+
+def _is_hidden(module: str) -> bool:
+    return is_in_this_package(module) or module == _CALLS_OF_MODULES
 
 
 def is_in_this_package(module: object) -> bool:

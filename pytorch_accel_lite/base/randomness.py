@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.base.inspection import RandomGenerator, is_generator, reachable_from
+from pytorch_accel_lite.base.reachable import RandomGenerator, is_generator, reachable_from
 from pytorch_accel_lite.base.types import StateDict
 
 T = TypeVar("T")

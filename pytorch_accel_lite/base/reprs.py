@@ -133,10 +133,10 @@ def table(
     rows: Iterable[Sequence[object]],
     columns: Sequence[str] = (),
     notes: Sequence[str] = (),
-    bold: tuple[int, int] | None = None,
+    bold: Iterable[tuple[int, int]] = (),
 ) -> str:
     """Return an HTML table; without columns, its rows are names and values.
 
-    :param bold: row and column of the cell to be shown in bold
+    :param bold: rows and columns of the cells to be shown in bold
     """
-    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=bold)
+    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=set(bold))

@@ -124,6 +124,12 @@ def notes_of(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", []))
 
 
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"
+
+
 def listed(names: Iterable[object], most: int = 5) -> str:
     """Return the first of some names, and how many more there are."""
     texts = [str(name) for name in names]

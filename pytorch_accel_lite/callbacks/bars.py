@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from html import escape
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO, TypeAlias
 from weakref import WeakKeyDictionary
 
 from tqdm import tqdm
@@ -28,7 +28,7 @@ class TerminalBar(tqdm):  # type: ignore[misc]
     _redirection: ClassVar[ExitStack] = ExitStack()
     _is_shown = False
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         if not kwargs["disable"]:
             self._is_shown = True
             if not TerminalBar._num_shown:
@@ -56,7 +56,7 @@ class _AboveBars:
     :param bars: the stream on which the bars are drawn
     """
 
-    def __init__(self, stream: Any, bars: Any) -> None:
+    def __init__(self, stream: TextIO, bars: TextIO) -> None:
         self.stream = stream
         self._bars = bars
         self._incomplete = ""  # the beginning of a line
@@ -100,17 +100,17 @@ class NotebookBar(tqdm):  # type: ignore[misc]
 
     disable: bool
 
-    def __init__(self, output: NotebookOutput, **kwargs: Any) -> None:
+    def __init__(self, output: NotebookOutput, **kwargs: object) -> None:
         self._output = output
         super().__init__(gui=True, **kwargs)
         if not self.disable:
             output.bars.append(self)
             output.refresh()
 
-    def display(self, *args: Any, **kwargs: Any) -> None:
+    def display(self, *args: Any, **kwargs: object) -> None:
         self._output.refresh()
 
-    def clear(self, *args: Any, **kwargs: Any) -> None:
+    def clear(self, *args: Any, **kwargs: object) -> None:
         """Do nothing: printed text does not disturb the bar."""
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class NotebookOutput:
     :ivar bars: the live bars
     """
 
-    _of_trainers: ClassVar[WeakKeyDictionary[Any, NotebookOutput]] = WeakKeyDictionary()
+    _of_trainers: ClassVar[WeakKeyDictionary[object, NotebookOutput]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.html = ""
@@ -169,3 +169,7 @@ class NotebookOutput:
             self._handle = display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
+
+
+#: A bar, wherever it is drawn.
+Bar: TypeAlias = TerminalBar | NotebookBar

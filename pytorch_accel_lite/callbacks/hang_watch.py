@@ -59,7 +59,7 @@ class HangWatchCallback(TrainerCallback):
         self._watch: _Watch | None = None
         self.steps = 0  # and ends of epochs, for the watching thread
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._stop()
         self.steps = 0
         set_listening(trainer, self, True, "on_update_end")
@@ -67,22 +67,22 @@ class HangWatchCallback(TrainerCallback):
         self._watch = _Watch(self, trainer, connect(f"hang_watch/{name}"))
         self._watch.start()
 
-    def _count(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def _count(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self.steps += 1
 
     on_train_epoch_start = on_train_step_end = on_train_batch_skipped = on_train_epoch_end = _count
     on_eval_epoch_start = on_eval_step_end = on_eval_epoch_end = on_training_run_epoch_end = _count
 
-    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         set_listening(trainer, self, False, "on_update_end")  # only the first counts
         if self.end and self._watch is not None and not self._watch.may_end:
             self._watch.may_end = True
             self._timeouts.set(2 * self.seconds + 6 * _LONGEST_INTERVAL)
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._stop()
 
-    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         self._stop(f"has left the run: {type(exception).__name__}: {exception}")
 
     def _stop(self, reason: str = "") -> None:

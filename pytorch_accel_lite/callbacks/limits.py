@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -27,7 +27,7 @@ class LimitBatchesCallback(TrainerCallback):
     def __init__(self, num_batches: int) -> None:
         self.num_batches = check_positive_int("num_batches", num_batches)
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.max_batches = self.num_batches
 
 
@@ -60,14 +60,14 @@ class LimitEvalStepsCallback(TrainerCallback):
         return is_intermediate or not self.limit_intermediate_only
 
     # Positional too, because subclasses written for pytorch-accelerated pass it that way.
-    def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: Any) -> None:
-        loader = trainer.current_run.data.required_eval_loader
+    def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
+        loader = trainer.run.data.required_eval_loader
         if self._applies(is_intermediate):
             self._limit_before = loader.limit
             loader.limit = self.num_eval_steps if loader.limit is None else min(loader.limit, self.num_eval_steps)
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: Any) -> None:
-        loader = trainer.current_run.data.required_eval_loader
+    def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
+        loader = trainer.run.data.required_eval_loader
         previous = self._limit_before
         if self._applies(is_intermediate):  # the first of several such callbacks has noted the largest limit, or none
             loader.limit = None if previous is None or loader.limit is None else max(previous, loader.limit)
@@ -95,11 +95,11 @@ class LimitBatches:
 class DataLoaderSlice:
     """The first ``slice_size`` batches of a dataloader or other iterable, restarted in each iteration."""
 
-    def __init__(self, dl: Iterable[Any], slice_size: int) -> None:
+    def __init__(self, dl: Iterable[BatchData], slice_size: int) -> None:
         self.dl = dl
         self.slice_size = check_positive_int("slice_size", slice_size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchData]:
         return islice(iter(self.dl), self.slice_size)
 
     def __len__(self) -> int:

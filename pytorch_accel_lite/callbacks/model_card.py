@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.text import format_metric, format_value, to_number
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback, describe_model, setup_of
 from pytorch_accel_lite.callbacks.run_page import environment_facts, training_facts
 from pytorch_accel_lite.checkpoint.files import replacing, write_text
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters, is_of_timm
 from pytorch_accel_lite.checkpoint.saving import save_weights
 from pytorch_accel_lite.checkpoint.weights import CARD
 from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor, panels_by_metric
@@ -40,8 +40,8 @@ def save_model(
 ) -> None:
     """Save the model for use in other programs: its weights as safetensors, and a model card.
 
-    In a directory, a model of transformers is saved by its own ``save_pretrained``, and so are the adapters of a model
-    of PEFT, for ``from_pretrained`` of their libraries; see "Save and load" and "Adapters" in the docs.
+    In a directory, models of transformers, PEFT, diffusers and timm are saved as their own library saves and loads
+    them, with configuration and tokenizer; see "Save and load" in the docs.
 
     A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
     The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
@@ -100,7 +100,7 @@ def _write_card(
         )
         return
     card_data = {"model_name": Path(location).resolve().name, **card_data}
-    run, model = trainer.current_run, trainer.get_model(keep_torch_compile=False)
+    run, model = trainer.run, trainer.get_model(keep_torch_compile=False)
     history = trainer.run_history if isinstance(trainer.run_history, InMemoryRunHistory) else InMemoryRunHistory()
     loaded = run.loaded if run.loaded is not None and run.loaded.update == trainer.progress.update else None
     row = _row_of_weights(history, loaded) if trainer.progress.update else {}
@@ -126,6 +126,7 @@ def _write_card(
         module=_public_module(kind),
         is_pretrained=(folder / "config.json").exists() and hasattr(kind, "from_pretrained"),  # as transformers saves
         is_adapters=has_adapters(model) and (folder / ADAPTERS).exists(),
+        is_of_timm=is_of_timm(model) and (folder / "config.json").exists(),
         settings=[Column("setting", [name for name, _ in settings]), Column("value", [text for _, text in settings])],
         model=model,
     )
@@ -199,7 +200,7 @@ def _public_module(kind: type) -> str:
 
 def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
     """Yield the settings of the latest training, and what computed it, by name."""
-    run, training = trainer.current_run, trainer.current_run.training
+    run, training = trainer.run, trainer.run.training
     if training is None:
         return
     datasets = {

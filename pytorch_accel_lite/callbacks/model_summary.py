@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,8 +11,11 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data import Data
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction
 from pytorch_accel_lite.loop.arguments import check_data
 from pytorch_accel_lite.loop.inference import inference, inference_run
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
@@ -36,12 +39,12 @@ class ModelSummaryCallback(TrainerCallback):
         self.depth = check_positive_int("depth", depth)
         _torchinfo("ModelSummaryCallback")
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         set_listening(trainer, self, not trainer.progress.update, "on_train_step_start")
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         set_listening(trainer, self, False, "on_train_step_start")
-        batch = trainer.current_run.batch
+        batch = trainer.run.batch
         if batch is not None:
             with preserving_generators(), inference(trainer):
                 trainer.print(_summarise(trainer, batch.data, self.depth))
@@ -51,8 +54,8 @@ def summary(
     self: TrainerLike,
     dataset: Data | None = None,
     per_device_batch_size: int = 8,
-    dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
     *,
     depth: int = 3,
 ) -> ModelStatistics:
@@ -80,14 +83,14 @@ def summary(
     raise ValueError(f"dataset={dataset!r} gave no batch.")
 
 
-def _torchinfo(purpose: str) -> Any:
+def _torchinfo(purpose: str) -> ModuleType:
     return import_extra("torchinfo", "summary", purpose)
 
 
-def _summarise(trainer: TrainerLike, batch: Any, depth: int) -> ModelStatistics:
+def _summarise(trainer: TrainerLike, batch: BatchData, depth: int) -> ModelStatistics:
     """Return the summary of the model with the inputs that the trainer gives it for a batch."""
     model = trainer.get_model(keep_torch_compile=False)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[tuple[Tree, ...], dict[str, Tree]]] = []
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     with preserving_modes(model.modules()), mixed_precision(trainer.accelerator):
         model.eval()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
@@ -15,7 +13,7 @@ class MoveModulesToDeviceCallback(TrainerCallback):
     The model is excluded: Accelerate places it.
     """
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         for module in attributes.modules(trainer).values():
             module.to(trainer.device)
 

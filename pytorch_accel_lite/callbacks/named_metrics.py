@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -67,7 +67,7 @@ class Classification(NamedTuple):
         )
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """The arguments that say it to a metric of torchmetrics."""
         needed = _TASKS.get(self.task)
         return {"task": self.task} | ({needed: self.size} if needed else {})
@@ -82,7 +82,7 @@ class NamedMetric:
     :raises ValueError: if there is none
     """
 
-    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, arguments: Mapping[str, object]) -> None:
         self.arguments = dict(arguments)
         classes = _classes()
         word = _normalised(name)
@@ -119,7 +119,7 @@ class NamedMetric:
         return declared
 
 
-def _classes() -> dict[str, Any]:
+def _classes() -> dict[str, type[Metric]]:
     """Return the classes of metrics by their names in lower case."""
     from torchmetrics import Metric
 
@@ -132,7 +132,7 @@ def _normalised(name: str) -> str:
     return re.sub(r"[_\-\s@]", "", name.lower())
 
 
-def _suggestion(word: str, classes: Mapping[str, Any]) -> str:
+def _suggestion(word: str, classes: Mapping[str, type[Metric]]) -> str:
     """Suggest the class that begins with a name, or that is spelt similarly."""
     longer = sorted((key for key in classes if key.startswith(word)), key=len)
     matches = [*longer, *difflib.get_close_matches(word, classes, n=1)]

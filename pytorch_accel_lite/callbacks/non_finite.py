@@ -18,12 +18,15 @@ from torch import nn
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.paths import StrPath, folder_path
+from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.callbacks.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.checkpoint.files import write_text
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.state import Run, TrainerLike
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
 
@@ -42,6 +45,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.triggered = False
+        self._run: Run | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -49,12 +53,16 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._copied: list[_StepLosses] = []
         self._copy: AsyncCopy | None = None  # of the sum of the losses of self._copied
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.triggered = False
+        self._run = trainer.run
         self._clear()
 
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        latest = trainer.current_run.loss_trackers["loss"].loss_value
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
+        run = self._run or trainer.run  # kept, as a property costs a call in each step
+        latest = run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # the loss is in host memory and has already been read
         losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
@@ -76,19 +84,19 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._copied = list(self._recent)
         self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._search(trainer, [*self._copied, *self._recent])
         self._clear()
         self._check_recorded(trainer, "training", "train_{}_epoch")
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns its losses
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.kind == "training":  # evaluate() returns its losses
             self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
     def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
         """Check the mean of the loss, and those of its parts: other numbers that steps log may be NaN."""
-        recorded = trainer.current_run.recorded_losses
-        names = ["loss", *sorted(trainer.current_run.loss_trackers.parts)]
+        recorded = trainer.run.recorded_losses
+        names = ["loss", *sorted(trainer.run.loss_trackers.parts)]
         metrics = [form.format(name) for form in formats for name in names]
         losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
         if not all(map(math.isfinite, losses.values())):
@@ -104,7 +112,7 @@ class TerminateOnNaNCallback(TrainerCallback):
                 epoch = trainer.progress.epoch
                 self._terminate(f"The training loss is not finite in epoch {epoch}, step {step}", losses)
 
-    def _terminate(self, problem: str, losses: Mapping[str, Any]) -> NoReturn:
+    def _terminate(self, problem: str, losses: Mapping[str, float | torch.Tensor]) -> NoReturn:
         self.triggered = True
         values = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
         raise NonFiniteLossError(
@@ -217,12 +225,14 @@ class NaNReportCallback(TrainerCallback):
         return origin
 
     def _clear(self) -> None:
-        self._window: list[tuple[Any, list[_Call]]] = []  # indices of the samples and calls, by batch or part of one
+        self._window: list[
+            tuple[list[Index] | None, list[_Call]]
+        ] = []  # indices of the samples and calls, by batch or part of one
         self._num_before = 0  # length of the window before the current step
         self._parts = 1  # parts that the current batch is split into
         self._calls: list[_Call] | None = None  # of the current forward pass; None outside of steps
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.report = None
         self._clear()
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code does not call hooks
@@ -232,34 +242,36 @@ class NaNReportCallback(TrainerCallback):
         for name, module in model.named_modules():
             self._hooks.callback(module.register_forward_hook(partial(self._record, name)).remove)
 
-    def _record(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, name: str, module: nn.Module, inputs: Tree, output: Tree) -> None:
         if self._calls is not None:
             self._calls.append(_Call(name, module, are_finite(inputs), are_finite(output)))
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._num_before = len(self._window)
-        self._parts = trainer.current_run.step.num_microbatches
+        self._parts = trainer.run.step.num_microbatches
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_step(trainer)
 
-    def on_backward_start(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        if trainer.current_run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
-            self._parts = trainer.current_run.step.num_microbatches
+    def on_backward_start(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
+        if trainer.run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
+            self._parts = trainer.run.step.num_microbatches
             del self._window[self._num_before :]
-        self._window.append((trainer.current_run.batch_indices, self._calls or []))
+        self._window.append((trainer.run.batch_indices, self._calls or []))
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_backward()
         if self.report is None and not math.isfinite(to_float(batch_output["loss"].detach())):
             self._write(trainer, "loss")
 
-    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self._calls = None
         if self._repetition is not None:
             self._repetition.end_step(trainer)
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._repetition is not None:
             self._repetition.stop_watching()
         if self.check_gradients and trainer.accelerator.scaler is None:
@@ -268,14 +280,14 @@ class NaNReportCallback(TrainerCallback):
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._window = []
 
-    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._calls = None
         del self._window[self._num_before :]
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._repetition is not None:
             self._repetition.stop_watching()
         self._hooks.close()
@@ -303,7 +315,7 @@ class NaNReportCallback(TrainerCallback):
             "indices": [indices for indices, _ in self._window],
             "origin": asdict(origin),
             "state": next((os.fspath(state) for state in _saved_states(trainer)), None),
-            "has_seed": trainer.current_run.data.seed is not None,
+            "has_seed": trainer.run.data.seed is not None,
             "parameters_with_such_gradients": gradients,
         }
         write_text(self.report, json.dumps(summary, indent=2, default=str) + "\n")
@@ -315,12 +327,12 @@ class NaNReportCallback(TrainerCallback):
 
 def _saved_states(trainer: TrainerLike) -> Iterator[StrPath]:
     """Yield the newest training state of each callback that saves them."""
-    for source in trainer.current_run.request.state_sources:
+    for source in trainer.run.request.state_sources:
         if (state := getattr(source, "latest_saved", None)) is not None:
             yield state
 
 
-def _how_to_repeat(report: Path, summary: Mapping[str, Any]) -> str:
+def _how_to_repeat(report: Path, summary: JsonObject) -> str:
     if summary["state"] is None and not summary["has_seed"]:
         return (
             "The step cannot be repeated, as the run has saved no training states and has no seed. Give it a "
@@ -353,7 +365,7 @@ class _Repetition:
     :ivar found: the first step of this process in which a number was not finite
     """
 
-    def __init__(self, summary: Mapping[str, Any]) -> None:
+    def __init__(self, summary: JsonObject) -> None:
         self.state: str | None = summary["state"]
         self.has_seed: bool = summary["has_seed"]
         self.epoch, self.last = summary["epoch"], summary["step"]
@@ -431,11 +443,11 @@ class GradientSpikeCallback(TrainerCallback):
         self._counts: dict[str, int] = {}  # by optimizer name, which is "" for the only one
         self._averages: dict[str, float] = {}
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._clear()
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        name = trainer.current_run.step.updating
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        name = trainer.run.step.updating
         norm = to_float(total_norm(trainer).detach())
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam
@@ -459,7 +471,7 @@ class GradientSpikeCallback(TrainerCallback):
                 "as usual, or not finite. Lower the learning rate, or raise factor."
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the average and the skipped updates."""
         return {
             "count": dict(self._counts),
@@ -468,7 +480,7 @@ class GradientSpikeCallback(TrainerCallback):
             "skipped": list(self.skipped),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         self._counts = dict(state["count"])
         self._averages = dict(state["average"])

@@ -9,25 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 from torch import nn
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.types import Tree
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.fspath(Path(__file__).parents[1]) + os.sep
 
 
-def are_finite(value: Any) -> torch.Tensor:
+def are_finite(value: Tree) -> torch.Tensor:
     """Return whether all numbers in nested tensors are finite; of sharded ones, those of this process."""
     return _hold(value, torch.isfinite)
 
 
-def _hold(value: Any, test: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _hold(value: Tree, test: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return whether all numbers in nested tensors pass a test."""
     flags: list[torch.Tensor] = []
 
@@ -53,16 +54,16 @@ class OperationWatch(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, str] = {}
         self._layers: list[str] = []  # whose forward passes are in progress, from the outermost
-        self._places: dict[Any, str] = {}  # of the nodes of the graph
+        self._places: dict[Node, str] = {}  # of the nodes of the graph
         for name, module in model.named_modules():
             shown = f"{name or 'the model itself'} ({type(module).__name__})"
             hooks.callback(module.register_forward_pre_hook(partial(self._enter, shown)).remove)
             hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
 
-    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, inputs: Tree) -> None:
         self._layers.append(name)
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, inputs: Tree, output: Tree) -> None:
         if self._layers:
             self._layers.pop()
 
@@ -72,8 +73,12 @@ class OperationWatch(TorchFunctionMode):
         self._places.clear()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Tree],
+        types: object,
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         output = func(*args, **(kwargs or {}))
         place = f"in {self._layers[-1]}" if self._layers else "outside of the model"
         if line := _line_of_user():
@@ -82,15 +87,15 @@ class OperationWatch(TorchFunctionMode):
         self._note(resolve_name(func) or getattr(func, "__name__", str(func)), place, [args, kwargs or {}], output)
         return output
 
-    def _note(self, name: str, place: str, inputs: Any, outputs: Any) -> None:
+    def _note(self, name: str, place: str, inputs: Tree, outputs: Tree) -> None:
         if not are_finite(outputs):
             kind = "infinite value" if _hold(outputs, _is_no_nan) else "NaN"
             because = "" if are_finite(inputs) else ", of inputs that are not finite either"
             self.found.setdefault(kind, f"The first {kind} comes from {name} {place}{because}.")
 
-    def _note_nodes(self, output: Any, place: str) -> None:
+    def _note_nodes(self, output: Tree, place: str) -> None:
         """Note the place of each node of the graph that an operation has added."""
-        nodes: list[Any] = []
+        nodes: list[Node | None] = []
 
         def add(tensor: torch.Tensor) -> torch.Tensor:
             nodes.append(tensor.grad_fn)
@@ -109,7 +114,7 @@ class OperationWatch(TorchFunctionMode):
             node.register_hook(partial(self._note_gradient, node.name(), place))
         self._places.clear()
 
-    def _note_gradient(self, name: str, place: str, inputs: Any, outputs: Any) -> None:
+    def _note_gradient(self, name: str, place: str, inputs: Tree, outputs: Tree) -> None:
         if are_finite(outputs):  # which come from above
             self._note(f"the gradient of {name}", place, outputs, inputs)
 

@@ -9,16 +9,18 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length, is_overridden
 from pytorch_accel_lite.base.paths import folder_path, local_path
+from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, write_checkpoint, write_text
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
+from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader_choice import dataset_of
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -60,10 +62,10 @@ class PredictionWriterCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self._indices: list[int] = []
-        self._outputs: list[Any] = []
+        self._outputs: list[Tree] = []
         self._left_out: list[int] = []
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if request.kind != "prediction":
             return
         self._clear()
@@ -88,7 +90,7 @@ class PredictionWriterCallback(TrainerCallback):
         :param weights: fingerprint of the weights
         :return: that number, and whether predictions of other or unknown weights were removed
         """
-        trainer.current_run.locks.callback(lock_path("directory", self.directory).release)
+        trainer.run.locks.callback(lock_path("directory", self.directory).release)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _DESCRIPTION
         existing = {} if self.overwrite or not path.exists() else _read_description(path)
@@ -112,7 +114,9 @@ class PredictionWriterCallback(TrainerCallback):
                 _shorten(shard, start)
         return start, False
 
-    def on_predict_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_predict_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         indices = _indices_of_batch(trainer)
         if not indices:  # a filler batch, which only keeps the processes in step
             return
@@ -121,10 +125,10 @@ class PredictionWriterCallback(TrainerCallback):
         if len(self._indices) >= self.shard_size:
             self._write(trainer)
 
-    def on_predict_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_predict_batch_skipped(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._left_out += _indices_of_batch(trainer)
 
-    def on_predict_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_predict_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._write(trainer)
         trainer.barrier()
 
@@ -138,13 +142,13 @@ class PredictionWriterCallback(TrainerCallback):
 
 
 def _indices_of_batch(trainer: TrainerLike) -> list[int]:
-    indices: list[int] | None = trainer.current_run.batch_indices
+    indices: list[int] | None = trainer.run.batch_indices
     if indices is None:
         raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
     return indices
 
 
-def _read_description(path: Path) -> dict[str, Any]:
+def _read_description(path: Path) -> JsonObject:
     """Read the description of predictions.
 
     :raises ValueError: if it is something else; names the file
@@ -203,19 +207,19 @@ def _shorten(path: Path, end: int) -> None:
         path.unlink()
 
 
-def _write_shard(path: Path, indices: list[int], outputs: Any, left_out: list[int]) -> None:
+def _write_shard(path: Path, indices: list[int], outputs: Tree, left_out: list[int]) -> None:
     is_list = isinstance(outputs, ListOfSamples)
     outputs = list(outputs) if is_list else outputs
     content = {"indices": indices, "outputs": outputs, "is_list_of_samples": is_list}
     write_checkpoint(content | ({"left_out": left_out} if left_out else {}), path)
 
 
-def _outputs_of(shard: dict[str, Any]) -> Any:
+def _outputs_of(shard: StateDict) -> Tree:
     outputs = shard["outputs"]
     return ListOfSamples(outputs) if shard.get("is_list_of_samples") else outputs
 
 
-def read_predictions(directory: str | os.PathLike[str]) -> Any:
+def read_predictions(directory: str | os.PathLike[str]) -> Tree:
     """Return the predictions in a directory as ``predict`` does: concatenated, in the order of the dataset.
 
     They lack the samples that were left out because they failed, which a warning names.
@@ -250,7 +254,7 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     return reorder(concatenate([_outputs_of(content) for content in contents if content["indices"]]), order)
 
 
-def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:
+def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Tree]]:
     """Yield the shards in a directory: sample indices and outputs."""
     for path in _find_shards(local_path("directory", directory)):
         shard = load_verified(path)

@@ -8,16 +8,16 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import DeviceTimer, module_of
+from pytorch_accel_lite.base.devices import DeviceTimer, Moment, module_of
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import find_batch_size
+from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, split_into_parts
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import StepSnapshot, preserving_attributes, replaced
@@ -25,6 +25,7 @@ from pytorch_accel_lite.loop.step import loss_of
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.window import Count
 
 # Peak TFLOPs per second by part of the device's name, the most specific first: of 16-bit floats, TF32 and float32,
 # without sparsity, as in the vendors' data sheets. A device without TF32 computes in float32 instead.
@@ -119,14 +120,14 @@ class ThroughputCallback(TrainerCallback):
         self._restart(0)
 
     def _restart(self, samples: int) -> None:
-        self._recent: deque[tuple[float, int, Any]] = deque(maxlen=self.window)
-        self._items: Any = None
-        self._samples: Any = 0  # of this process
+        self._recent: deque[tuple[float, int, Count]] = deque(maxlen=self.window)
+        self._items: Count | None = None
+        self._samples: Count = 0  # of this process
         self._first = samples
         self._start = time.perf_counter()
-        self._forward_start: Any = None
+        self._forward_start: Moment | None = None
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         names = ["samples_per_second_epoch", "items_per_second_epoch"]
         with_flops = self.count_flops or self.flops_per_sample is not None
         if with_flops:
@@ -153,13 +154,13 @@ class ThroughputCallback(TrainerCallback):
         self._must_count = False
         _warn(trainer, f"ThroughputCallback counts no FLOPs: {reason}. Pass flops_per_sample=... instead.")
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         # The part of the epoch that was trained before resuming takes no time now.
         self._restart(trainer.progress.samples_in_epoch)
         self._timer = DeviceTimer(trainer.device)
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._must_count and trainer.current_run.step.num_microbatches != self._failed_parts:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if self._must_count and trainer.run.step.num_microbatches != self._failed_parts:
             start = time.perf_counter()
             self._count(trainer)
             self._start += time.perf_counter() - start
@@ -168,7 +169,7 @@ class ThroughputCallback(TrainerCallback):
 
     def _count(self, trainer: TrainerLike) -> None:
         """Count the FLOPs of a forward and a backward pass on the current batch, and agree with the other processes."""
-        run = trainer.current_run
+        run = trainer.run
         counted, samples, failure, is_full = 0, 0, "", False
         if run.batch is not None and not run.batch.is_filler and not isinstance(run.batch.data, FailedRead):
             try:
@@ -190,24 +191,26 @@ class ThroughputCallback(TrainerCallback):
             reason = next(filter(None, failures)).rstrip(".")
             self._stop_counting(trainer, f"torch's counter has failed with {reason}")
 
-    def on_backward_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._forward_start is not None:
             self._timer.add("forward", self._forward_start, self._timer.now())
             self._forward_start = None  # a step may have further backward passes
 
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         self._samples = self._samples + batch_output["batch_size"]
         items = batch_output.get("num_items_in_batch")
         if items is not None:
             items = items.detach() if isinstance(items, torch.Tensor) else items
             self._items = items if self._items is None else self._items + items
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         now = time.perf_counter()
         samples = trainer.progress.samples_in_epoch
         start, first, first_items = self._recent[0] if self._recent else (self._start, self._first, 0)
         self._recent.append((now, samples, 0 if self._items is None else self._items))
-        rates = self._rates(samples - first, None, now - start, trainer.ranks.world_size)
+        rates: dict[str, Count] = {**self._rates(samples - first, None, now - start, trainer.ranks.world_size)}
         if self._items is not None:  # on a GPU a tensor that is not read; those of this step are counted at its end
             rates["items_per_second"] = (self._items - first_items) / (now - start)
         trainer.step_metrics.update(rates)
@@ -223,11 +226,11 @@ class ThroughputCallback(TrainerCallback):
                 rates["mfu"] = rates["flops_per_second"] / (devices * self._peak)
         return rates
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         seconds = time.perf_counter() - self._start
         items = None if self._items is None else float(self._items)
         world_size = trainer.ranks.world_size
-        sharing = world_size / trainer.current_run.data.ranks.world_size  # processes that share each batch
+        sharing = world_size / trainer.run.data.ranks.world_size  # processes that share each batch
         local = self._rates(float(self._samples), items, seconds, sharing)
         forward_seconds = self._timer.take().get("forward", 0.0)  # without waiting: the losses have already been read
         per_rank = trainer.all_gather_object((local, seconds, items, forward_seconds))

@@ -26,8 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.inspection import RandomGenerator, sums_by_position
+from pytorch_accel_lite.base.inspection import sums_by_position
 from pytorch_accel_lite.base.randomness import restore_state
+from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.checkpoint.columns import Columns, pack_columns, unpack_columns
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state

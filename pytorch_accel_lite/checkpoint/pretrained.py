@@ -1,4 +1,4 @@
-"""The forms in which transformers and PEFT save their models, for their ``from_pretrained``."""
+"""The forms in which transformers, PEFT, diffusers and timm save their models, which their own functions load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,21 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.files import naming, open_tensors, replacing, write_tensors
+from pytorch_accel_lite.run.state import TrainerLike
 
 #: The file of PEFT's adapters in a directory.
 ADAPTERS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 _CARD = "README.md"  # of PEFT, in place of which there is ours
+_CONFIG = "config.json"
+_TIMM_WEIGHTS, _DIFFUSERS_WEIGHTS = "model.safetensors", "diffusion_pytorch_model.safetensors"
+
+#: Writes a model into a folder, with the full weights it is given.
+Form = Callable[[Mapping[str, torch.Tensor], Path], None]
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -32,8 +40,11 @@ def has_adapters(model: nn.Module) -> bool:
     return _is_a(model, "peft", "PeftModel")
 
 
-def has_own_form(model: nn.Module) -> bool:
-    """Whether a model is saved in the form of its library; warns if that would leave out what is trained."""
+def own_form(model: nn.Module) -> Form | None:
+    """Return what saves a model in the form of its library; warns if that would leave out what is trained.
+
+    :return: ``None`` for models of no such library, and those that only their library itself can save
+    """
     if has_adapters(model):
         if left_out := _trained_beside_adapters(model):
             warn_outside(
@@ -41,14 +52,41 @@ def has_own_form(model: nn.Module) -> bool:
                 "weights are saved instead, for load_checkpoint(). Name those modules in modules_to_save of PEFT's "
                 "config to save them with the adapters."
             )
-        return not left_out
+        return None if left_out else partial(_save_pretrained, model)
     # With adapters of its own, transformers would leave out the rest; what it has sharded, all processes must save.
     is_divided = getattr(getattr(model, "config", None), "distributed_config", None) or getattr(model, "_tp_size", None)
-    return (
-        _is_a(model, "transformers", "PreTrainedModel")
-        and not getattr(model, "_hf_peft_config_loaded", False)
-        and not is_divided
-    )
+    has_own_adapters = getattr(model, "_hf_peft_config_loaded", False)
+    if _is_a(model, "transformers", "PreTrainedModel") and not has_own_adapters and not is_divided:
+        return partial(_save_pretrained, model, max_shard_size=sys.maxsize)  # as a single file
+    if _is_a(model, "diffusers", "ModelMixin"):
+        return partial(_save_diffusers, model)
+    return partial(_save_timm, model) if is_of_timm(model) else None
+
+
+def is_of_timm(model: nn.Module) -> bool:
+    """Whether a model was made by ``timm.create_model``, rather than being a part of one."""
+    return "timm" in sys.modules and isinstance(getattr(model, "pretrained_cfg", None), Mapping)
+
+
+def _save_pretrained(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, **how: Any) -> None:
+    model.save_pretrained(folder, state_dict=dict(weights), **how)
+
+
+def _save_diffusers(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    model.save_config(folder)
+    write_tensors(weights, folder / _DIFFUSERS_WEIGHTS, {})
+
+
+def _save_timm(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Save a model of timm, without a configuration if timm cannot write one."""
+    from timm.models._hub import save_config_for_hf
+
+    write_tensors(weights, folder / _TIMM_WEIGHTS, {})
+    try:
+        save_config_for_hf(model, str(folder / _CONFIG))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # of an argument that is no JSON, for example
+        (folder / _CONFIG).unlink(missing_ok=True)
+        warn_outside(f"timm could not describe {type(model).__name__}, so there is no {_CONFIG}: {error}")
 
 
 def _is_a(model: nn.Module, package: str, kind: str) -> bool:
@@ -86,16 +124,20 @@ def adapter_names(model: Any) -> dict[tuple[str, str], str]:
     return names
 
 
-def write_own_form(model: Any, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Save a model by its own ``save_pretrained``, in safetensors with checksums. Each file is written atomically.
+def write_own_form(
+    form: Form, weights: Mapping[str, torch.Tensor], directory: Path, preprocessors: Iterator[Any]
+) -> None:
+    """Save a model in its own form, in safetensors with checksums. Each file is written atomically.
 
     :param weights: the full state of the model
+    :param preprocessors: tokenizers and what else is saved with it
     """
-    how: dict[str, Any] = {} if has_adapters(model) else {"max_shard_size": sys.maxsize}  # as a single file
     with tempfile.TemporaryDirectory(prefix=".pretrained.", dir=_made(directory)) as temporary:
         new = Path(temporary)
         with naming(directory):
-            model.save_pretrained(temporary, state_dict=dict(weights), **how)
+            form(weights, new)
+            for preprocessor in preprocessors:
+                preprocessor.save_pretrained(new)
         for path in sorted(path for path in new.rglob("*") if path.is_file() and path.name != _CARD):
             target = directory / path.relative_to(new)
             with replacing(target) as replacement:
@@ -117,3 +159,49 @@ def remove_adapters(directory: Path) -> None:
     """Remove adapters that were saved before, where all weights of such a model are."""
     for name in (ADAPTERS, _ADAPTER_CONFIG):
         (directory / name).unlink(missing_ok=True)
+
+
+#: What prepares the inputs of a model, by its base class in transformers. A processor holds others.
+_PREPROCESSORS = {
+    "ProcessorMixin": "processor",
+    "PreTrainedTokenizerBase": "tokenizer",
+    "ImageProcessingMixin": "image processor",
+    "FeatureExtractionMixin": "feature extractor",
+}
+
+
+def preprocessors_of(trainer: TrainerLike, model: nn.Module) -> Iterator[Any]:
+    """Yield the tokenizer, processor and the like with which a model of transformers was trained.
+
+    They are looked for in attributes of the trainer, then in what collates its batches, then in its datasets. Of
+    several of a kind that are equally near, none is meant more than the others; warns of them.
+    """
+    if not (has_adapters(model) or _is_a(model, "transformers", "PreTrainedModel")):
+        return
+    data = trainer.current_run.data
+    places = [[*vars(trainer).values()], reachable_from([data.collate_fn])]
+    places.append(reachable_from([data.train_dataset, data.eval_dataset]))
+    kinds_left = dict.fromkeys(_PREPROCESSORS.values())
+    for place in places:
+        found = {id(item): item for item in place if _kind_of_preprocessor(item) in kinds_left}
+        for processor in [item for item in found.values() if _kind_of_preprocessor(item) == "processor"]:
+            for part in vars(processor).values():
+                found.pop(id(part), None)
+        for kind in [*kinds_left]:
+            of_kind = [item for item in found.values() if _kind_of_preprocessor(item) == kind]
+            if of_kind:
+                del kinds_left[kind]
+            if len(of_kind) == 1:
+                yield of_kind[0]
+            elif of_kind:
+                warn_outside(
+                    f"{len(of_kind)} {kind}s were used for training, so none is saved with the model. Set "
+                    f"trainer.{kind.replace(' ', '_')} to the one that belongs to it."
+                )
+
+
+def _kind_of_preprocessor(item: object) -> str | None:
+    for base in type(item).__mro__:
+        if base.__name__ in _PREPROCESSORS and base.__module__.startswith("transformers."):
+            return _PREPROCESSORS[base.__name__]
+    return None

@@ -35,7 +35,14 @@ from pytorch_accel_lite.checkpoint.files import (
 )
 from pytorch_accel_lite.checkpoint.locations import open_folder, read_state, store_of, write_state
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
-from pytorch_accel_lite.checkpoint.pretrained import has_adapters, has_own_form, remove_adapters, write_own_form
+from pytorch_accel_lite.checkpoint.pretrained import (
+    Form,
+    has_adapters,
+    own_form,
+    preprocessors_of,
+    remove_adapters,
+    write_own_form,
+)
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_learned
@@ -106,22 +113,7 @@ def save_checkpoint(
     *,
     trainable_only: bool = False,
 ) -> None:
-    """Save the weights as one portable file, written atomically. Call it on every process.
-
-    The file includes what the loss function has learned, and what else is trained, such as heads and critics, wherever
-    it lives, and modules in attributes that the run has changed (unless ``saves_attributes = False`` in the trainer's
-    class).
-
-    :param save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary file
-        or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open; what the
-        others pass in its place is ignored.
-    :param checkpoint_kwargs: further entries of the file
-    :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
-    :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
-    :param save_per_node: whether to save once on every machine, instead of once in the job
-    :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
-    :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
-    """
+    """Save the weights as one portable file, written atomically. Call it on every process."""
     target: PathOrFile = save_path
     if isinstance(save_path, (str, os.PathLike)):
         target = file_path("save_path", save_path, "a checkpoint")
@@ -161,22 +153,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
 ) -> StateDict:
-    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file.
-
-    Also loads the states of the loss function and of the trainer's attributes, if both the file and the trainer have
-    them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ from
-    those of the saved model.
-
-    :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads only
-        its own shards if the model is sharded. What :meth:`save_model` wrote may be named by its URL. Or a training
-        state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``. Or an open
-        binary file, which each process reads from the position of its own.
-    :param load_optimizer: whether to load the state of the optimizer, if it was saved
-    :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
-    :param strict: ``False`` to load only the weights that fit, and warn of the others
-    :return: the full content of the file
-    :raises ValueError: if it does not fit the model; lists missing and unexpected keys
-    """
+    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file."""
     with naming(self.ranks, "load_checkpoint()"):
         self.ranks.barrier()
     model, source = self.get_model(keep_torch_compile=False), name_of(checkpoint_path)
@@ -293,8 +270,9 @@ def save_weights(
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
             metadata = {FROZEN: json.dumps(left_out)} if left_out else {}
             if isinstance(location, (Path, str)):
-                form = model if describe is not None and not trainable_only and has_own_form(model) else None
-                _write_weights(weights, location, metadata, describe, form)
+                form = own_form(model) if describe is not None and not trainable_only else None
+                preprocessors = iter(()) if form is None else preprocessors_of(trainer, model)
+                _write_weights(weights, location, metadata, describe, form, preprocessors)
                 if describe is not None and form is None and has_adapters(model) and isinstance(location, Path):
                     remove_adapters(location)
             else:
@@ -308,11 +286,12 @@ def _write_weights(
     location: Path | str,
     metadata: Mapping[str, str],
     describe: Callable[[Path], object] | None,
-    own_form: nn.Module | None,
+    form: Form | None,
+    preprocessors: Iterator[object],
 ) -> None:
     """Write weights as a safetensors file, or into a directory with a description.
 
-    :param own_form: the model, if it is saved as its library does
+    :param form: how the model's library saves it, with what prepares its inputs; ``None`` for the weights alone
     """
     if describe is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(
@@ -321,8 +300,8 @@ def _write_weights(
         )
     folder, name = (location, WEIGHTS) if describe is not None else _split(location)
     with open_folder(folder) as directory:
-        if own_form is not None:
-            write_own_form(own_form, weights, directory)
+        if form is not None:
+            write_own_form(form, weights, directory, preprocessors)
         else:
             with replacing(directory / name) as temporary:
                 write_tensors(weights, temporary, {**UNSEALED, **metadata})
@@ -359,26 +338,7 @@ def save_training_state(
     created_weights: Mapping[str, int] | None = None,
     sharded: bool = False,
 ) -> None:
-    """Save everything needed to resume the run, as a directory that is either complete or does not exist.
-
-    Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after a
-    run.
-
-    :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
-        :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`); an existing state is replaced once the new
-        one is complete
-    :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
-    :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
-    :param then: called on every process once the state is complete
-    :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
-        still have them are left out. By default, all weights are saved.
-    :param sharded: whether each process writes its own shards of sharded weights and of the optimizer's state for them.
-        By default, they are gathered in the host memory of the first process, which writes them.
-    :raises TypeError: if a value cannot be stored without pickle; names the path to it
-    :raises OSError: if the state cannot be written
-    :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
-        whose order does not follow from a seed
-    """
+    """Save everything needed to resume the run, as a directory that is either complete or does not exist."""
     location = parse_location(output_dir, "output_dir")
     if not self.current_run.window.is_between_updates:
         raise RuntimeError(
@@ -410,13 +370,7 @@ def save_training_state(
 
 
 def load_training_state(self: TrainerLike, input_dir: StrPath) -> StateDict:
-    """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
-
-    :param input_dir: directory or URL of the state
-    :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
-    :raises DamagedStateError: if the state is damaged; names the file
-    :raises ValueError: if it does not fit the model or the optimizer
-    """
+    """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this."""
     resumed, location = self.current_run.resumed, parse_location(input_dir, "input_dir")
     if resumed is not None and resumed.directory == location:  # the run has read it, and finishes it
         state = resumed

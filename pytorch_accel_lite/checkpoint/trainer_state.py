@@ -131,7 +131,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         "evaluations": None if run.evaluations is None else run.evaluations.state_dict(run),
-        "set_apart": {name: sorted(numbers) for name, numbers in run.set_apart.items()},
+        "set_apart": {name: sorted(numbers) for name, numbers in run.recorded_by_evaluate.items()},
         **_position(trainer, is_local=False),
     }
 
@@ -288,7 +288,9 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
-        trainer.current_run.set_apart |= {name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()}
+        trainer.current_run.recorded_by_evaluate |= {
+            name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()
+        }
         return
     for _ in range(history.current_epoch, trainer.progress.epochs_completed + 1):
         history._increment_epoch()

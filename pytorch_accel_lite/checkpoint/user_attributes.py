@@ -252,8 +252,8 @@ def describe_left_out(trainer: TrainerLike) -> str:
 
 
 def _description(created: CreatedAttributes, left_out: Mapping[str, str]) -> str:
-    new = {path: kind for path, kind in left_out.items() if path not in created.told}
-    created.told |= new.keys()
+    new = {path: kind for path, kind in left_out.items() if path not in created.warned_of}
+    created.warned_of |= new.keys()
     if not new:
         return ""
     return (
@@ -273,8 +273,8 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
         for name, node in states.items():
             size = sum(tensor.nbytes for tensor in tensors_in(node))
             path = _path((owner, name))
-            if size >= _LARGE and f"{path}: size" not in created.told:
-                created.told.add(f"{path}: size")
+            if size >= _LARGE and f"{path}: size" not in created.warned_of:
+                created.warned_of.add(f"{path}: size")
                 trainer.print(f"Each training state holds {path}, {size / 1e9:.1f} GB.")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from pytorch_accel_lite.base.inspection import find_length, reachable_from
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import (
     find_generators,
     preserving_found,
@@ -21,6 +21,7 @@ from pytorch_accel_lite.base.randomness import (
     seed_found,
     seed_generators,
 )
+from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import Sample, Source
 

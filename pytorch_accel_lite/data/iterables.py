@@ -24,8 +24,8 @@ from pytorch_accel_lite.base.randomness import (
     seed_generators,
     state_of,
 )
+from pytorch_accel_lite.base.reachable import Marks, marks_of
 from pytorch_accel_lite.data.batches import Batch, find_batch_size, tensors_in
-from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep

@@ -14,8 +14,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, seed_generators
+from pytorch_accel_lite.base.reachable import Marks, marks_of
 from pytorch_accel_lite.data.batches import Batch, Share
-from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import (

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.inspection import RandomGenerator
 from pytorch_accel_lite.base.randomness import find_generators, generator_with, mix, seed_found, seed_generators
+from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 

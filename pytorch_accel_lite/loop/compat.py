@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.loop import training
@@ -62,14 +61,14 @@ def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
 def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
     """Notice in a block how the run ends, before the callbacks do."""
 
-    def note_end(trainer: Any, **kwargs: Any) -> None:
+    def note_end(trainer: TrainerLike, **kwargs: object) -> None:
         if not run.is_in_loop:
             run.end.has_begun = True
             with suppress(StopTrainingError):
                 if run.end.reason is None:  # a run that was stopped ends within its epoch
                     _complete_epoch(trainer, run)
 
-    def note_stop(trainer: Any, **kwargs: Any) -> None:
+    def note_stop(trainer: TrainerLike, **kwargs: object) -> None:
         stop = sys.exc_info()[1]  # the event is fired where it is handled
         if not run.is_in_loop and isinstance(stop, StopTrainingError):
             run.end.reason, run.end.stopped_by = str(stop) or type(stop).__name__, stop.raised_by

@@ -185,22 +185,7 @@ def evaluate(
     *,
     auto_microbatch: bool = False,
 ) -> dict[str, Any]:
-    """Evaluate the model, counting every sample exactly once on any number of processes.
-
-    Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
-    are those of :meth:`train`.
-
-    :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is not
-        needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their names
-        (strings) prefix the names of the metrics.
-    :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
-        out the samples of a smaller last batch
-    :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
-        as needed; losses and metrics are those of the whole batch. In a run that was started with it, always.
-    :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
-        to the run history, except, within a run, those of metrics that the run's own evaluations record. After a run,
-        its curves and rows do not contain them.
-    """
+    """Evaluate the model, counting every sample exactly once on any number of processes."""
     dataset = self._latest_eval_dataset if dataset is None else dataset
     check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if auto_microbatch and (self.is_sharded or self.logical is not None):
@@ -231,20 +216,7 @@ def run_evaluation(
     is_intermediate: bool = True,
     callbacks: CallbackHandler | None = None,
 ) -> dict[str, float]:
-    """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
-
-    Call it from a callback, on every process. Modes, running losses and random generators are restored. The evaluations
-    of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or ``eval_epoch_end``.
-
-    :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
-        saved meanwhile still contain the trainer's model.
-    :param prefix: prefix of the metric names in the run history
-    :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
-        ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
-    :param callbacks: called instead of the trainer's callbacks
-    :return: the mean losses by metric name
-    :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
-    """
+    """Evaluate on the ``eval_dataset`` of the current training run without changing the run."""
     if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
         raise RuntimeError(
             "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
@@ -289,7 +261,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
             history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
                 if name in before:
-                    outer.set_apart.setdefault(name, set()).update(range(before[name], count))
+                    outer.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
 
 
 def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:

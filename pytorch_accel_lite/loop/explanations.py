@@ -18,8 +18,12 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import checked_by, is_ours
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
+from pytorch_accel_lite.data.sources import Index, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
 from pytorch_accel_lite.loop.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError, events_between, keywords_of
@@ -183,7 +187,7 @@ def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
     )
 
 
-def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
+def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[str]:
     """Describe what was being read: the samples, from which dataset, and how they are made into a batch."""
     dataset = getattr(loader, "dataset", loader)
     indices = loader.next_indices() if run.batch is None else run.batch_indices
@@ -196,7 +200,7 @@ def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
         yield f"  collate_fn: {short(collate)}"
 
 
-def list_samples(indices: list[Any]) -> str:
+def list_samples(indices: list[Index]) -> str:
     """Return the indices of samples as text; of many, the first."""
     most = [short(index) for index in indices[:_MOST_SAMPLES]]
     return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
@@ -212,9 +216,9 @@ def _describe_model(error: Exception, trainer: TrainerLike) -> Iterator[str]:
         yield f"  in {where}, with {' and '.join(map(short, arguments))}"
 
 
-def _innermost_calls(error: Exception, model: nn.Module, loss_func: Any) -> dict[str, list[Any]]:
+def _innermost_calls(error: Exception, model: nn.Module, loss_func: LossFunction | None) -> dict[str, list[Tree]]:
     """Return the first arguments of the innermost module whose forward pass failed, and of the loss function."""
-    calls: dict[str, list[Any]] = {}
+    calls: dict[str, list[Tree]] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         arguments = _arguments(frame)
         module = arguments[0] if arguments and frame.f_code.co_name == "forward" else None
@@ -225,12 +229,12 @@ def _innermost_calls(error: Exception, model: nn.Module, loss_func: Any) -> dict
     return calls
 
 
-def _arguments(frame: FrameType) -> list[Any]:
+def _arguments(frame: FrameType) -> list[Tree]:
     """Return the arguments that a function takes by position, ``self`` included."""
     return [frame.f_locals.get(name) for name in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
 
 
-def _is_of_loss(frame: FrameType, module: Any, loss_func: Any) -> bool:
+def _is_of_loss(frame: FrameType, module: object, loss_func: LossFunction | None) -> bool:
     """Whether a frame is of the trainer's loss function, or of one in ``torch.nn.functional``."""
     if loss_func is not None and (module is loss_func or getattr(loss_func, "__code__", None) is frame.f_code):
         return True
@@ -249,7 +253,7 @@ _NONE, _SUM = 0, 2  # torch's numbers of reductions
 _OF_EACH = {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "SumBackward1"}
 
 
-def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, Any]) -> None:
+def examine_first_batch(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> None:
     """Warn if the loss of the first batch is a sum, or seems to be computed with something else than the target.
 
     Also if evaluations, which come an epoch later, seem to have no loss.
@@ -276,7 +280,7 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
             )
 
 
-def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: dict[str, Any]) -> None:
+def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: BatchOutput) -> None:
     overridden = trainer.current_run.overridden
     has_training_loss_only = (
         trainer.loss_func is None
@@ -306,7 +310,7 @@ def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
     return all(s.name() in _OF_EACH or getattr(s, "_saved_reduction", None) == _NONE for s in sources)
 
 
-def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:
+def _third_is_target(second: Tree, third: Tree, outputs: Tree) -> bool:
     """Whether the third element of a batch is certainly like a target, rather than an index, a group or a weight.
 
     It has the shape of the outputs, and either the second has not, or it has negative values, unlike weights and masks.
@@ -318,7 +322,7 @@ def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:
     return second.shape != outputs.shape or bool((third < 0).any())
 
 
-def _has_sum(loss_func: Any) -> bool:
+def _has_sum(loss_func: LossFunction | None) -> bool:
     reduction = loss_func.keywords.get("reduction") if isinstance(loss_func, partial) else None
     return bool((reduction or getattr(loss_func, "reduction", None)) == "sum")
 

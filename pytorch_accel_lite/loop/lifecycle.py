@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +22,10 @@ from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, re
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
 from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.mixtures import NamedSampler, describe_lengths
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect
 from pytorch_accel_lite.loop.arguments import (
@@ -69,8 +71,8 @@ def find_data(
     trainer: TrainerLike,
     run: Run,
     batch_size: int,
-    train_loader_kwargs: dict[str, Any] | None,
-    eval_loader_kwargs: dict[str, Any] | None,
+    train_loader_kwargs: LoaderKwargs | None,
+    eval_loader_kwargs: LoaderKwargs | None,
     resume_from: str | os.PathLike[str] | None,
 ) -> None:
     """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
@@ -129,7 +131,7 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
         trainer.run_history.directions = request.metrics.directions
 
 
-def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.data.train_loader = create_loader(trainer, run, source, training=True)
@@ -139,7 +141,7 @@ def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_
         trainer.print(lengths)
 
 
-def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loaders of the evaluation dataset, or of several by name."""
     run.data.eval_loader = None
     run.data.eval_loaders = {}
@@ -162,7 +164,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = dataset_of(dataset)
 
 
-def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
+def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run."""
     loader = shard(
         source,

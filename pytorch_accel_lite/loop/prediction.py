@@ -43,17 +43,7 @@ def predict(
     *,
     only_first: bool = False,
 ) -> Any:
-    """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
-
-    Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has a
-    ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
-
-    :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
-    :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
-        memory for them. All processes must make the call.
-    :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
-        tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
-    """
+    """Return the model's outputs for every sample, in the order of the dataset, on the CPU."""
     predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
     outputs, is_empty = Concatenation(), True
     with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
@@ -77,13 +67,7 @@ def predict_iter(
     *,
     only_first: bool = False,
 ) -> Iterator[Any]:
-    """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
-
-    Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a second
-    or at 4 MiB. Iterate to the end on every process; with ``only_first``, all but the first get ``None`` for each
-    part. Meanwhile the model is in evaluation mode, except within another run, where its own mode is restored between
-    the parts.
-    """
+    """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process."""
     for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
         yield concatenate(parts) if parts else None
 

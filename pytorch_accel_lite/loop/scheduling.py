@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -15,9 +14,16 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.optimizers.combined import create_schedulers
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import (
+    SchedulerFactory,
+    TrainerScheduler,
+    follows_metric,
+    parts_of,
+    schedulers_in,
+)
 from pytorch_accel_lite.optimizers.rates import (
     Options,
+    Rate,
     has_unused_scales,
     initial_options,
     learning_rates,
@@ -126,7 +132,7 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
             )
 
 
-def _create_from(trainer: TrainerLike, options: Options) -> Any:
+def _create_from(trainer: TrainerLike, options: Options) -> TrainerScheduler:
     """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
     groups = trainer.optimizer.param_groups
     set_options(trainer.optimizer, options)
@@ -141,11 +147,11 @@ def _create_from(trainer: TrainerLike, options: Options) -> Any:
     return scheduler
 
 
-def _listed(rates: list[Any]) -> str:
+def _listed(rates: Sequence[Rate | torch.Tensor]) -> str:
     return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
 
 
-def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
+def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerScheduler:
     """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
     create = replace_trainer_placeholder_values(trainer, create)
     if not isinstance(create, Mapping):
@@ -186,7 +192,9 @@ def _check_optimizer(trainer: TrainerLike) -> None:
             )
 
 
-def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:
+def check_scheduler(
+    scheduler: TrainerScheduler, request: RunRequest, create_scheduler_fn: SchedulerFactory | None, steps_itself: bool
+) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
     :param create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which
@@ -221,7 +229,7 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         _check_stepped(part, request)
 
 
-def _refuse_placeholders(scheduler: Any, parts: Mapping[str, Any]) -> None:
+def _refuse_placeholders(scheduler: TrainerScheduler, parts: Mapping[str, TrainerScheduler]) -> None:
     """Refuse placeholders that a scheduler has kept, or put into the optimizer."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
     for held in [*groups, *(getattr(part, "__dict__", {}) for part in parts.values())]:
@@ -235,7 +243,7 @@ def _refuse_placeholders(scheduler: Any, parts: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_stepped(scheduler: Any, request: RunRequest) -> None:
+def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
     """Check that a scheduler can be stepped in the way the run will step it."""
     metric = request.scheduler_metric
     kind = type(scheduler).__name__
@@ -322,7 +330,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
         f"again and advanced to update {position} of {total}"
     )
 
-    def rates_at(update: int) -> list[Any]:
+    def rates_at(update: int) -> list[Rate]:
         trainer.scheduler = _create_from(trainer, initial)
         try:
             trainer.advance_scheduler(update)
@@ -350,7 +358,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
     trainer.print(f"{about}.")
 
 
-def _check_continuity(trainer: TrainerLike, had: list[Any], around: list[tuple[Any, ...]], about: str) -> None:
+def _check_continuity(trainer: TrainerLike, had: list[Rate], around: list[tuple[float, ...]], about: str) -> None:
     for rate, near in zip(had, around, strict=True):
         if rate is not None and not 0.95 * min(near) <= rate <= 1.05 * max(near):
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
@@ -14,6 +13,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
 from pytorch_accel_lite.data.loss_shapes import check_loss
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.explanations import examine_first_batch
 from pytorch_accel_lite.loop.gradients import parameters_not_in_model
@@ -125,7 +125,7 @@ def backward(
     return weighted
 
 
-def _announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> None:
+def _announce_backward(trainer: TrainerLike, data: BatchData, output: BatchOutput) -> None:
     """Fire ``on_backward_start``. Gradients are those of the loss that its callbacks leave in the output.
 
     A callback may replace the loss or change it in place, or do so with some of several losses.

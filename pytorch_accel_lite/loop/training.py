@@ -42,7 +42,7 @@ def begin(trainer: TrainerLike, run: Run) -> None:
     run.control.start_clock()
     if run.data.eval_loader is not None or run.request.evaluate_every is not None:
         start_evaluations(run)
-    run.acts_after_updates = run.evaluates_within_epochs or run.accumulation.changes
+    run.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.step.begin(trainer)
 
 
@@ -235,8 +235,8 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     if updates:
         if listeners["on_update_end"]:
             trainer.call_event("on_update_end", step=step)
-        if run.acts_after_updates:
-            _act_after_update(trainer, run, batch)
+        if run.has_update_schedules:
+            _follow_schedules(trainer, run, batch)
         if listeners["on_train_step_checkpoint"]:
             trainer.call_event("on_train_step_checkpoint", step=step)
         if run.control.must_sync:
@@ -250,7 +250,7 @@ def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | N
         return run.step.forward_backward(trainer, run, batch)
 
 
-def _act_after_update(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Set the size of the next window, and evaluate within the epoch if it is due; at its end, that comes later."""
     run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
     if run.evaluates_within_epochs:

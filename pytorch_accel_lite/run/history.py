@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytorch_accel_lite.base.environment import import_extra, warn_outside
-from pytorch_accel_lite.base.reprs import join_wrapped
+from pytorch_accel_lite.base.reprs import join_wrapped, table
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.plotting import plot_curves
+from pytorch_accel_lite.plotting.panels import best_of, panels_by_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -174,9 +175,33 @@ class RunHistory(ABC):
     def __bool__(self) -> bool:
         return True  # so that `history or default` keeps an empty history
 
+    def _repr_html_(self) -> str | None:
+        """Return a table of the epochs, with the best value of each evaluated metric in bold, where that is known."""
+        try:
+            rows = self.rows()
+        except TypeError:  # of a history that does not know the epochs of its values
+            return None
+        names = [name for name in self if any(name in row for row in rows)]
+        panels = panels_by_metric(names)
+        first = max(len(rows) - _MOST_ROWS, 0)
+        bold = set()
+        for column, name in enumerate(names, 1):
+            best = best_of([row.get(name) for row in rows], name, panels[name], self.directions)
+            bold |= set() if best is None else {(best - first, column)}
+        shown = [[row["epoch"], *(_as_cell(row.get(name)) for name in names)] for row in rows[first:]]
+        notes = [f"{first} earlier epochs are in rows() and to_dataframe()."] if first else []
+        return table("", shown, ["epoch", *names], notes, bold)
+
     def __repr__(self) -> str:
         latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
         return join_wrapped(f"{type(self).__name__}(", latest, ")")
+
+
+_MOST_ROWS = 100  # in a notebook
+
+
+def _as_cell(value: Any) -> str:
+    return "" if value is None else format_metric(value)
 
 
 def count_values(history: RunHistory) -> dict[str, int]:

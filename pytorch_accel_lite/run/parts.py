@@ -28,6 +28,13 @@ Key = tuple[str, str]
 class RunData:
     """The data of a run, and their loaders.
 
+    :ivar train_dataset: the dataset that the run trains on
+    :ivar eval_dataset: the dataset that it evaluates on, or a dict of them
+    :ivar collate_fn: what makes a batch from a list of samples, if it was passed
+    :ivar train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
+    :ivar train_loader_kwargs: arguments of that loader
+    :ivar eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
+    :ivar eval_loader_kwargs: arguments of those loaders
     :ivar ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
     :ivar seed: determines the order of the data, unless it is ``None``
     :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
@@ -211,7 +218,7 @@ class CreatedAttributes:
     :ivar digests: of each attribute of moderate size
     :ivar settings: of each attribute that holds only numbers and texts, its node
     :ivar changed: attributes that are known to have changed
-    :ivar told: what has been said not to be kept
+    :ivar warned_of: paths of what states cannot keep, of which a warning has been given
     :ivar compared: attributes whose arguments the comparison of settings has named
     :ivar trainability: which parameters are trained after the starting events
     """
@@ -220,7 +227,7 @@ class CreatedAttributes:
     settings: dict[Key, object] = field(default_factory=dict)
     names: dict[str, set[str]] = field(default_factory=dict)
     changed: set[Key] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    warned_of: set[str] = field(default_factory=set)
     compared: set[Key] = field(default_factory=set)
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)
 

@@ -27,7 +27,7 @@ from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
-from pytorch_accel_lite.run.events import CallbackHandler
+from pytorch_accel_lite.run.events import CallbackHandler, Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
@@ -77,6 +77,7 @@ class CompiledForwardLike(Protocol):
 
     logged: list[tuple[str, torch.Tensor | float, Count | None]]
 
+    def begin_run(self, run: Run) -> None: ...
     def __call__(self, batch: BatchData) -> BatchOutput: ...
     def outputs_and_loss(
         self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
@@ -86,7 +87,7 @@ class CompiledForwardLike(Protocol):
 class TrainerLike(Protocol):
     """A trainer, as callbacks, steps and tools see it. :class:`~pytorch_accel_lite.Trainer` documents the attributes.
 
-    Its own loaders and optimizer have no type of ours, as users may replace them.
+    Its optimizer and its scheduler may be of any library.
     """
 
     saves_attributes: ClassVar[bool]
@@ -105,8 +106,8 @@ class TrainerLike(Protocol):
     channels_last: bool
     check_replicas: bool
     deterministic: bool | None
-    logical: Any
-    compiled_forward: Any
+    logical: Logical | None
+    compiled_forward: CompiledForwardLike | None
     registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None
     open_runs: list[Run]
@@ -114,7 +115,7 @@ class TrainerLike(Protocol):
     _library_attributes: set[str]
 
     # The current or last run.
-    current_run: Run
+    current_run: Run  # the attribute behind ``run``, which the package reads in every step
     run_config: TrainerRunConfig | None
     step_metrics: dict[str, MetricValue]
     train_dataset: NamedData | None
@@ -122,6 +123,8 @@ class TrainerLike(Protocol):
     train_dataloader: ShardedLoader | None
     eval_dataloader: ShardedLoader | None
 
+    @property
+    def run(self) -> Run: ...
     @property
     def progress(self) -> Progress: ...
     @property
@@ -287,41 +290,36 @@ class Step:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
-    """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
+    """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
+    Callbacks read what is listed here; what it says follows from the trainer, so treat it as read-only. The other
+    attributes belong to the trainer, and may change with any version.
+
+    :ivar kind: ``"training"``, also in the evaluations that belong to it, ``"evaluation"`` by ``evaluate``, or
+        ``"prediction"``
     :ivar ranks: the processes of the job, and their communication
     :ivar device: the device of this process
     :ivar overridden: names of the methods of a trainer that the user's class overrides
     :ivar request: the settings requested for the run
-    :ivar config: the settings resolved from the request and the data
+    :ivar config: the settings resolved from the request and the data; ``None`` before that
+    :ivar data: the data and their loaders
+    :ivar progress: its epoch, update, step and so on
     :ivar step: how the run trains on a batch
-    :ivar before: the run that is restored when this one ends
-    :ivar outer: the run within which this one was started, if any
+    :ivar window: the accumulation window, and how much of it is filled
     :ivar accumulation: how many batches there are in an update
-    :ivar locks: what frees the paths that the run writes to
-    :ivar goodput: how the time of the job is spent
-    :ivar settings: the settings that its training states hold, on the main process; ``None`` if it saves none
-    :ivar evaluations: how often the run evaluates
-    :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
-    :ivar is_in_loop: whether its epochs are those of our loop, rather than those of an overridden ``_run_training``
-    :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
-    :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
-    :ivar resumed: the training state that is still being restored
-    :ivar created: what the program had created when the run began
-    :ivar holders: modules outside of the model that hold trained parameters, by the ids of these
-    :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar epoch_phase: how far the epoch has got
+    :ivar schedule: what is known of the learning rate schedule
+    :ivar end: how the run ends
     :ivar batch: the batch being processed; ``None`` outside a step
     :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
     :ivar loss_trackers: the running losses of the epoch or evaluation
-    :ivar unrecorded: the running losses of the training epoch, until they are recorded
-    :ivar recorded_losses: the mean losses of the last epoch or evaluation
+    :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+    :ivar step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
+    :ivar epoch_phase: how far the epoch has got
     :ivar left_out: what fails in its evaluations or its prediction; ``None`` if that is an error
-    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
-    :ivar training: the latest training: this one, or that after which this run evaluates
-    :ivar evaluation: the latest evaluation after the training, if no other weights were loaded since
-    :ivar loaded: the weights that were loaded last, if any
-    :ivar global_modes: settings of torch after the starting events
+    :ivar outer: the run within which this one was started, if any
+    :ivar resumed: the training state from which the run starts, until it is restored
+    :ivar goodput: how the time of the job is spent
+    :ivar locks: closed when the run ends, which frees the paths that it writes to
     """
 
     ranks: Ranks
@@ -331,39 +329,42 @@ class Run:
     data: RunData
     device: torch.device
     overridden: frozenset[str]
+    kind: Phase = "training"
     config: TrainerRunConfig | None = None
     step: Step = field(default_factory=Step)
     schedule: RunSchedule = field(default_factory=RunSchedule)
     end: RunEnd = field(default_factory=RunEnd)
-    before: Run | None = None
     outer: Run | None = None
     accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
     locks: ExitStack = field(default_factory=ExitStack)
     goodput: Goodput = field(default_factory=Goodput)
-    settings: StateDict | None = None
-    evaluations: Interval | None = None
-    acts_after_updates: bool = False
-    is_in_loop: bool = False
-    has_reached_limit: bool = False
-    completes_evaluation: bool = False
-    resumed: TrainingState | None = None
-    created: CreatedAttributes = field(default_factory=CreatedAttributes)
-    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)
-    trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
     epoch_phase: EpochPhase = EpochPhase.TRAINING
     batch: Batch | None = None
     batch_number: int | None = None
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
-    unrecorded: LossTrackers | None = None
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, MetricValue] = field(default_factory=dict)
     left_out: LeftOut | None = None
-    set_apart: dict[str, set[int]] = field(default_factory=dict)
-    training: Training | None = None
-    evaluation: Evaluation | None = None
-    loaded: LoadedWeights | None = None
-    global_modes: GlobalModes | None = None
+    resumed: TrainingState | None = None
+
+    # Of the trainer.
+    before: Run | None = None  # is restored when this one ends
+    settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
+    evaluations: Interval | None = None  # how often it evaluates
+    has_update_schedules: bool = False  # whether evaluations, or the sizes of windows, are scheduled by updates
+    is_in_loop: bool = False  # whether its epochs are ours, rather than those of an overridden _run_training
+    has_reached_limit: bool = False  # whether an overridden _run_train_epoch says that it has made all updates
+    completes_evaluation: bool = False  # whether the evaluation that begins next is the last of an epoch
+    created: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
+    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of trained parameters, by ids
+    trained_model: nn.Module | None = None  # the trainer's model, while another is evaluated in its place
+    unrecorded: LossTrackers | None = None  # the running losses of the training epoch, until they are recorded
+    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)  # indices of values within it, by metric
+    training: Training | None = None  # the latest: this one, or that after which this run evaluates
+    evaluation: Evaluation | None = None  # the latest after the training, if no other weights were loaded since
+    loaded: LoadedWeights | None = None  # the weights that were loaded last
+    global_modes: GlobalModes | None = None  # settings of torch after the starting events
 
     @classmethod
     def create(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import TypeVar
 
-from pytorch_accel_lite.base.environment import leave_out_libraries, warn_outside
+from pytorch_accel_lite.base.environment import hide_frames, leave_out_libraries, warn_outside
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
@@ -274,6 +274,9 @@ def _suggesting(method: Callable[..., T], cls: type) -> Callable[..., T]:
             return method(self, *args, **kwargs)
         except KeyboardInterrupt as interrupt:
             leave_out_libraries(interrupt)
+            raise
+        except Exception as error:
+            hide_frames(error)
             raise
 
     return call

@@ -203,7 +203,7 @@ def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | Non
     not known to record the metric.
     """
     run = trainer.current_run
-    candidates = [index for index in indices if index not in run.set_apart.get(name, ())]
+    candidates = [index for index in indices if index not in run.recorded_by_evaluate.get(name, ())]
     if not candidates and name not in run.request.metrics.evaluated:
         candidates = list(indices)
     return candidates[-1] if candidates else None

@@ -6,8 +6,9 @@ import inspect
 
 import torch
 
-from pytorch_accel_lite.base.inspection import codes_in, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import is_ours, is_overridden
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import recursively_apply
@@ -13,6 +13,7 @@ from accelerate.utils.memory import clear_device_cache
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.data.sources import Index
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
@@ -41,7 +42,7 @@ class BatchFailure(NamedTuple):
     """
 
     rank: int
-    indices: list[Any] | None
+    indices: list[Index] | None
     error: str
 
 

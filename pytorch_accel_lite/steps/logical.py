@@ -12,7 +12,7 @@ import torch
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_all
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.batches import Batch, BatchOutput, is_number
+from pytorch_accel_lite.data.batches import Batch, BatchOutput, Share, is_number
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.parts import TrainingState
@@ -60,6 +60,13 @@ class LogicalProcesses:
         assert batch.share is not None
         self.current = batch.share.number
         seed_all(mix(batch.share.number, after=batch.share.seed))
+
+    def join(self, batches: list[Batch]) -> Batch:
+        """Return the last step of an epoch, on a single real process, with a batch of each of them."""
+        last = len(batches) - 1
+        total = sum(batch.num_samples or 0 for batch in batches)
+        shares = [b._replace(total_samples=total, share=Share(n, 0, n == last)) for n, b in enumerate(batches)]
+        return Batch(shares, total, total, True, share=shares[-1].share)
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""

@@ -127,6 +127,7 @@ class LogicalStep(PlainStep):
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
+        assert trainer.logical is not None  # a run with it has this kind of step
         self._logical = trainer.logical
         self._ranks = run.ranks
         batch_size = run.required_config.train_per_device_batch_size

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.tuning.live_bytes import LiveBytes
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from pytorch_accel_lite.extensions.experiment.tested_weights import find_weights
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import ExperimentError, was_raised_by_us
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import as_json, format_metric, record_error
+from pytorch_accel_lite.utils import as_json, format_metric, record_error, suggest
 
 _EPILOG = """\
-Every value of the file can be overridden by an option, such as --optimizer.lr 3e-4
-or --callbacks+ EarlyStoppingCallback; "train FILE --help" lists them with their values.
+Every value of the file can be overridden by an option, such as --train.num_epochs 5
+or --callbacks+ EarlyStoppingCallback; "train FILE --help" lists them,
+and "train FILE --help optimizer" says what those of a group mean.
 To begin, "train --print_config > experiment.yaml" writes a file to fill in."""
 _TRAINER_COMMANDS = {
     "find_lr": "find a learning rate by a range test",
@@ -55,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
-    options, rest = _parser().parse_known_args(arguments)
+    (parser, commands), options = _parser(), argparse.Namespace(command=None)
     try:
+        _check_command(sys.argv[1:] if arguments is None else arguments, commands)
+        options, rest = parser.parse_known_args(arguments)
         if hasattr(options, "file"):
             return _run(options, rest)
         if options.command == "compare-seeds":
@@ -80,6 +83,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
+    """Check the first argument, which is the command.
+
+    :raises ExperimentError: if there is no such command; says which one may have been meant
+    """
+    command = next(iter(arguments), "-")
+    if command in commands or command.startswith("-"):
+        return
+    hint = f" Did you mean: train {command}?" if Path(command).exists() else suggest(command, commands, 0.5)
+    raise ExperimentError(f"{command!r} is not a command.{hint or ' There are: ' + ', '.join(commands) + '.'}")
+
+
+def _check_options(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Check that none of the options that are left for the experiment is a misspelled one of the command."""
+    own = {"print_config", "weights", "on"} & vars(options).keys()
+    for word in rest:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and (hint := suggest(name, own, 0.7)):
+            raise ExperimentError(f"{options.command} does not take --{name}.{hint}")
+
+
 def _notes_of(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
@@ -96,7 +120,8 @@ def _is_user_error(error: Exception) -> bool:
     return was_raised_by_us(error) and not any(note.startswith("In ") for note in _notes_of(error))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """Return the parser of the command line, and the names of its commands."""
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite",
         description="Train, evaluate and predict as described in a file.",
@@ -113,7 +138,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "file", nargs="?", metavar="FILE", help="an experiment in YAML, or the folder of a run"
             )
-            command.add_argument("-h", "--help", action="store_true", help="with FILE, also lists what it can contain")
+            text = "with FILE, its values and all options; with a group of them, what they mean"
+            command.add_argument("-h", "--help", nargs="?", const="", metavar="GROUP", help=text)
         return command
 
     train = add("train", _train, "train the experiment in FILE")
@@ -140,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_arguments_of_seeds(add("compare-seeds", _compare_seeds, text, file=False))
     state = add("inspect", _inspect, "show a training state, or list what is in a folder", file=False)
     state.add_argument("path", help="the directory or the URL of a state; or a folder of states, of a run, or of runs")
-    return parser
+    return parser, commands.choices
 
 
 def _add_arguments_of_seeds(command: argparse.ArgumentParser) -> None:
@@ -159,10 +185,14 @@ def _add_arguments_of_seeds(command: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     """Run a command that has an experiment."""
     prints = getattr(options, "print_config", False)
-    if options.help:
-        print(options.describe())
-        if options.file is not None:
-            print(create_parser(options.file, rest).help())
+    _check_options(options, rest)
+    if options.help is not None:
+        if options.file is None and options.help:  # train --help FILE
+            options.file, options.help = options.help, ""
+        if options.file is None:
+            print(options.describe())
+        else:
+            print(create_parser(options.file, rest, options.command).help(options.file, options.help))
         return 0
     if options.file is None and not prints:
         raise ExperimentError(

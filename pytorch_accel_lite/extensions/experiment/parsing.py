@@ -7,13 +7,17 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.extensions.experiment.expressions import find_expressions, parse, replaced
+from pytorch_accel_lite.extensions.experiment.help_pages import all_keys, describe, grouped, overview, read_options
 from pytorch_accel_lite.extensions.experiment.importing import check_kinds, full_name, import_path
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import (
+    OVERRIDING,
     PARTS,
     Document,
     ExperimentError,
@@ -35,12 +39,13 @@ _TEST_ARGUMENTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
 _CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # number of arguments before those of the file
 # The beginning of the text that the parser writes for an object that cannot be serialized.
 _UNWRITABLE = "Unable to serialize instance"
+_NAMES_OF_RUNS = ("name", "run_name", "experiment_name", "exp_name")  # of others, as options without a section
+_UNWRAPPED = 1_000_000  # columns
 _UNWANTED_HELP = {
     r"  --print_config .*?(?=\n  -)\n": "",
     r"  --[\w.]+ CONFIG\s+Path to a configuration file\.\n": "",
     r"  --[\w.]+\.help .*?exit\.\n": "",
     r",\s+known\s+subclasses:[^)]*\)": ")",
-    r"<function (\w+) at 0x\w+>": r"\1",
     r"\.init_args(?=[. ])": "",
 }
 
@@ -73,6 +78,10 @@ class Parser:
     def locate(self, key: str) -> str:
         """Return the start of an error message about a key: its location and the key."""
         return self._document.locate(key)
+
+    def overrides(self, key: str) -> bool:
+        """Whether a value of the file has been overridden, on the command line or by ``overrides``."""
+        return self._document.locations.get(key) in OVERRIDING
 
     def _arguments(self, key: str) -> dict[str, Any]:
         """Return the arguments of a part in the file."""
@@ -153,7 +162,9 @@ class Parser:
 
     def _create(self) -> Any:
         parser = self._library.ArgumentParser(
-            prog="train FILE", exit_on_error=False, allow_abbrev=False, usage="%(prog)s [--KEY VALUE ...]"
+            exit_on_error=False,
+            allow_abbrev=False,
+            formatter_class=partial(self._library.DefaultHelpFormatter, width=_UNWRAPPED),
         )
         for key, thing in self.parts.items():
             parser.add_argument(f"--{key}.class_path", type=str, default=full_name(thing), help="a class or a function")
@@ -229,9 +240,12 @@ class Parser:
         names = {name.removeprefix(prefix) for name in self._keys if name.startswith(prefix)}
         elsewhere: list[str] = []
         if not prefix:
-            elsewhere = [short(name) for name in sorted(names) if name.endswith(f".{key}")]
+            meant = [short(name) for name in sorted(names) if suggest(key, [name.rpartition(".")[2]], 1)]
+            elsewhere = ["output_dir"] if key in _NAMES_OF_RUNS else []
+            elsewhere += sorted(meant, key=lambda name: not name.startswith("train."))
             names = {*PARTS, "base", *(name.partition(".")[0] for name in names)}
-        hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key.removeprefix(prefix), names, 0.5)
+        hint = f" Did you mean {' or '.join(map(repr, elsewhere))}?" if elsewhere else ""
+        hint = hint or suggest(key.removeprefix(prefix), names, 0.5)
         return f"is not an argument of {owner}.{hint or ' There are: ' + ', '.join(sorted(names)) + '.'}"
 
     # ----------------------------------------------------------------------------------------- results
@@ -331,13 +345,22 @@ class Parser:
             config = replaced(config, ("scheduler", "init_args", *path), text)
         return config  # type: ignore[no-any-return]
 
-    def help(self) -> str:
-        """Return the description of all options, with the values of this experiment."""
-        self._parser.set_defaults({key: value for key, value in self.parse().items() if key in self._keys})
-        text: str = self._parser.format_help()
+    def help(self, file: str, wanted: str = "") -> str:
+        """Return the values of this experiment and the names of all options; or the description of some.
+
+        :param file: the name of the experiment's file
+        :param wanted: a group of options, such as ``"optimizer"``, or an option
+        :raises ExperimentError: if there is no such group or option
+        """
+        values = {short(key): value for key, value in self.parse().items()}
+        for (name, *inner), (text, _) in self._expressions.items():
+            values[f"scheduler.{name}"] = replaced(values[f"scheduler.{name}"], inner, text)
+        text = self._parser.format_help()
         for pattern, replacement in _UNWANTED_HELP.items():
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-        return text
+        options, titles = read_options(text, values, all_keys(self._document.content))
+        groups = grouped(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
+        return describe(groups, wanted) if wanted else overview(groups, Path(file).name)
 
 
 def _parameters(thing: Any) -> dict[str, inspect.Parameter] | None:

@@ -726,6 +726,7 @@ def test_weights_of_another_model_are_refused(file, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.extension("tuning", "memory_estimate")
 def test_tools_take_the_arguments_of_train_and_their_own(file, capsys):
     _, printed, _ = run("find_lr", file, "--find_lr.num_steps", "10", capsys=capsys)
     assert "Tried 10 learning rates" in printed or "learning rates from" in printed
@@ -750,15 +751,63 @@ def test_a_training_state_is_inspected(file, capsys):
     assert (code, "is a file, but a training state is a directory" in errors) == (2, True)
 
 
-def test_help_shows_the_values_of_the_experiment_in_a_terminals_width(file, capsys):
+MARKUP = re.compile(r"init_args|Namespace|0x|:\w+:`|``|`_")
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_help_shows_the_values_of_the_experiment_and_the_names_of_the_rest(file, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
     code, printed, _ = run("train", file, "--help", capsys=capsys)
-    assert code == 0
-    [shown] = re.findall(r"--optimizer\.lr LR\n(.*?)\n  --", printed, re.DOTALL)
-    assert "default: 0.01" in " ".join(shown.split())
-    assert re.search(r"--train\.num_epochs NUM_EPOCHS\n\s+number of passes over the training data", printed)
-    assert "init_args" not in printed
-    assert "0x" not in printed
-    assert max(map(len, run("train", "--help", capsys=capsys)[1].splitlines())) <= 80
+    assert (code, MARKUP.findall(printed)) == (0, [])
+    assert re.search(r"^  --optimizer\.lr 0\.01 +learning rate$", printed, re.MULTILINE)
+    assert re.search(r"^  --train\.num_epochs \d+ +number of passes", printed, re.MULTILINE)
+    assert "gradient_clip_norm" in printed
+    assert len(printed.splitlines()) <= 70
+    lines = printed.splitlines() + run("train", "--help", capsys=capsys)[1].splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    assert run("train", "--help", file, capsys=capsys)[:2] == (0, printed)
+
+
+def test_help_describes_a_group_of_options_or_one_of_them_in_plain_text(file, capsys):
+    code, printed, _ = run("train", file, "--help", "optimizer", "--optimizer.lr", "0.5", capsys=capsys)
+    assert (code, MARKUP.findall(printed)) == (0, [])
+    assert "--optimizer.lr 0.5\n    learning rate" in printed
+    assert "    type: float | Tensor\n" in printed
+    assert "--train" not in printed
+    code, printed, _ = run("train", file, "--help", "train.evaluate_every", capsys=capsys)
+    assert (code, MARKUP.findall(printed)) == (0, [])
+    assert printed.startswith("--train.evaluate_every null\n    instead, evaluate at an Interval")
+    assert "type: str | Interval | null" in printed
+    assert "EarlyStoppingCallback" in run("train", file, "-h", "callbacks", capsys=capsys)[1]
+    assert "--find_lr.num_steps" in run("find_lr", file, "-h", "find_lr", capsys=capsys)[1]
+    code, _, errors = run("train", file, "--help", "optimzer", capsys=capsys)
+    assert (code, errors) == (
+        2,
+        "error: 'optimzer' is not a group of options, nor one of them. Did you mean 'optimizer'?\n",
+    )
+    code, _, errors = run("train", file, "--help", "xyz", capsys=capsys)
+    assert (code, "There are the groups model, " in errors) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian", "FILE"], "'trian' is not a command. Did you mean 'train'?"),
+        (["FILE"], "is not a command. Did you mean: train "),
+        (["xyz"], "'xyz' is not a command. There are: train, evaluate, "),
+        (["train", "FILE", "--name", "x"], "name is not an argument of an experiment. Did you mean 'output_dir'"),
+        (
+            ["train", "FILE", "--epochs", "3"],
+            "epochs is not an argument of an experiment. Did you mean 'train.num_epochs'",
+        ),
+        (["train", "FILE", "--batch_size", "3"], "Did you mean 'train.per_device_batch_size'?"),
+        (["evaluate", "FILE", "--wieghts", "best"], "evaluate does not take --wieghts. Did you mean 'weights'?"),
+    ],
+)
+def test_what_is_misspelled_or_of_another_library_is_an_error_with_what_may_be_meant(file, capsys, arguments, meant):
+    code, _, errors = run(*(str(file) if word == "FILE" else word for word in arguments), capsys=capsys)
+    assert code == 2
+    assert meant in errors
 
 
 def test_the_first_file_is_complete_and_can_be_filled_in(tmp_path, monkeypatch, capsys):

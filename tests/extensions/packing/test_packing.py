@@ -395,6 +395,7 @@ def test_a_row_is_not_split_into_microbatches():
 
 
 @pytest.mark.parametrize("keeps_apart", [True, False])
+@pytest.mark.extension("checking")
 def test_a_check_finds_sequences_that_are_not_kept_apart(keeps_apart):
     """Models of transformers take a row for one sequence when they have a cache, which they have by default."""
     model = hugging_face_model("Llama")
@@ -412,6 +413,7 @@ def test_a_check_finds_sequences_that_are_not_kept_apart(keeps_apart):
     assert keeps_apart == ("first sequence of a packed row" not in report["batch_independence"].message)
 
 
+@pytest.mark.extension("tuning")
 def test_a_diagnosis_counts_the_sequences_of_a_row():
     model = small_transformer("bounds")
     trainer = Tokens(model, None, torch.optim.SGD(model.parameters(), lr=0.5), callbacks=[])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from huggingface_hub import ModelCard
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.extensions.remote.hub_store import HubStore
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, ROOT
 from tests.tasks import equal, quiet_trainer, small_model
 from tests.test_model_cards import create_model, saved_sharded, trained
 
@@ -44,6 +46,28 @@ def test_a_model_is_saved_on_the_hub_and_loaded_from_there(hub):
         trainer.load_checkpoint("hf://me/waves/other")
     with pytest.raises(OSError, match=r"hf://me/other/model.safetensors cannot be written: .*Make sure that it exists"):
         trainer.save_model("hf://me/other")
+
+
+def test_the_callback_of_the_page_uploads_every_few_epochs(hub, tmp_path, monkeypatch):
+    uploads: list[str] = []
+
+    def upload_folder(repo_id: str, folder_path: str, commit_message: str) -> None:
+        shutil.copytree(folder_path, HubStore.folder / repo_id, dirs_exist_ok=True)
+        uploads.append(commit_message)
+
+    monkeypatch.setattr("huggingface_hub.upload_folder", upload_folder)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "exporting.md").read_text()
+    [code] = [code for code in re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S) if "class PushToHub" in code]
+    (HubStore.folder / "my_name" / "signs").mkdir(parents=True)
+    program: dict[str, Any] = {}
+    exec(code, program)
+    trainer = trained(program["PushToHub"](), epochs=10)
+    assert uploads == ["Epoch 5", "Epoch 10"]
+    model = small_model(1)
+    quiet_trainer(model).load_checkpoint("hf://my_name/signs")
+    assert equal(model.state_dict(), trainer.get_model().state_dict())
+    assert "Trained up to epoch 10 of 10" in (HubStore.folder / "my_name" / "signs" / "README.md").read_text()
 
 
 def test_a_card_that_somebody_else_has_pushed_is_kept(hub):

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import set_seed
 from accelerate.utils.operations import honor_type
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.randomness import mix, seed_all
-from pytorch_accel_lite.data.batches import (
-    Batch,
-    Share,
-    complete_output,
+from pytorch_accel_lite.callbacks import TrainerCallback
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.extending import (
+    LogicalProcesses,
+    OwnCallbacks,
+    Trial,
+    all_optimized_parameters,
     find_batch_size,
-    is_as_long,
+    is_overridden,
+    other_modules,
     parts_in,
+    replaced,
+    select_samples,
     tensors_in,
 )
-from pytorch_accel_lite.data.splitting import select_samples
-from pytorch_accel_lite.loop.logged_values import create_trackers
-from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.training import train_step
-from pytorch_accel_lite.loop.trial import keep_training
-from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.progress import EpochPhase, Progress
-from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.schedulers.preview import values_of_groups
-from pytorch_accel_lite.steps.choice import create_step
-from pytorch_accel_lite.steps.logical import LogicalProcesses
-from pytorch_accel_lite.tuning.diagnosis import OwnCallbacks
+from pytorch_accel_lite.schedulers import schedule_values
 
 #: Functions of torch that compare outputs, their first argument, with targets, their second.
 LOSSES_OF_ELEMENTS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}
@@ -276,10 +266,11 @@ class Probe:
     """
 
     def __init__(
-        self, trainer: TrainerLike, run: Run, callbacks: list[TrainerCallback], create_scheduler_fn: Any, seconds: float
+        self, trial: Trial, callbacks: list[TrainerCallback], create_scheduler_fn: Any, seconds: float
     ) -> None:
-        self.trainer = trainer
-        self.run = run
+        self.trainer = trial.trainer
+        self.run = trial.run
+        self._trial = trial
         self.create_scheduler_fn = create_scheduler_fn
         self.failed_callbacks: dict[str, str] = {}
         self._callbacks = callbacks
@@ -353,7 +344,7 @@ class Probe:
     def modules(self) -> dict[str, nn.Module]:
         """The parts of the model and of the trainer's other modules, such as the loss function, by name."""
         parts = dict(self.trainer.get_model().named_modules())
-        for attribute, module in attributes.modules(self.trainer).items():
+        for attribute, module in other_modules(self.trainer).items():
             parts |= {f"{attribute}.{name}".rstrip("."): part for name, part in module.named_modules()}
         return parts
 
@@ -364,14 +355,14 @@ class Probe:
         for name, part in self.modules.items():
             for key, parameter in part.named_parameters(recurse=False):
                 names.setdefault(parameter, f"{name}.{key}".lstrip("."))
-        for number, parameter in enumerate(attributes.all_optimized_parameters(self.trainer)):
+        for number, parameter in enumerate(all_optimized_parameters(self.trainer)):
             names.setdefault(parameter, f"parameter {number} of the optimizer")
         return names
 
     @cached_property
     def optimized(self) -> dict[nn.Parameter, str]:
         """The names of the parameters that are trained."""
-        trained = attributes.all_optimized_parameters(self.trainer)
+        trained = all_optimized_parameters(self.trainer)
         return {parameter: self.names[parameter] for parameter in trained if parameter.requires_grad}
 
     # forward and backward passes
@@ -393,7 +384,7 @@ class Probe:
         if self.run.data.eval_loader is None:
             self.refuse_own_step()
             return self._pass("quiet", batch, seed=seed, after=after)
-        with attributes.evaluating_optimizers(self.trainer), torch.no_grad():
+        with self._trial.evaluating():
             return self._pass("evaluation", batch, seed=seed, after=after)
 
     @cached_property
@@ -412,22 +403,18 @@ class Probe:
     def _pass(
         self, mode: str, batch: Batch, gradients: bool = False, seed: int = 0, after: Batch | None = None
     ) -> Pass:
-        trainer = self.trainer
-        is_evaluation = mode == "evaluation"
-        compute = trainer.calculate_eval_batch_loss if is_evaluation else trainer.calculate_train_batch_loss
-        with StepSnapshot(trainer), self._preserving_attributes(), replaced(self.run, batch=batch):
+        trial, is_evaluation = self._trial, mode == "evaluation"
+        with trial.keeping_step(batch), self._preserving_attributes():
             self._set_mode(mode)
-            with mixed_precision(trainer.accelerator):
-                if after is not None:
-                    compute(after.data)
-                seed_all(mix(seed))
-                with self._watching() as watch:
-                    output = compute(batch.data)
-            complete_output(output, batch.data, batch.num_samples, "the step", training=gradients)
+            if after is not None:
+                trial.output_of(after, is_evaluation, with_gradients=False)
+            set_seed(seed)
+            with self._watching() as watch:
+                output = trial.output_of(batch, is_evaluation, with_gradients=gradients)
             result = Pass(output, watch)
             if gradients:
-                trainer.backward_step(output["loss"])
-                scaler = trainer.accelerator.scaler
+                self.trainer.backward_step(output["loss"])
+                scaler = self.trainer.accelerator.scaler
                 result.gradients = gradients_of(self.names, 1.0 if scaler is None else scaler.get_scale())
             return result
 
@@ -450,8 +437,8 @@ class Probe:
         with of_parts, model.register_forward_hook(watch.note_call, with_kwargs=True), watch:
             yield watch
 
-    def _preserving_attributes(self, *others: Any) -> AbstractContextManager[None]:
-        return preserving_attributes(self.trainer, *dict.fromkeys(self.modules.values()), *others)
+    def _preserving_attributes(self, *others: object) -> AbstractContextManager[None]:
+        return self._trial.keeping_attributes(*dict.fromkeys(self.modules.values()), *others)
 
     # updates
 
@@ -465,7 +452,7 @@ class Probe:
         if create is None or isinstance(create, Mapping) or updates is None or config.scheduler_metric is not None:
             return [[group["lr"]] for group in known]
         by_update = config.scheduler_interval == "update"
-        return values_of_groups(create, min(updates, 20_000) if by_update else epochs, known, epochs)
+        return schedule_values(create, min(updates, 20_000) if by_update else epochs, known, epochs)
 
     @property
     def rates(self) -> list[float]:
@@ -484,38 +471,41 @@ class Probe:
         :param quiet: whether to train in evaluation mode, without dropout and with the statistics of batch norm
         :param logical_processes: number of processes, of which each has a batch of its own, in a list
         """
-        trainer, run = self.trainer, self.run
+        trainer, trial = self.trainer, self._trial
         recorder = _Recorder(self.names)
-
-        def update(batch: Any, seed: int = 0) -> Pass:
-            seed_all(mix(seed))
-            with self._watching() as watch:
-                recorder.result = Pass({}, watch)
-                train_step(trainer, run, _shares(batch) if logical_processes else batch._replace(is_last=True))
-            return recorder.result
-
-        with Snapshot() as before:
-            keep_training(trainer, before)
+        handler = OwnCallbacks(self._callbacks)
+        handler.failures = self.failed_callbacks
+        handler.add_callback(recorder)
+        with ExitStack() as before:
+            before.enter_context(trial.keeping_training())
             before.enter_context(self._preserving_attributes(*self._callbacks))
-            before.enter_context(
-                replaced(run, step=run.step, loss_trackers=run.loss_trackers, epoch_phase=EpochPhase.TRAINING)
-            )
-            before.enter_context(replaced(run, window=copy.copy(run.window), progress=Progress()))
-            handler = OwnCallbacks(self._callbacks)
-            handler.failures = self.failed_callbacks
-            handler.add_callback(recorder)
-            trainer.callback_handler, trainer.run_history = handler, InMemoryRunHistory()
             if logical_processes is not None:
-                trainer.seed = trainer.seed or 0
-                trainer.logical = LogicalProcesses(trainer, logical_processes)
-            run.step = create_step(trainer, run)
-            run.loss_trackers = create_trackers(trainer)
-            run.progress.start_epoch()
+                before.enter_context(replaced(trainer, seed=trainer.seed or 0))
+                logical = LogicalProcesses(trainer, logical_processes)
+                before.enter_context(replaced(trainer, logical=logical))
+            before.enter_context(trial.epoch(handler))
             self._set_mode("quiet" if quiet else "training")
+
+            def update(batch: Any, seed: int = 0) -> Pass:
+                set_seed(seed)
+                with self._watching() as watch:
+                    recorder.result = Pass({}, watch)
+                    joined = batch._replace(is_last=True) if logical_processes is None else logical.join(batch)
+                    trial.train_step(joined)
+                return recorder.result
+
             yield update
 
 
 # -------------------------------------------------------------------------------------- samples and comparisons
+
+
+def is_as_long(data: Any, size: int) -> bool:
+    """Whether data have an element for each of ``size`` samples."""
+    if isinstance(data, Mapping):
+        return bool(data) and all(is_as_long(value, size) for value in data.values())
+    is_long = isinstance(data, (list, tuple)) or (isinstance(data, torch.Tensor) and data.ndim > 0)
+    return is_long and len(data) == size
 
 
 def is_divisible(batch: Batch) -> bool:
@@ -528,14 +518,6 @@ def is_divisible(batch: Batch) -> bool:
     except (ValueError, IndexError, TypeError):
         return False
     return any(is_as_long(part, size) for part in parts_in([batch.data]))
-
-
-def _shares(batches: list[Batch]) -> Batch:
-    """Return the step of logical processes with a batch each."""
-    last = len(batches) - 1
-    total = sum(batch.num_samples or 0 for batch in batches)
-    shares = [b._replace(total_samples=total, share=Share(n, 0, n == last)) for n, b in enumerate(batches)]
-    return Batch(shares, total, total, True, share=shares[-1].share)
 
 
 def select(batch: Batch, rows: Sequence[int]) -> Batch:

@@ -17,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pytorch_accel_lite.base.modules import local
-
 #: What bytes are for, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
 _FRAMES_TO_SEARCH = 32
@@ -141,6 +139,12 @@ class LiveBytes(TorchDispatchMode):
                 self._bytes[live.kind] -= live.size
                 self._bytes[kind] += live.size
                 live.kind = kind
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a sharded tensor, as it is in memory; any other tensor unchanged."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def _kind_of_new() -> str:

@@ -38,9 +38,3 @@ class Report:
 
     def _repr_html_(self) -> str:
         return table(self.summary(), self.rows(), notes=self.notes())
-
-
-def describe_error(error: Exception) -> str:
-    """Return the class and the first line of an error."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"

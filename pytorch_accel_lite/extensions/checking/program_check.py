@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from pytorch_accel_lite.base.validation import check_positive_number
-from pytorch_accel_lite.loop.lifecycle import create_eval_loaders
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
-from pytorch_accel_lite.loop.trial import trial
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.schedulers.named_schedules import resolve_names
-from pytorch_accel_lite.tuning import checks_of_data, checks_of_models, checks_of_training
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, Status
-from pytorch_accel_lite.tuning.reports import Report, describe_error
+from pytorch_accel_lite.extending import (
+    Report,
+    RunRequest,
+    Snapshot,
+    TrainerLike,
+    Trial,
+    check_range,
+    describe_error,
+    replaced,
+)
+from pytorch_accel_lite.extensions.checking import checks_of_data, checks_of_models, checks_of_training
+from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, Status
+from pytorch_accel_lite.plotting import render
+from pytorch_accel_lite.schedulers import resolve_names
 
 #: A function that tries a program and yields what it finds. Reports have its name, without ``check_``, and its
 #: docstring: the first paragraph says what it does, the second why that matters, the third what to change.
@@ -46,6 +51,11 @@ CHECKS: tuple[Check, ...] = (
     checks_of_data.check_leakage,
     checks_of_training.check_learns,
 )
+
+
+# Colours that can be read on light and on dark pages, and marks for whoever sees none.
+_COLOURS = {"failed": "#d1453b", "warned": "#b7791f", "passed": "#2f9e57"}
+_MARKS = {"failed": "\u2717", "warned": "!", "passed": "\u2713"}
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,18 @@ class CheckReport(Report):
             (r.name, r.status if r in reported or not r.message else f"{r.status}: {r.message}") for r in self.results
         ]
 
+    def _repr_html_(self) -> str:
+        """Return a table of the checks with colours, the mistakes first; those that do not apply are folded."""
+        shown = [*self.failures, *self.warnings, *self.passed]
+        return render(
+            "check.html",
+            summary=self.summary(),
+            results=shown,
+            left_out=self.not_applicable,
+            colours=_COLOURS,
+            marks=_MARKS,
+        )
+
     def notes(self) -> list[str]:
         """Return what was found, why it matters and what to change."""
         return [str(result) for result in (*self.failures, *self.warnings)]
@@ -173,13 +195,14 @@ def check(
     :param strict: whether to raise an error if a check fails
     :param only: names of the checks to make; all by default
     :param skip: names of checks to leave out
-    :param extra: your own checks: functions that are passed a :class:`~pytorch_accel_lite.tuning.probing.Probe`, and
-        yield each :class:`~pytorch_accel_lite.tuning.probing.Finding`
+    :param extra: your own checks: functions that are passed a :class:`~pytorch_accel_lite.checking.Probe`, and
+        yield each :class:`~pytorch_accel_lite.checking.Finding`
     :param arguments: arguments of :meth:`train` by name, of which some, such as ``resume_from``, make no difference
     :return: the report, to be printed in a script; consoles and notebooks show it
     :raises ProgramError: if ``strict`` and a check fails
     """
-    check_positive_number("seconds", seconds)
+    if seconds != math.inf:
+        check_range("seconds", seconds, above=0)
     chosen = _choose(only, skip, extra)
     if self.ranks.world_size > 1:
         raise RuntimeError("check() tries a program on a single process. Call it without a launcher.")
@@ -193,17 +216,14 @@ def check(
     train_copy, eval_copy = map(checks_of_data.independent_copy, (train_dataset, eval_dataset))
     callbacks, size = list(self.callback_handler), per_device_batch_size
     loading = values["train_dataloader_kwargs"], values["collate_fn"]
-    with (
-        Snapshot() as before,
-        replaced(self, logical=None),
-        trial(self, "check", train_copy, size, request, *loading) as run,
-    ):
-        before.keep_generators_of(checks_of_data.owners_of_generators([train_dataset, eval_dataset]))
-        if eval_dataset is not None:
-            run.data.eval_dataset = eval_copy
-            create_eval_loaders(self, run, size, values["eval_dataloader_kwargs"])
-        probe = Probe(self, run, callbacks, schedule, seconds)
-        report = CheckReport([_run_check(name, function, probe, seconds) for name, function in chosen.items()])
+    with Snapshot() as before, replaced(self, logical=None):
+        trial = Trial(self, "check", train_copy, size, request, *loading, supports=("train_step", "closure"))
+        with trial.running():
+            before.keep_generators_of(checks_of_data.owners_of_generators([train_dataset, eval_dataset]))
+            if eval_dataset is not None:
+                trial.read_evaluation(eval_copy, values["eval_dataloader_kwargs"])
+            probe = Probe(trial, callbacks, schedule, seconds)
+            report = CheckReport([_run_check(name, function, probe, seconds) for name, function in chosen.items()])
     if strict and not report.ok:
         raise ProgramError(report)
     return report

@@ -18,11 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from pytorch_accel_lite.base.inspection import nested_in
-from pytorch_accel_lite.base.randomness import seed_generators
-from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.data.batches import TARGET_KEYS, parts_in, tensors_in
-from pytorch_accel_lite.tuning.probing import Finding, NotApplicableError, Probe, doubt, mistake
+from pytorch_accel_lite.extending import TARGET_KEYS, nested_in, parts_in, tensors_in
+from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, doubt, mistake
+from pytorch_accel_lite.utils import listed
 
 # ----------------------------------------------------------------------------------------------------- reading
 
@@ -57,6 +55,13 @@ def _datasets(probe: Probe) -> dict[str, Any]:
     return {name: one.dataset if isinstance(one, DataLoader) else one for name, one in datasets.items()}
 
 
+def _seed_generators(seed: int) -> None:
+    """Seed the generators of the CPU, which takes little time, as it is done for each sample."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
 def _is_indexed(dataset: Any) -> bool:
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return has_both and not isinstance(dataset, (IterableDataset, Mapping))
@@ -65,13 +70,13 @@ def _is_indexed(dataset: Any) -> bool:
 def _read(dataset: Any, most: int, seconds: float = math.inf, seed: int = 0) -> dict[int, Any]:
     """Read samples of a dataset, chosen at random, with the same random numbers for each; a few of a stream."""
     end = time.monotonic() + seconds
-    seed_generators(seed)
+    _seed_generators(seed)
     if not _is_indexed(dataset):
         return dict(enumerate(islice(dataset, min(most, 64)))) if isinstance(dataset, IterableDataset) else {}
     size = len(dataset)
     samples: dict[int, Any] = {}
     for index in sorted(random.Random(0).sample(range(size), min(most, size))):
-        seed_generators(seed)
+        _seed_generators(seed)
         samples[index] = dataset[index]
         if time.monotonic() > end:
             break

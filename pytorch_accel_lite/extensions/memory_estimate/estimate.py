@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
-from pytorch_accel_lite.base.devices import capacity_of
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.modules import PLAIN
-from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.text import format_bytes
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data import Batch, NamedData
-from pytorch_accel_lite.data.batches import find_batch_size
-from pytorch_accel_lite.loop.arguments import check_data, check_training
-from pytorch_accel_lite.loop.lifecycle import create_train_loader
-from pytorch_accel_lite.loop.trial import check_can_try
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.run.window import Accumulation
-from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
-from pytorch_accel_lite.tuning.live_bytes import KINDS
-from pytorch_accel_lite.tuning.reports import Report
+from pytorch_accel_lite.data import NamedData
+from pytorch_accel_lite.extending import (
+    Report,
+    RunRequest,
+    Snapshot,
+    TrainerLike,
+    Trial,
+    check_positive_int,
+    find_batch_size,
+    is_overridden,
+)
+from pytorch_accel_lite.extensions.memory_estimate.fake_training import Scenario, measure_step
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import KINDS
+from pytorch_accel_lite.utils import format_bytes
 
 #: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
 _RESERVE = 0.1
@@ -126,28 +123,35 @@ def estimate_memory(
         gradient_clip_value=gradient_clip_value,
         gradient_clip_norm=gradient_clip_norm,
     )
-    check_can_try(self, "estimate_memory")
-    if self.ranks.world_size > 1 or dist.is_initialized() or self.accelerator.distributed_type not in PLAIN:
+    if self.ranks.world_size > 1 or dist.is_initialized() or self.is_sharded:
         raise RuntimeError(
             "estimate_memory() needs a plain Accelerator, and neither a job of several processes nor a process group. "
             "Start the script as a single one: python script.py, without a launcher."
         )
-    check_training(self.optimizer, self.accelerator, request)
-    check_data(self, "train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
-    memory = capacity_of(self.device)
+    size, kwargs = per_device_batch_size, train_dataloader_kwargs
+    any_step = ("train_step", "closure")
+    trial = Trial(self, "estimate_memory", train_dataset, size, request, kwargs, collate_fn, supports=any_step)
+    memory = _capacity_of(self.device)
     if device_memory is not None:
         memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
+    windows = gradient_accumulation_steps
     # More of them take as much as two.
-    request.gradient_accumulation_steps = min(Accumulation(gradient_accumulation_steps).largest, 2)
-    run = Run.create(self, request, train_dataset, collate_fn=collate_fn)
+    request.gradient_accumulation_steps = min(max(windows.values()) if isinstance(windows, Mapping) else windows, 2)
     how = _sharding(self, world_size, sharded)
-    with preserving_generators():
-        batch = _read_batch(self, run, per_device_batch_size, train_dataloader_kwargs)
+    with Snapshot() as before:
+        before.keep_generators()
+        batch = trial.read_batch(size)
         size = find_batch_size(batch.data, batch.num_samples)
         kind = device_type or self.device.type.replace("cpu", "cuda")
-        live = measure_step(self, run, batch, Scenario(world_size, how, kind))
+        live = measure_step(trial, batch, Scenario(world_size, how, kind))
     parts = {kind: live.at_peak[kind] for kind in KINDS}
     return MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
+
+
+def _capacity_of(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory; ``None`` if torch does not know them, as for a CPU."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if properties is None else getattr(properties(device), "total_memory", None)
 
 
 def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["custom", "blocks", "none"]:
@@ -160,21 +164,3 @@ def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Li
     if sharded and world_size == 1:
         raise ValueError("sharded=True needs several processes to divide the model over: pass world_size=8, say.")
     return "blocks" if sharded else "none"
-
-
-def _read_batch(trainer: TrainerLike, run: Run, size: int, loader_kwargs: dict[str, Any] | None) -> Batch:
-    """Return the first batch of the training data, as the trainer reads it."""
-    reader = copy.copy(trainer)
-    vars(reader).update(current_run=run, open_runs=[run])
-    run.data.seed = trainer.seed or 0
-    create_train_loader(reader, run, size, loader_kwargs)
-    try:
-        batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
-    finally:
-        run.data.required_train_loader.stop_workers()
-    if batch is None:
-        raise ValueError(
-            f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {size} samples, all of which "
-            "drop_last=True leaves out."
-        )
-    return batch

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.advice import faster_data, unfused_class
+from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, NamedData
-from pytorch_accel_lite.data.batches import find_batch_size
-from pytorch_accel_lite.loop.logged_values import create_trackers
-from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
-from pytorch_accel_lite.loop.step import loss_of
-from pytorch_accel_lite.loop.training import train_step
-from pytorch_accel_lite.loop.trial import trial
-from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
-from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.tuning.finders import repeat_epochs, update_from
-from pytorch_accel_lite.tuning.reports import Report, describe_error
-
-#: The events of a step at which callbacks are measured: those before saving.
-_OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")
+from pytorch_accel_lite.extending import (
+    OwnCallbacks,
+    Report,
+    RunRequest,
+    TrainerLike,
+    Trial,
+    check_positive_int,
+    faster_data,
+    find_batch_size,
+    unfused_class,
+)
+from pytorch_accel_lite.extensions.tuning.finders import update_from
 
 
 @dataclass(repr=False)
@@ -118,25 +112,26 @@ def diagnose(
     size = per_device_batch_size
     request = RunRequest(num_epochs=1)
     callbacks = list(self.callback_handler)
-    with trial(self, "diagnose", train_dataset, size, request, train_dataloader_kwargs, collate_fn) as run:
-        return _measure(self, run, num_steps, callbacks)
+    trial = Trial(self, "diagnose", train_dataset, size, request, train_dataloader_kwargs, collate_fn)
+    with trial.running():
+        return _measure(trial, num_steps, callbacks)
 
 
-def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: Sequence[TrainerCallback]) -> Diagnosis:
+def _measure(trial: Trial, num_steps: int, callbacks: Sequence[TrainerCallback]) -> Diagnosis:
     """Measure the trainer's steps, and the callbacks that it has in a run."""
-    trainer.train_epoch_start()
-    batches = list(itertools.islice(repeat_epochs(trainer, run), 8))
+    trial.trainer.train_epoch_start()
+    batches = list(itertools.islice(trial.batches(), 8))
     in_memory = list(itertools.islice(itertools.cycle(batches), num_steps))
 
-    def time_with_data(step: Callable[[TrainerLike, Batch], None]) -> float:
-        return _time(trainer, itertools.islice(repeat_epochs(trainer, run), num_steps), step)
+    def time_with_data(step: Callable[[Trial, Batch], None]) -> float:
+        return _time(trial, itertools.islice(trial.batches(), num_steps), step)
 
     for step in (_forward, _backward, update_from):
-        _time(trainer, in_memory[:10], step)
+        _time(trial, in_memory[:10], step)
     data = time_with_data(lambda *_: None)
-    forward, backward, update = (_time(trainer, in_memory, step) for step in (_forward, _backward, update_from))
+    forward, backward, update = (_time(trial, in_memory, step) for step in (_forward, _backward, update_from))
     complete = time_with_data(update_from)
-    in_callbacks, failures = _time_callbacks(trainer, run, in_memory, callbacks)
+    in_callbacks, failures = _time_callbacks(trial, in_memory, callbacks)
     result = Diagnosis(
         steps=num_steps,
         samples=sum(find_batch_size(batch.data, batch.num_samples) for batch in batches) / len(batches),
@@ -147,19 +142,19 @@ def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: Sequence
         step=complete + sum(in_callbacks.values()),
         callbacks=in_callbacks,
     )
-    result.advice = list(_advise(trainer, result))
+    result.advice = list(_advise(trial.trainer, result))
     if failures:
         names = ", ".join(f"{name} ({reason})" for name, reason in failures.items())
         result.advice.append(f"Callbacks that could not be measured: {names}. A run with TimingCallback measures them.")
     return result
 
 
-def _time(trainer: TrainerLike, batches: Iterable[Batch], step: Callable[[TrainerLike, Batch], None]) -> float:
+def _time(trial: Trial, batches: Iterable[Batch], step: Callable[[Trial, Batch], None]) -> float:
     """Return the seconds per step. Waits for the device once, not in every step."""
-    start = _now(trainer)
+    start = _now(trial.trainer)
     for count, batch in enumerate(batches, 1):  # noqa: B007
-        step(trainer, batch)
-    return (_now(trainer) - start) / count
+        step(trial, batch)
+    return (_now(trial.trainer) - start) / count
 
 
 def _now(trainer: TrainerLike) -> float:
@@ -168,18 +163,19 @@ def _now(trainer: TrainerLike) -> float:
     return time.perf_counter()
 
 
-def _forward(trainer: TrainerLike, batch: Batch) -> None:
-    ranks_alone = trainer.ranks.world_size > 1
-    with trainer.accelerator.no_sync(trainer.model) if ranks_alone else nullcontext():
-        loss_of(trainer, batch)
+def _forward(trial: Trial, batch: Batch) -> None:
+    trainer = trial.trainer
+    is_alone = trainer.ranks.world_size == 1
+    with nullcontext() if is_alone else trainer.accelerator.no_sync(trainer.model):
+        trial.loss_of(batch)
 
 
-def _backward(trainer: TrainerLike, batch: Batch) -> None:
-    trainer.backward_step(loss_of(trainer, batch))
-    trainer.optimizer_zero_grad()
+def _backward(trial: Trial, batch: Batch) -> None:
+    trial.trainer.backward_step(trial.loss_of(batch))
+    trial.trainer.optimizer_zero_grad()
 
 
-def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
+def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterator[str]:
     on_gpu = trainer.device.type == "cuda"
     compute = result.forward + result.backward + result.update
     if result.waiting > 0.1:
@@ -208,62 +204,19 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
         yield "Torch uses a single thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, makes it use more cores."
 
 
-class OwnCallbacks(CallbackHandler):
-    """Calls the methods that the user wrote for the events of a step, of each callback until it raises an error.
-
-    A callback may fail because it needs an event that comes before those of a step.
-
-    :param now: returns the time in seconds
-    :ivar seconds: how long the callbacks took, by class
-    :ivar failures: the errors that they raised, by class
-    """
-
-    def __init__(self, callbacks: Iterable[TrainerCallback], now: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__()
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.failures: dict[str, str] = {}
-        self.timer = self._try
-        self._now = now
-        for callback in callbacks:
-            overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
-            if overridden:
-                self.callbacks.append(callback)
-                self.set_listening(callback, False, *(event for event in EVENTS if event not in overridden))
-        self._tried = list(self.callbacks)
-
-    @contextmanager
-    def _try(self, callback: Any) -> Iterator[None]:
-        if callback not in self._tried:  # a phase within a callback, such as saving
-            yield
-            return
-        name, begin = type(callback).__name__, self._now()
-        try:
-            yield
-        except StopTrainingError:
-            pass
-        except Exception as error:
-            self.failures[name] = describe_error(error)
-            self.set_listening(callback, False, *_OF_A_STEP)
-        self.seconds[name] += self._now() - begin
-
-
 def _time_callbacks(
-    trainer: TrainerLike, run: Run, batches: Sequence[Batch], callbacks: Iterable[TrainerCallback]
+    trial: Trial, batches: Sequence[Batch], callbacks: Iterable[TrainerCallback]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Train on batches; return the seconds per step by class of callbacks, and why others could not be measured.
 
     What the callbacks change of themselves, the trainer and its history is restored.
     """
+    trainer = trial.trainer
     handler = OwnCallbacks(callbacks, lambda: _now(trainer))
     if trainer.ranks.world_size > 1:  # one whose callback fails would leave the others waiting
         return {}, dict.fromkeys(handler.callback_list, "several processes")
-    with (
-        preserving_attributes(trainer, *handler.callbacks),
-        replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
-    ):
-        run.loss_trackers = create_trackers(trainer)
-        run.progress.start_epoch()
+    with trial.keeping_attributes(*handler.callbacks), trial.epoch(handler):
         for batch in batches if handler.callbacks else ():
-            train_step(trainer, run, batch)
+            trial.train_step(batch)
     seconds = {name: total / len(batches) for name, total in handler.seconds.items() if name not in handler.failures}
     return seconds, handler.failures

@@ -20,9 +20,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.checking import ProgramError, doubt
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.tuning.probing import doubt
-from pytorch_accel_lite.tuning.program_check import ProgramError
 from tests.tasks import Stream, same
 
 CLASSES, WORDS, PAD = 5, 20, 0

@@ -18,23 +18,24 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.modules import are_sharded, local, unwrap
-from pytorch_accel_lite.callbacks import ModelEmaCallback
+from pytorch_accel_lite.callbacks import CallbackHandler, ModelEmaCallback
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size, tensors_in
-from pytorch_accel_lite.loop.lifecycle import begin_training
-from pytorch_accel_lite.loop.sharded_models import shard_model
-from pytorch_accel_lite.loop.snapshot import replaced
-from pytorch_accel_lite.loop.training import train_step
-from pytorch_accel_lite.optimizers.layer_groups import find_blocks
-from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
-from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import CallbackHandler
-from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.steps.sharded import ShardedStep
-from pytorch_accel_lite.tuning.live_bytes import LiveBytes
+from pytorch_accel_lite.extending import (
+    ShardedStep,
+    TrainerLike,
+    Trial,
+    find_batch_size,
+    is_overridden,
+    other_modules,
+    other_optimizers,
+    replaced,
+    shard_model,
+    tensors_in,
+)
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes, local
+from pytorch_accel_lite.finetuning import find_blocks
+from pytorch_accel_lite.optimizers import CombinedOptimizer
+from pytorch_accel_lite.tracking import LossTrackers
 
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
@@ -64,22 +65,22 @@ class Scenario(NamedTuple):
     device_type: str
 
 
-def measure_step(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenario) -> LiveBytes:
+def measure_step(trial: Trial, batch: Batch, scenario: Scenario) -> LiveBytes:
     """Return the bytes that are alive at the peak of a step, once the optimizer has its state.
 
     The trainer is left as it is: copies of its model, its optimizer and its attributes make the steps.
 
-    :param read: a run that has not begun, for which the batch was read
+    :param trial: a trial that is not running, which has read the batch
     :param batch: a real batch, on the device
     :raises NotImplementedError: if the step needs the values of tensors
     """
     # Autograd starts a thread for each device when it is first used. That of a fake one would hinder forks later on.
     torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
     with nullcontext() if scenario.sharding == "none" else _fake_group(scenario.world_size):
-        fake = FakeTrainer(trainer, scenario)
+        fake = FakeTrainer(trial, scenario)
         if scenario.sharding != "none":
             fake.shard()
-        fake.make_updates(read, batch)
+        fake.make_updates(batch)
     return fake.live
 
 
@@ -131,12 +132,12 @@ class FakeCopies:
     def of(self, value: Any) -> Any:
         """Return a copy, or the value itself if it neither is nor directly contains something to copy."""
         if isinstance(value, nn.Module):
-            return self._of_module(unwrap(value, keep_torch_compile=False))
-        if is_created(value):
+            return self._of_module(_unwrapped(value))
+        if _is_optimizer(value):
             return self._of_optimizer(value)
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
-        if attributes.is_scheduler(value):
+        if all(hasattr(value, name) for name in ("optimizer", "step", "state_dict", "load_state_dict")):  # a schedule
             self.of(value.optimizer)
             return copy.deepcopy(value, self.memo)
         if type(value) is dict:
@@ -168,9 +169,9 @@ class FakeCopies:
         """Return an optimizer with the same hooks, and with the state that it has, as some do from the start."""
         if id(optimizer) not in self.memo:
             fake = self.memo[id(optimizer)] = object.__new__(type(optimizer))
-            for part in parts_of(optimizer).values():
+            for part in _parts_of(optimizer):
                 self._of_optimizer(part)
-            for parameter in optimized_parameters(optimizer):
+            for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
                 self._of_tensor(parameter)
             for name, value in vars(optimizer).items():
                 if name == "state":
@@ -193,14 +194,30 @@ class FakeCopies:
         return found
 
 
-def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return a module without the wrapper of ``torch.compile``."""
+    inner: nn.Module = vars(module).get("_modules", {}).get("_orig_mod", module)
+    return inner
+
+
+def _is_optimizer(value: object) -> bool:
+    """Whether there is an optimizer, rather than none, or a factory that has not been called yet."""
+    return hasattr(value, "param_groups")
+
+
+def _parts_of(optimizer: object) -> list[Any]:
+    """Return the optimizers that step as one."""
+    return list(optimizer.parts.values()) if isinstance(optimizer, CombinedOptimizer) else []
+
+
+def _is_like(value: object, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
 
 
 class NoLosses(LossTrackers):
     """Keeps no losses, as fake ones have no values."""
 
-    def add(self, output: BatchOutput) -> None:
+    def add(self, output: dict[str, Any]) -> None:
         """Do nothing."""
 
 
@@ -210,8 +227,9 @@ class FakeTrainer:
     :ivar trainer: the copy
     """
 
-    def __init__(self, trainer: TrainerLike, scenario: Scenario) -> None:
-        self._original = trainer
+    def __init__(self, trial: Trial, scenario: Scenario) -> None:
+        self._trial = trial
+        self._original = trainer = trial.trainer
         self._scenario = scenario
         self._copies = FakeCopies(trainer.device)
         self._parameters: list[nn.Parameter] = []
@@ -263,31 +281,29 @@ class FakeTrainer:
         trainer = self.trainer
         held = vars(trainer)
         held.update({name: self._copies.of(value) for name, value in held.items() if name not in _NOT_COPIED})
-        self._modules = [trainer.model, *attributes.modules(trainer).values()]
+        self._modules = [trainer.model, *other_modules(trainer).values()]
         self._parameters = list(dict.fromkeys(p for module in self._modules for p in module.parameters()))
         averages = [one for one in self._original.callback_handler if isinstance(one, ModelEmaCallback)]
         size = sum(map(_bytes, [*trainer.model.parameters(), *trainer.model.buffers()]))
         self.live.add("averages", size * len(averages))
 
-    def make_updates(self, read: Run, batch: Batch) -> None:
-        """Make two updates, of which the first creates the state of the optimizer.
-
-        :param read: the run that the batch was read for
-        """
+    def make_updates(self, batch: Batch) -> None:
+        """Make two updates, of which the first creates the state of the optimizer."""
         with self._mode, self._kernels, self.live:
             self._copy_others()
             size = find_batch_size(batch.data, batch.num_samples)
-            run = self._begin(read, size)
+            trial = self._begin(size)
+            steps = trial.run.window.steps
             with fake_tensor.FakeCopyMode(self._mode):
                 data = copy.deepcopy(batch.data)
             for tensor in tensors_in(data):
                 self.live.note(tensor)
             fake = batch._replace(data=data, num_samples=size, total_samples=size, is_last=False)
-            for step in range(2 * run.window.steps):
-                if step % run.window.steps == 0:
+            for step in range(2 * steps):
+                if step % steps == 0:
                     self.live.forget_peak()
                 try:
-                    train_step(self.trainer, run, fake)
+                    trial.train_step(fake)
                 except _NEEDS_VALUES as error:
                     raise NotImplementedError(
                         "estimate_memory() makes steps with tensors without values, but, in the line shown above, "
@@ -295,22 +311,20 @@ class FakeTrainer:
                         " float(), if) in callbacks only, and replace masks in indices by torch.where."
                     ) from error
 
-    def _begin(self, read: Run, batch_size: int) -> Run:
-        """Begin a run of the trainer."""
+    def _begin(self, batch_size: int) -> Trial:
+        """Begin the trial with the copy of the trainer."""
         trainer = self.trainer
-        run = trainer.current_run = read.derive()
-        trainer.open_runs.append(run)
-        begin_training(trainer, run, batch_size)
-        if are_sharded(trainer.model.parameters()):
+        trial = self._trial.begin_on(trainer, batch_size)
+        run = trial.run
+        if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
             run.step = ShardedStep(trainer, run)
         elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
             trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
             self.live.add("communication", sum(map(_bytes, trained)))  # the buckets of DistributedDataParallel
         self._choose_implementations()
         run.loss_trackers = NoLosses()
-        attributes.set_optimizer_modes(trainer, training=True)
         trainer.train_epoch_start()
-        return run
+        return trial
 
     def _choose_implementations(self) -> None:
         """Let optimizers update many tensors at once where they do so by default: the type of fake ones hides it."""
@@ -325,7 +339,7 @@ class FakeTrainer:
 
     def _optimizers(self) -> list[Any]:
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
-        return [*(parts_of(optimizer).values() or [optimizer]), *attributes.optimizers(self.trainer).values()]
+        return [*(_parts_of(optimizer) or [optimizer]), *other_optimizers(self.trainer).values()]
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """Yield the tensors that are known, with what they are for."""
@@ -338,7 +352,7 @@ class FakeTrainer:
         for parameter in (*self._parameters, *whole):
             if parameter.grad is not None:
                 yield "gradients", parameter.grad
-        for optimizer in self._optimizers() if is_created(self.trainer.optimizer) else ():
+        for optimizer in self._optimizers() if _is_optimizer(self.trainer.optimizer) else ():
             for state in optimizer.state.values():
                 yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
 

@@ -104,7 +104,7 @@ def test_what_is_tried_changes_nothing_even_when_it_fails(action, fails):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_buffers_that_cannot_be_written_element_by_element_are_left_as_they_were(action):
+def test_expanded_buffers_are_left_as_they_were(action):
     trainer = quiet_trainer(nn.Sequential(Expanded(), small_model()))
     before = everything(trainer)
     ACTIONS[action](trainer, regression_data(24))
@@ -125,6 +125,19 @@ def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
     with pytest.raises(OSError, match="not this time"):
         ACTIONS["find_lr"](trainer, regression_data(24))
     assert same(everything(trainer), before)
+
+
+def test_a_trial_uses_deterministic_kernels_and_restores_them():
+    seen = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return super().forward(x)
+
+    quiet_trainer(Looking(4, 1), deterministic=True).find_lr(regression_data(20), num_steps=10)
+    assert set(seen) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_run_after_a_trial_is_the_run_without_it():
@@ -307,6 +320,9 @@ def test_other_errors_are_errors():
         (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0"),
         (lambda t, d: t.find_batch_size(d, train_dataloader_kwargs={"batch_size": 4}), ValueError, "batch_size"),
         (lambda t, d: t.find_batch_size(iter(d)), TypeError, "has no length"),
+        (lambda t, d: t.find_batch_size({}), ValueError, "A dict of datasets must have at least one"),
+        (lambda t, d: t.find_batch_size({"a": regression_data(0)}), ValueError, "The dataset 'a' is empty"),
+        (lambda t, d: quiet_trainer(nn.LazyLinear(1)).find_lr(d), ValueError, "lazy layers"),
         (lambda t, d: Trainer(small_model(), nn.MSELoss(), None, callbacks=[]).find_lr(d), ValueError, "optimizer"),
     ],
 )

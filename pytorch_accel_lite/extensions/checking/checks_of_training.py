@@ -12,14 +12,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.data.batches import TARGET_KEYS, Batch, is_as_long, tensors_in
-from pytorch_accel_lite.data.loss_shapes import LossShapeError
-from pytorch_accel_lite.data.splitting import select_samples
-from pytorch_accel_lite.loop.snapshot import replaced
-from pytorch_accel_lite.steps.manual import ManualStep
-from pytorch_accel_lite.tuning.probing import (
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.extending import (
+    TARGET_KEYS,
+    LossShapeError,
+    is_overridden,
+    replaced,
+    select_samples,
+    tensors_in,
+)
+from pytorch_accel_lite.extensions.checking.probing import (
     LOSSES_OF_ELEMENTS,
     TOLERANCE,
     Finding,
@@ -29,12 +31,15 @@ from pytorch_accel_lite.tuning.probing import (
     Probe,
     distance,
     doubt,
+    is_as_long,
     mistake,
     parts_by_name,
     remark,
     select,
     with_parts,
 )
+from pytorch_accel_lite.optimizers import CombinedOptimizer
+from pytorch_accel_lite.utils import listed
 
 # ---------------------------------------------------------------------------------------------------- the loss
 
@@ -442,7 +447,8 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
 
     A program that cannot fit a few samples cannot fit many.
     """
-    if isinstance(probe.run.step, ManualStep) and len(probe.run.step.optimizers) > 1:
+    optimizer = getattr(probe.trainer.optimizer, "optimizer", probe.trainer.optimizer)  # Accelerate wraps it
+    if probe.run.step.updates_one_by_one and isinstance(optimizer, CombinedOptimizer) and len(optimizer.parts) > 1:
         raise NotApplicableError("The program has several optimizers, whose losses need not fall.")
     losses, of_torch = _fit(probe)
     before, after = _ends(losses)

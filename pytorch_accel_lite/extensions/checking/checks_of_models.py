@@ -13,11 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import RandomSampler
 
-from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.data.batches import TARGET_KEYS, Batch, is_packed, tensors_in
-from pytorch_accel_lite.optimizers.freezing import stays_in_eval
-from pytorch_accel_lite.run.attributes import registered
-from pytorch_accel_lite.tuning.probing import (
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.extending import TARGET_KEYS, describe_error, registered_objects, tensors_in
+from pytorch_accel_lite.extensions.checking.probing import (
     TOLERANCE,
     Finding,
     NotApplicableError,
@@ -32,7 +30,8 @@ from pytorch_accel_lite.tuning.probing import (
     tensors_by_name,
     with_parts,
 )
-from pytorch_accel_lite.tuning.reports import describe_error
+from pytorch_accel_lite.finetuning import stays_in_eval
+from pytorch_accel_lite.utils import listed
 
 
 def check_runs(probe: Probe) -> Iterator[Finding]:
@@ -81,7 +80,7 @@ def check_determinism(probe: Probe) -> Iterator[Finding]:
     if off > TOLERANCE:
         text = f"Two evaluations of a batch differ by {off:.1%} of the largest output; the model draws {drawn}."
         yield doubt(text, "Draw noise only if self.training.", difference=off)
-    elif off_after > TOLERANCE and registered(probe.trainer):
+    elif off_after > TOLERANCE and registered_objects(probe.trainer):
         raise NotApplicableError("The program registers a state, which it carries from each batch to the next.")
     elif off_after > TOLERANCE and not findings:
         text = f"Evaluated after another batch, outputs differ by {off_after:.1%} of the largest: a state is kept."
@@ -122,7 +121,7 @@ def check_batch_independence(probe: Probe) -> Iterator[Finding]:
     kept apart: PackSequences(model) finds out how.
     """
     batch = probe.eval_batch
-    if is_packed(batch.data):
+    if _is_packed(batch.data):
         yield from _depends_on_first_sequence(probe, batch)
         return
     size = probe.require_samples(batch, 4)
@@ -134,6 +133,12 @@ def check_batch_independence(probe: Probe) -> Iterator[Finding]:
     if most > TOLERANCE:
         text = f"With other samples in its batch, the outputs of a sample differ by {most:.1%} of the largest."
         yield mistake(text, difference=most, samples=[row for row, apart in off.items() if apart > TOLERANCE])
+
+
+def _is_packed(data: object) -> bool:
+    """Whether a batch is a single row of several sequences, whose positions restart with each."""
+    positions = data.get("position_ids") if isinstance(data, Mapping) else None
+    return isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) == 1
 
 
 def _depends_on_first_sequence(probe: Probe, batch: Batch) -> Iterator[Finding]:

@@ -140,7 +140,7 @@ class SleepsLess(TrainerCallback):
         raise AssertionError("nothing is saved")
 
 
-def test_the_time_of_callbacks_is_part_of_a_step_and_the_slowest_class_is_named(spend):
+def test_the_time_of_callbacks_is_part_of_a_step(spend):
     sleeps = Sleeps(spend)
     callbacks = [*DEFAULT_CALLBACKS, SleepsLess(spend), sleeps]
     trainer = quiet_trainer(Slow(partial(spend, 0.018)), callbacks=callbacks)

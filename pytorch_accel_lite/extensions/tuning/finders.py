@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate.utils.memory import clear_device_cache
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.data import Batch, NamedData, NamedDatasets
-from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, with_batch_size
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.lifecycle import create_train_loader
-from pytorch_accel_lite.loop.logged_values import create_trackers
-from pytorch_accel_lite.loop.step import loss_of
-from pytorch_accel_lite.loop.training import smallest_share, train_step
-from pytorch_accel_lite.loop.trial import trial
-from pytorch_accel_lite.optimizers.operations import parts_of
-from pytorch_accel_lite.optimizers.rates import layer_scales
+from pytorch_accel_lite.data import Batch, NamedData, NamedDatasets, OwnShard
+from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial, check_positive_int, check_range, layer_scales
+from pytorch_accel_lite.optimizers import CombinedOptimizer
 from pytorch_accel_lite.plotting import plot_range_test
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,15 +102,20 @@ def find_lr(
         gradient_clip_norm=gradient_clip_norm,
     )
     size = per_device_batch_size
-    with trial(self, "find_lr", train_dataset, size, request, train_dataloader_kwargs, collate_fn) as run:
-        return _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
+    any_update = ("train_step", "closure", "logical_processes")
+    kwargs = train_dataloader_kwargs
+    trial = Trial(self, "find_lr", train_dataset, size, request, kwargs, collate_fn, supports=any_update)
+    with trial.running():
+        return _range_test(trial, optimizer, min_lr, max_lr, num_steps, diverged)
 
 
-def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[dict[str, Any]]:
+def _groups_to_test(trial: Trial, name: str | None) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, or of all."""
-    parts = parts_of(trainer.optimizer)
+    trainer = trial.trainer
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
+    parts = inner.parts if isinstance(inner, CombinedOptimizer) else {}
     names = ", ".join(map(repr, parts))
-    if name is None and run.step.updates_one_by_one and len(parts) > 1:
+    if name is None and trial.run.step.updates_one_by_one and len(parts) > 1:
         raise ValueError(f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each alone.")
     if name is not None and name not in parts:
         raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {names or 'one without a name'}.")
@@ -130,11 +124,11 @@ def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[di
 
 
 def _range_test(
-    trainer: TrainerLike, run: Run, name: str | None, min_lr: float, max_lr: float, num_steps: int, diverged: float
+    trial: Trial, name: str | None, min_lr: float, max_lr: float, num_steps: int, diverged: float
 ) -> LearningRates:
     """Train with a learning rate that increases with every update, until the loss diverges."""
-    groups = _groups_to_test(trainer, run, name)
-    watched = "loss" if not run.step.updates_one_by_one or name is None else name
+    groups = _groups_to_test(trial, name)
+    watched = "loss" if not trial.run.step.updates_one_by_one or name is None else name
     set_rates = [float(group["lr"]) for group in groups]
     rates = [rate * scale for rate, scale in zip(set_rates, layer_scales(groups, set_rates), strict=True)]
     largest = max(rates)
@@ -143,12 +137,13 @@ def _range_test(
     losses: list[float] = []
     mean = 0.0
     lowest = math.inf
-    batches = repeat_epochs(trainer, run)
-    trainer.train_epoch_start()
+    batches = trial.batches()
+    trial.trainer.train_epoch_start()
     for number, lr in enumerate(np.geomspace(min_lr, max_lr, num_steps).tolist()):
         for group, share in zip(groups, shares, strict=True):
             group["lr"] = lr * share
-        loss = _update(trainer, run, batches, watched)
+        means = trial.update(batches)
+        loss = means.get(watched, means["loss"])
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
         if not math.isfinite(mean):
             break
@@ -184,35 +179,6 @@ def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
     return lrs[int(slopes[:lowest].argmin())]
 
 
-def repeat_epochs(trainer: TrainerLike, run: Run) -> Iterator[Batch]:
-    """Yield batches indefinitely, one epoch after another.
-
-    :raises ValueError: if an epoch is empty, as the next would be, without end
-    """
-    for epoch in itertools.count(1):
-        batch = None
-        for batch in run.data.required_train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
-            yield batch
-        if batch is None:
-            raise ValueError(
-                "train_dataset gave no batch: it is empty, or exhausted after it was read once. Let its __iter__ start "
-                "again each time, or pass a smaller num_steps."
-            )
-
-
-def _update(trainer: TrainerLike, run: Run, batches: Iterator[Batch], name: str) -> float:
-    """Make an update, and return its mean loss over all processes.
-
-    :param name: name of the loss, if a user-defined step records several
-    """
-    done = run.progress.update
-    run.loss_trackers = create_trackers(trainer)
-    while run.progress.update == done:
-        train_step(trainer, run, next(batches))
-    means = run.loss_trackers.means(run.data.ranks, "{}")
-    return means.get(name, means["loss"])
-
-
 def find_batch_size(
     self: TrainerLike,
     train_dataset: NamedData,
@@ -239,18 +205,12 @@ def find_batch_size(
     if isinstance(train_dataset, dict):
         train_dataset = NamedDatasets(train_dataset)
     most = _most_samples(train_dataset, self.ranks.world_size, train_dataloader_kwargs, max_batch_size)
-    request = RunRequest(num_epochs=1)
-    smallest = with_batch_size(train_dataset, 1)
-    with trial(self, "find_batch_size", smallest, 1, request, train_dataloader_kwargs, collate_fn) as run:
+    request, kwargs = RunRequest(num_epochs=1), train_dataloader_kwargs
+    trial = Trial(self, "find_batch_size", train_dataset, 1, request, kwargs, collate_fn, sets_batch_size=True)
+    with trial.running():
 
         def fits(size: int) -> bool:
-            run.data.train_dataset = with_batch_size(train_dataset, size)
-            create_train_loader(self, run, size, train_dataloader_kwargs)
-            try:
-                batch = next(iter(run.data.required_train_loader.steps(1)))
-            finally:
-                run.data.required_train_loader.stop_workers()
-            return _fits(self, batch, num_steps)
+            return _fits(trial, trial.read_batch(size), num_steps)
 
         self.train_epoch_start()
         largest, size = 0, min(start, most)
@@ -268,10 +228,11 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
     if fixed:
         raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}, but find_batch_size() chooses them itself.")
-    if is_loader(train_dataset) and getattr(train_dataset, "batch_size", None) is None:
+    is_loader = isinstance(train_dataset, (DataLoader, OwnShard))
+    if is_loader and getattr(train_dataset, "batch_size", None) is None:
         kind = type(train_dataset).__name__
         raise ValueError(f"train_dataset: find_batch_size() cannot change the batches of {kind}. Pass its dataset.")
-    data = dataset_of(train_dataset)
+    data = train_dataset.dataset if isinstance(train_dataset, DataLoader) else train_dataset
     if not hasattr(data, "__len__"):
         raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
     most = len(data) // world_size
@@ -282,26 +243,26 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     return most
 
 
-def update_from(trainer: TrainerLike, batch: Batch) -> None:
-    """Update the weights from one batch."""
-    trainer.backward_step(loss_of(trainer, batch))
-    trainer.optimizer_step()
-    trainer.optimizer_zero_grad()
-
-
-def _fits(trainer: TrainerLike, batch: Batch, num_steps: int) -> bool:
+def _fits(trial: Trial, batch: Batch, num_steps: int) -> bool:
     """Make a few updates with a batch, independently on each process, so that a failing one leaves none waiting."""
+    trainer = trial.trainer
     failed = False
-    sync_ddp_buffers(trainer.model, trainer.ranks)
-    with unwrapped_model(trainer):
+    with trial.alone():
         try:
             for _ in range(num_steps):
-                update_from(trainer, batch)
+                update_from(trial, batch)
         except Exception as error:
-            failed = is_out_of_memory(error)
+            failed = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
             if not failed:
                 raise
     trainer.optimizer_zero_grad()
-    trainer.current_run.batch = None  # to leave its memory to the next one
+    trial.run.batch = None  # to leave its memory to the next one
     clear_device_cache(garbage_collection=failed)
     return not any(trainer.all_gather_object(failed))
+
+
+def update_from(trial: Trial, batch: Batch) -> None:
+    """Update the weights from one batch."""
+    trial.trainer.backward_step(trial.loss_of(batch))
+    trial.trainer.optimizer_step()
+    trial.trainer.optimizer_zero_grad()

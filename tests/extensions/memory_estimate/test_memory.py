@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback
-from pytorch_accel_lite.tuning.live_bytes import LiveBytes
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 from tests.launching import CAN_SHARD
 from tests.tasks import Stream, equal, listener, make_trainer, quiet_trainer, regression_data, small_model
 
@@ -147,7 +147,7 @@ def test_the_peak_is_what_the_allocator_sees():
 @pytest.mark.processes
 @CAN_SHARD
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_peak_of_a_sharded_model_is_that_of_several_processes(two_ranks, steps):
+def test_the_peak_of_a_sharded_model_is_that_of_a_job(two_ranks, steps):
     options = {"gradient_accumulation_steps": steps}
     found = trainer_of_blocks(Sharding).estimate_memory(rows(), BATCH, 2, **options, **quick)
     assert found.is_sharded

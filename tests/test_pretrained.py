@@ -1,0 +1,215 @@
+"""Models that are saved in the form of their own library, for its functions that load them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
+from tests.adapters import bert, rows, with_lora
+from tests.launching import CAN_SHARD
+from tests.ranks import world_size
+from tests.sharded import gathered, mesh_of
+from tests.tasks import equal, quiet_trainer
+
+
+def files_in(folder: Path) -> set[str]:
+    """Its files, without the picture that needs matplotlib."""
+    return {path.name for path in folder.iterdir()} - {"curves.png"}
+
+
+def how_to_load(folder: Path) -> str:
+    """The first program of a card."""
+    return (folder / "README.md").read_text().partition("```python")[2].partition("```")[0]
+
+
+def trained(*callbacks: Any, model: Any = None, lr: float = 0.5, **kwargs: Any) -> Trainer:
+    model = bert() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    trainer = Trainer(model, None, optimizer, list(callbacks), seed=0, accelerator=Accelerator(cpu=True))
+    trainer.train(rows(), 3, **{"eval_dataset": rows(), "per_device_batch_size": 4} | kwargs)
+    return trainer
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    return dict(model.state_dict())
+
+
+def make_tokenizer(word: str = "a") -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, word: 1}, unk_token="[PAD]"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+
+
+def test_transformers_loads_the_best_model_of_a_run_and_the_best_average(tmp_path):
+    pytest.importorskip("transformers")
+    paths = best, average = tmp_path / "best.pt", tmp_path / "average.pt"
+    trainer = trained(SaveBestModelCallback(best), ModelEmaCallback(0.5, save_path=average), lr=10.0)
+    assert trainer.run_history.get_latest_metric("eval_loss_epoch") > torch.load(best)["eval_loss_epoch"]
+    trainer.save_model(tmp_path / "saved")
+    kept = [torch.load(path)["model_state_dict"] for path in paths]
+    assert equal(loaded(tmp_path / "saved"), kept[0])
+    assert not equal(*kept)
+    trainer.load_checkpoint(average, load_optimizer=False)
+    trainer.save_model(tmp_path / "saved")
+    assert equal(loaded(tmp_path / "saved"), kept[1])
+    assert "average.pt" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def save_sharded(folder: Path) -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = bert()
+    for part in (model.bert.encoder.layer[0], model):
+        fully_shard(part, mesh=mesh_of(world_size()))
+    trainer = trained(model=model)
+    trainer.save_model(folder)
+    return gathered(trainer.model.state_dict())
+
+
+@pytest.mark.processes
+@CAN_SHARD
+def test_transformers_loads_a_sharded_model(tmp_path, two_ranks):
+    pytest.importorskip("transformers")
+    for weights in two_ranks.run(save_sharded, tmp_path):
+        assert equal(loaded(tmp_path), weights)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
+
+
+class Collate:
+    """Pads as a collator of transformers does, which holds a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def function_with(tokenizer: Any) -> Any:
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        assert tokenizer
+        return Collate(tokenizer)(samples)
+
+    return collate
+
+
+@pytest.mark.parametrize("collate", [Collate, function_with])
+def test_a_tokenizer_that_was_used_for_training_is_saved_with_the_model(tmp_path, collate):
+    transformers = pytest.importorskip("transformers")
+    trainer = trained(collate_fn=collate(make_tokenizer()))
+    trainer.save_model(tmp_path)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files_in(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"] == [1]
+
+
+def test_of_several_tokenizers_that_of_the_trainer_is_saved(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    trainer = trained(collate_fn=Collate([make_tokenizer("b"), make_tokenizer("c")]))
+    with pytest.warns(UserWarning, match=r"2 tokenizers were used .* Set trainer.tokenizer to the one"):
+        trainer.save_model(tmp_path)
+    assert files_in(tmp_path) == {"config.json", "model.safetensors", "README.md"}
+    trainer.tokenizer = make_tokenizer("d")
+    trainer.save_model(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("d")["input_ids"] == [1]
+
+
+def test_a_processor_is_saved_with_its_tokenizer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.ProcessorMixin.__new__(type("Words", (transformers.ProcessorMixin,), {}))
+    processor.tokenizer = make_tokenizer()
+    processor.save_pretrained = lambda folder: (Path(folder) / "processor_config.json").write_text("{}")
+    trained(collate_fn=Collate(processor)).save_model(tmp_path)
+    assert files_in(tmp_path) == {"config.json", "model.safetensors", "processor_config.json", "README.md"}
+
+
+def test_adapters_are_saved_with_the_tokenizer(tmp_path):
+    peft = pytest.importorskip("peft")
+    trainer = trained(model=with_lora(bert()), collate_fn=Collate(make_tokenizer()))
+    trainer.save_model(tmp_path)
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files_in(tmp_path)
+    again = peft.PeftModel.from_pretrained(bert(), tmp_path)
+    assert equal(again.state_dict(), trainer.get_model().state_dict())
+
+
+def make_timm(**kwargs: Any) -> Any:
+    timm = pytest.importorskip("timm")
+    return timm.create_model("mobilenetv3_small_050", **kwargs)
+
+
+def test_a_model_of_timm_is_saved_with_its_configuration(tmp_path, monkeypatch):
+    model = make_timm(num_classes=3, in_chans=1)
+    quiet_trainer(torch.compile(model)).save_model(tmp_path / "signs")
+    assert files_in(tmp_path / "signs") == {"config.json", "model.safetensors", "README.md"}
+    config = json.loads((tmp_path / "signs" / "config.json").read_text())
+    assert (config["architecture"], config["num_classes"]) == ("mobilenetv3_small_050", 3)
+    other = make_timm(num_classes=3, in_chans=1)
+    from timm.models import load_checkpoint
+
+    load_checkpoint(other, str(tmp_path / "signs" / "model.safetensors"))
+    assert equal(other.state_dict(), model.state_dict())
+    again = make_timm(num_classes=3, in_chans=1)
+    quiet_trainer(again).load_checkpoint(tmp_path / "signs")
+    assert equal(again.state_dict(), model.state_dict())
+    timm_factory = pytest.importorskip("timm.models._factory")
+    if not hasattr(timm_factory, "_MODEL_SOURCES"):
+        pytest.skip("this version of timm does not load local folders")
+    monkeypatch.chdir(tmp_path)
+    program: dict[str, Any] = {}
+    exec(how_to_load(tmp_path / "signs"), program)
+    assert equal(program["model"].state_dict(), model.state_dict())
+
+
+def test_a_model_that_timm_cannot_describe_is_saved_without_a_configuration(tmp_path):
+    model = make_timm(num_classes=3)
+    model.pretrained_cfg = {**model.pretrained_cfg, "license": object()}
+    with pytest.warns(UserWarning, match=r"timm could not describe MobileNetV3, so there is no config.json"):
+        quiet_trainer(model).save_model(tmp_path)
+    assert files_in(tmp_path) == {"model.safetensors", "README.md"}
+    assert "import timm" not in how_to_load(tmp_path)
+
+
+class ModelMixin(nn.Module):
+    """What diffusers gives its models, as far as saving and loading needs it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.config = {"width": width}
+        self.layer = nn.Linear(width, width)
+
+    def save_config(self, folder: Any) -> None:
+        (Path(folder) / "config.json").write_text(json.dumps(self.config))
+
+    @classmethod
+    def from_pretrained(cls, folder: Any) -> ModelMixin:
+        model = cls(**json.loads((Path(folder) / "config.json").read_text()))
+        model.load_state_dict(safetensors.torch.load_file(Path(folder) / "diffusion_pytorch_model.safetensors"))
+        return model
+
+
+def test_a_model_of_diffusers_is_saved_as_its_library_does(tmp_path, monkeypatch):
+    diffusers = ModuleType("diffusers")
+    vars(diffusers)["ModelMixin"] = ModelMixin
+    monkeypatch.setitem(sys.modules, "diffusers", diffusers)
+    model, other = ModelMixin(3), ModelMixin(3)
+    quiet_trainer(model).save_model(tmp_path)
+    assert files_in(tmp_path) == {"config.json", "diffusion_pytorch_model.safetensors", "README.md"}
+    assert equal(ModelMixin.from_pretrained(tmp_path).state_dict(), model.state_dict())
+    assert 'ModelMixin.from_pretrained(".")' in how_to_load(tmp_path)
+    quiet_trainer(other).load_checkpoint(tmp_path)
+    assert equal(other.state_dict(), model.state_dict())
