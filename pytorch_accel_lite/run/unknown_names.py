@@ -174,7 +174,8 @@ _ADVICE = {
     ("tf32", "allow_tf32"): "call torch.set_float32_matmul_precision('high') before training.",
     ("benchmark", "cudnn_benchmark"): "set torch.backends.cudnn.benchmark = True before training.",
     ("num_sanity_val_steps", "sanity_eval_batches"): (
-        "call evaluate(Subset(eval_dataset, range(64))) before train(), or check(train_dataset, eval_dataset)."
+        "train() tries one batch of each eval_dataset, unless sanity_check=False; check(train_dataset, eval_dataset) "
+        "tries more."
     ),
     ("stopping_threshold", "divergence_threshold"): (
         "raise StopTrainingError in a callback's on_training_run_epoch_end once the metric in run_history is beyond it."
