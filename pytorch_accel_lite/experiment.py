@@ -6,7 +6,6 @@ from pytorch_accel_lite.extensions.experiment import (
     ExperimentError,
     Fold,
     MeanDifference,
-    OptunaPruningCallback,
     RunComparison,
     SeedComparison,
     compare_runs,
@@ -17,6 +16,7 @@ from pytorch_accel_lite.extensions.experiment import (
     run_tests,
     suggest_overrides,
 )
+from pytorch_accel_lite.extensions.optuna import OptunaPruningCallback
 
 __all__ = [
     "CrossValidation",

@@ -1,6 +1,57 @@
-"""What extensions are written with, besides what users have: the run, and the seams at which it can be changed."""
+"""What extensions are written with, besides what users have.
 
+The run, and the seams at which it can be changed; trials, which try a program and leave no trace; what a trainer holds
+besides its model; what batches consist of; and how results and errors look.
+"""
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden, nested_in
+from pytorch_accel_lite.base.reports import Report
+from pytorch_accel_lite.base.text import describe_error
+from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.store import StateStore
+from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.data.batches import TARGET_KEYS, find_batch_size, is_single_sample, parts_in, tensors_in
+from pytorch_accel_lite.data.loss_shapes import LossShapeError
+from pytorch_accel_lite.data.splitting import select_samples
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
+from pytorch_accel_lite.loop.sharded_models import shard_model
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
+from pytorch_accel_lite.loop.trial import Trial
+from pytorch_accel_lite.optimizers.rates import layer_scales
+from pytorch_accel_lite.run.attributes import all_optimized_parameters
+from pytorch_accel_lite.run.attributes import modules as other_modules
+from pytorch_accel_lite.run.attributes import optimizers as other_optimizers
+from pytorch_accel_lite.run.attributes import registered as registered_objects
+from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
+from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.watched_metric import WatchedMetric
+from pytorch_accel_lite.steps.logical import LogicalProcesses
+from pytorch_accel_lite.steps.sharded import ShardedStep
 
-__all__ = ["Run", "RunRequest", "Step", "TrainerLike"]
+__all__ = [
+    # The run, and what is written for it.
+    "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
+    "TrainingState", "WatchedMetric",
+    # Seams.
+    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "STORES", "ShardedStep", "StateStore", "Store",
+    # What stores are written with.
+    "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
+    "read_verified", "write_files",
+    # Trials.
+    "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
+    # What a trainer holds, and what batches consist of.
+    "TARGET_KEYS", "LossShapeError", "all_optimized_parameters", "find_batch_size", "is_overridden", "is_single_sample",
+    "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in", "registered_objects",
+    "select_samples", "tensors_in",
+    # Help.
+    "Report", "check_positive_int", "check_range", "describe_error", "warn_outside",
+]  # fmt: skip

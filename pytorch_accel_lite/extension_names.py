@@ -3,20 +3,68 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
-#: Names of the package; those of ``callbacks`` and of ``Trainer`` with these before them.
-OFFERED = {"experiment": ("compare_runs", "compare_seeds", "cross_validate")}
+C = TypeVar("C", bound=type)
+
+#: Names of the package; those of its modules and of ``Trainer`` with these before them.
+OFFERED = {
+    "checking": ("Trainer.check",),
+    "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "memory_estimate": ("Trainer.estimate_memory",),
+    "optuna": ("integrations.OptunaPruningCallback",),
+    "packing": (
+        "data.PackSequences",
+        "data.TokenBatchSampler",
+        "data.packed_attention",
+        "data.packed_mask",
+        "data.packed_mask_function",
+        "data.unpack",
+    ),
+    "ray": ("integrations.RayReportCallback",),
+    "remote": (),  # what is at a URL
+    "slurm": (),  # SaveTrainingStateCallback(requeue=True)
+    "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+}
 
 
 def missing(name: str, prefix: str = "") -> AttributeError:
     """Return the error about a name that is not there, of the package, or of ``prefix`` in it."""
-    folder = Path(__file__).parent.name
     qualified = f"{prefix}.{name}" if prefix else name
     for extension, names in OFFERED.items():
         if qualified in names:
-            return AttributeError(
-                f"{qualified} is of the extension {extension!r}, which is not there: somebody has deleted the folder "
-                f"{folder}/extensions/{extension}. Install the package again to have it back."
-            )
+            return AttributeError(f"{qualified} {is_not_there(extension)}")
+    folder = Path(__file__).parent.name
     owner = f"{prefix!r} object" if prefix[:1].isupper() else f"module {f'{folder}.{prefix}'.rstrip('.')!r}"
     return AttributeError(f"{owner} has no attribute {name!r}")
+
+
+class _Missing:
+    """A method that an extension gives a class, where its folder has been deleted."""
+
+    def __init__(self, error: AttributeError) -> None:
+        self._error = error
+
+    def __get__(self, instance: object, owner: type) -> object:
+        raise AttributeError(str(self._error))
+
+
+def with_missing(cls: C) -> C:
+    """Let a class say so of the methods that it lacks because an extension has been deleted.
+
+    A ``__getattr__`` would make each attribute of each instance slower to read, and hide the errors of properties.
+    """
+    for name in [name for names in OFFERED.values() for name in names]:
+        prefix, _, method = name.rpartition(".")
+        if prefix == cls.__name__ and not hasattr(cls, method):
+            setattr(cls, method, _Missing(missing(method, prefix)))
+    return cls
+
+
+def is_not_there(extension: str) -> str:
+    """Return the end of an error that begins with what was asked for of an extension whose folder is deleted."""
+    folder = Path(__file__).parent.name
+    return (
+        f"is of the extension {extension!r}, which is not there: somebody has deleted the folder "
+        f"{folder}/extensions/{extension}. Install the package again to have it back."
+    )

@@ -1,6 +1,14 @@
 """Public path of the callbacks for clusters and for searches that runs take part in."""
 
-from pytorch_accel_lite.callbacks.optuna_pruning import OptunaPruningCallback
-from pytorch_accel_lite.callbacks.ray_train import RayReportCallback
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extensions.optuna import OptunaPruningCallback
+from pytorch_accel_lite.extensions.ray import RayReportCallback
 
 __all__ = ["OptunaPruningCallback", "RayReportCallback"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        raise missing(name, "integrations")

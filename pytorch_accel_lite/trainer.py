@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -12,14 +11,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite import compat
 from pytorch_accel_lite.base.devices import launched_on_cpus
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
+from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -30,19 +30,28 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
     model_card,
-    model_summary,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data import NamedData
+from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loss_shapes import LossFunction
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
+from pytorch_accel_lite.extension_names import with_missing
+from pytorch_accel_lite.extensions.checking import program_check
+from pytorch_accel_lite.extensions.memory_estimate import estimate
+from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
     arguments,
     collectives,
+    compat,
     evaluation,
     gradients,
+    layer_summary,
     lifecycle,
     logged_values,
     prediction,
@@ -52,20 +61,20 @@ from pytorch_accel_lite.loop import (
     training,
 )
 from pytorch_accel_lite.loop.arguments import check_parallelism
+from pytorch_accel_lite.loop.fit import LoaderArguments, fit
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
-from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
+from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
-from pytorch_accel_lite.run.signals import ending_in_order, exit_after
-from pytorch_accel_lite.run.state import Run, Step, run_to_change
+from pytorch_accel_lite.run.state import CompiledForwardLike, Logical, Run, Step, run_to_change
 from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
@@ -78,7 +87,6 @@ from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compiled import CompiledForward
 from pytorch_accel_lite.steps.logical import LogicalProcesses
-from pytorch_accel_lite.tuning import diagnosis, finders, memory, program_check
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -105,6 +113,7 @@ _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed
 _GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
 
 
+@with_missing
 @suggest_arguments
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
@@ -134,10 +143,15 @@ class Trainer:
         memory format, which is faster for convolutions on many devices; shapes do not change
     :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
         same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
+    :param find_unused_parameters: with several processes, let ``DistributedDataParallel`` look in each step for
+        parameters on which the loss does not depend, which takes time; for models that use other parts in other steps
     :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
     :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
+    :ivar scheduler: the scheduler of the run, or ``None``
+    :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
+    :ivar logical: with ``logical_processes``, those that this process stands for, and the outputs of each in a step
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
     :cvar unsaved_attributes: names of attributes that both leave out
@@ -150,6 +164,11 @@ class Trainer:
     recomputes_gradients: ClassVar[bool | None] = None
 
     # ------------------------------------------------------------------------- the current or last run
+
+    @property
+    def run(self) -> Run:
+        """The run in progress, or else the last one: its data, step, losses, end and so on, for callbacks to read."""
+        return self.current_run
 
     @property
     def progress(self) -> Progress:
@@ -177,61 +196,61 @@ class Trainer:
         run_to_change(self).config = config
 
     @property
-    def step_metrics(self) -> dict[str, Any]:
+    def step_metrics(self) -> dict[str, MetricValue]:
         """Values measured by callbacks in the latest update, by name: numbers, or tensors on the device."""
         return self.current_run.step_metrics
 
     @step_metrics.setter
-    def step_metrics(self, metrics: dict[str, Any]) -> None:
+    def step_metrics(self, metrics: dict[str, MetricValue]) -> None:
         run_to_change(self).step_metrics = metrics
 
     @property
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> Source:
         """The dataset that the run trains on."""
         return self.current_run.data.train_dataset
 
     @train_dataset.setter
-    def train_dataset(self, dataset: Any) -> None:
+    def train_dataset(self, dataset: Source) -> None:
         run_to_change(self).data.train_dataset = dataset
 
     @property
-    def eval_dataset(self) -> Any:
+    def eval_dataset(self) -> Source:
         """The dataset that the run evaluates on."""
         return self.current_run.data.eval_dataset
 
     @eval_dataset.setter
-    def eval_dataset(self, dataset: Any) -> None:
+    def eval_dataset(self, dataset: Source) -> None:
         run_to_change(self).data.eval_dataset = dataset
 
     @property
-    def collate_fn(self) -> Callable[[Any], Any] | None:
+    def collate_fn(self) -> CollateFunction | None:
         """What makes a batch from a list of samples, if it was passed."""
-        return self.current_run.data.collate_fn  # type: ignore[no-any-return]
+        return self.current_run.data.collate_fn
 
     @collate_fn.setter
-    def collate_fn(self, collate_fn: Callable[[Any], Any] | None) -> None:
+    def collate_fn(self, collate_fn: CollateFunction | None) -> None:
         run_to_change(self).data.collate_fn = collate_fn
 
     @property
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> ShardedLoader | None:
         """The loader of this process's training batches. It can be replaced during a run."""
         return self.current_run.data.train_loader
 
     @train_dataloader.setter
-    def train_dataloader(self, loader: Any) -> None:
+    def train_dataloader(self, loader: Source) -> None:
         run_to_change(self, loader_of="train").data.train_loader = loader
 
     @property
-    def eval_dataloader(self) -> Any:
+    def eval_dataloader(self) -> ShardedLoader | None:
         """The loader of this process's evaluation batches, of the dataset that is being evaluated."""
         return self.current_run.data.eval_loader
 
     @eval_dataloader.setter
-    def eval_dataloader(self, loader: Any) -> None:
+    def eval_dataloader(self, loader: Source) -> None:
         run_to_change(self, loader_of="eval").data.eval_loader = loader
 
     @property
-    def eval_dataloaders(self) -> list[Any]:
+    def eval_dataloaders(self) -> list[ShardedLoader]:
         """The loaders of this process's evaluation batches, for all datasets."""
         return self.current_run.data.all_eval_loaders
 
@@ -240,19 +259,19 @@ class Trainer:
     _eval_dataloader = eval_dataloader
 
     @property
-    def _train_dl_kwargs(self) -> dict[str, Any] | None:
+    def _train_dl_kwargs(self) -> LoaderKwargs | None:
         return self.current_run.data.train_loader_kwargs
 
     @_train_dl_kwargs.setter
-    def _train_dl_kwargs(self, kwargs: dict[str, Any] | None) -> None:
+    def _train_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
         run_to_change(self).data.train_loader_kwargs = kwargs
 
     @property
-    def _eval_dl_kwargs(self) -> dict[str, Any] | None:
+    def _eval_dl_kwargs(self) -> LoaderKwargs | None:
         return self.current_run.data.eval_loader_kwargs
 
     @_eval_dl_kwargs.setter
-    def _eval_dl_kwargs(self, kwargs: dict[str, Any] | None) -> None:
+    def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
         run_to_change(self).data.eval_loader_kwargs = kwargs
 
     # A subclass may use the names of these for its own attributes, as nothing in the package reads them.
@@ -307,7 +326,7 @@ class Trainer:
         return self.current_run.data.eval_dataset_name
 
     @Shadowable
-    def batch_indices(self) -> list[Any] | None:
+    def batch_indices(self) -> list[Index] | None:
         """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
 
         ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
@@ -328,7 +347,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        loss_func: Callable[..., Any] | None,
+        loss_func: LossFunction | None,
         optimizer: optimizers.Optimizers | optimizers.OptimizerFactory | None,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
@@ -341,6 +360,7 @@ class Trainer:
         compile_step: bool | dict[str, Any] = False,
         channels_last: bool = False,
         check_replicas: bool = True,
+        find_unused_parameters: bool = False,
         logical_processes: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
@@ -356,30 +376,34 @@ class Trainer:
         arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: Any = combine_or_defer(optimizer)
+        self.optimizer: optimizers.TrainerOptimizer = combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
             self.callback_handler.add_callback(MetricsCallback(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         # The second is the name in pytorch-accelerated.
-        self.accelerator = self._accelerator = self._find_accelerator(accelerator, mixed_precision)
+        self.accelerator = self._accelerator = self._find_accelerator(
+            accelerator, mixed_precision, find_unused_parameters
+        )
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
         self.deterministic = deterministic
-        self.scheduler: Any = None
-        self.create_scheduler_fn: Any = None
-        self.registered_objects: dict[str, Any] = {}
+        self.scheduler: optimizers.TrainerScheduler = None
+        self.create_scheduler_fn: optimizers.SchedulerFactory | None = None
+        self.registered_objects: dict[str, HasStateDict] = {}
         self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
+        self.current_run = Run.create(self, RunRequest(), ranks=Ranks(self.accelerator))
         self.current_run.data.seed = self.seed
-        self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
-        self.__adapter = BatchAdapter(model)  # a name only we can have
-        self._latest_eval_dataset: Any = None
-        self.compiled_forward = CompiledForward.create(self, compile_step, self.__adapter)
+        self.logical: Logical | None = None if logical_processes is None else LogicalProcesses(self, logical_processes)
+        self._batch_adapter = BatchAdapter(model)
+        self._latest_eval_dataset: NamedData | None = None
+        self.compiled_forward: CompiledForwardLike | None = CompiledForward.create(
+            self, compile_step, self._batch_adapter
+        )
         shutdown.register(self)
         self._library_attributes = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
@@ -396,10 +420,10 @@ class Trainer:
         gradient_accumulation_steps: int | Mapping[int, int] = 1,
         gradient_clip_value: float | None = None,
         create_scheduler_fn: ScheduleArgument | None = None,
-        train_dataloader_kwargs: dict[str, Any] | None = None,
-        eval_dataloader_kwargs: dict[str, Any] | None = None,
+        train_dataloader_kwargs: LoaderKwargs | None = None,
+        eval_dataloader_kwargs: LoaderKwargs | None = None,
         reset_run_history: bool = True,
-        collate_fn: Callable[[Any], Any] | None = None,
+        collate_fn: CollateFunction | None = None,
         resume_from: str | os.PathLike[str] | None = None,
         *,
         gradient_clip_norm: float | None = None,
@@ -409,6 +433,7 @@ class Trainer:
         scheduler_metric: str | None = None,
         warmup_steps: int | float = 0,
         auto_microbatch: bool = False,
+        sanity_check: bool = True,
     ) -> None:
         """Train the model.
 
@@ -450,6 +475,8 @@ class Trainer:
         :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
             micro-batches as needed, and accumulate their gradients, which are those of the whole batch; likewise
             evaluation batches, whose losses and metrics are those of the whole batch
+        :param sanity_check: before the first update, try model, loss and metrics on one batch of each ``eval_dataset``
+            that can be indexed, so that mistakes show before an epoch is over. Nothing of it is kept or counted.
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
@@ -464,6 +491,7 @@ class Trainer:
             eval_every_n_epochs=eval_every_n_epochs,
             evaluate_every=None if evaluate_every is None else parse_interval("evaluate_every", evaluate_every).text,
             auto_microbatch=auto_microbatch,
+            sanity_check=bool(sanity_check),
         )
         if self.is_running:
             raise RuntimeError(
@@ -475,48 +503,238 @@ class Trainer:
         arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
         arguments.check_resume_from(resume_from)
-        if create_scheduler_fn is not None or warmup_steps:
-            create_scheduler_fn = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval)
+        has_schedule = create_scheduler_fn is not None or warmup_steps
+        schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         arguments.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
-        batch_size = int(size)  # may be a numpy integer
-        run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
-        self.create_scheduler_fn = create_scheduler_fn
-        call = "train()" if resume_from is None else "train(resume_from=...)"
-        with run.goodput.running(), lifecycle.entering(self, run, call):
-            lifecycle.find_data(self, run, batch_size, of_train, of_eval, resume_from)
-            lifecycle.begin_training(self, run, batch_size)
-            scheduling.begin_schedule(self, run, self._check_scheduler)
-            lifecycle.start_or_resume(self, run, reset_run_history)
-            with ending_in_order(run.control.request) if request.ends_at_signals else nullcontext():
-                training.begin(self, run)
-                if is_overridden(self, "_run_training"):
-                    compat.run_training(self, run)
-                else:
-                    training.train(self, run)
-        if run.end.pause is not None:
-            exit_after(run.end.pause)
+        self.create_scheduler_fn = schedule
+        run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
+        loaders = LoaderArguments(int(size), of_train, of_eval)  # the size may be an integer of numpy
+        fit(self, run, loaders, resume_from, reset_run_history)
 
-    evaluate = evaluation.evaluate
-    run_evaluation = evaluation.run_evaluation
-    predict = prediction.predict
-    predict_iter = prediction.predict_iter
+    def evaluate(
+        self,
+        dataset: NamedData | None = None,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
+        *,
+        auto_microbatch: bool = False,
+    ) -> dict[str, MetricValue]:
+        """Evaluate the model, counting every sample exactly once on any number of processes.
+
+        Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
+        are those of :meth:`train`.
+
+        :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
+            not needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their
+            names (strings) prefix the names of the metrics.
+        :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True``
+            leaves out the samples of a smaller last batch
+        :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
+            parts as needed; losses and metrics are those of the whole batch. In a run that was started with it, always.
+        :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
+            to the run history, except, within a run, those of metrics that the run's own evaluations record. After a
+            run, its curves and rows do not contain them.
+        """
+        return evaluation.evaluate(
+            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
+        )
+
+    def run_evaluation(
+        self,
+        model: nn.Module | None = None,
+        prefix: str = "",
+        is_intermediate: bool = True,
+        callbacks: CallbackHandler | None = None,
+    ) -> dict[str, float]:
+        """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
+
+        Call it from a callback, on every process. Modes, running losses and random generators are restored. The
+        evaluations of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or
+        ``eval_epoch_end``.
+
+        :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
+            saved meanwhile still contain the trainer's model.
+        :param prefix: prefix of the metric names in the run history
+        :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
+            ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
+        :param callbacks: called instead of the trainer's callbacks
+        :return: the mean losses by metric name
+        :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
+        """
+        return evaluation.run_evaluation(self, model, prefix, is_intermediate, callbacks)
+
+    def predict(
+        self,
+        dataset: Data,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
+        *,
+        only_first: bool = False,
+    ) -> Tree:
+        """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
+
+        Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has
+        a ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
+
+        :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
+        :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
+            memory for them. All processes must make the call.
+        :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
+            tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
+        """
+        return prediction.predict(
+            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
+        )
+
+    def predict_iter(
+        self,
+        dataset: Data,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
+        *,
+        only_first: bool = False,
+    ) -> Iterator[Tree]:
+        """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
+
+        Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a
+        second or at 4 MiB. Iterate to the end on every process; with ``only_first``, all but the first get ``None`` for
+        each part. Meanwhile the model is in evaluation mode, except within another run, where its own mode is restored
+        between the parts.
+        """
+        return prediction.predict_iter(
+            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
+        )
+
     find_lr = finders.find_lr
     find_batch_size = finders.find_batch_size
     check = program_check.check
     diagnose = diagnosis.diagnose
-    estimate_memory = memory.estimate_memory
-    summary = model_summary.summary
+    estimate_memory = estimate.estimate_memory
+    summary = layer_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 
-    save_checkpoint = saving.save_checkpoint
-    load_checkpoint = saving.load_checkpoint
+    def save_checkpoint(
+        self,
+        save_path: PathOrFile,
+        checkpoint_kwargs: StateDict | None = None,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        save_per_node: bool = True,
+        *,
+        trainable_only: bool = False,
+    ) -> None:
+        """Save the weights as one portable file, written atomically. Call it on every process.
+
+        The file includes what the loss function has learned, and what else is trained, such as heads and critics,
+        wherever it lives, and modules in attributes that the run has changed (unless ``saves_attributes = False`` in
+        the trainer's class).
+
+        :param save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary
+            file or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open;
+            what the others pass in its place is ignored.
+        :param checkpoint_kwargs: further entries of the file
+        :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
+        :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are
+            attributes
+        :param save_per_node: whether to save once on every machine, instead of once in the job
+        :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
+        :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
+        """
+        saving.save_checkpoint(
+            self,
+            save_path,
+            checkpoint_kwargs,
+            save_optimizer,
+            save_scheduler,
+            save_per_node,
+            trainable_only=trainable_only,
+        )
+
+    def load_checkpoint(
+        self,
+        checkpoint_path: PathOrFile,
+        load_optimizer: bool = True,
+        load_scheduler: bool = True,
+        *,
+        strict: bool = True,
+    ) -> StateDict:
+        """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running any code in it.
+
+        Also loads the states of the loss function and of the trainer's attributes, if both the file and the trainer
+        have them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ
+        from those of the saved model.
+
+        :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads
+            only its own shards if the model is sharded. What :meth:`save_model` wrote may be named by its URL. Or a
+            training state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
+            Or an open binary file, which each process reads from the position of its own.
+        :param load_optimizer: whether to load the state of the optimizer, if it was saved
+        :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a
+            scheduler
+        :param strict: ``False`` to load only the weights that fit, and warn of the others
+        :return: the full content of the file
+        :raises ValueError: if it does not fit the model; lists missing and unexpected keys
+        """
+        return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
+
     save_model = model_card.save_model
-    save_training_state = saving.save_training_state
-    load_training_state = saving.load_training_state
+
+    def save_training_state(
+        self,
+        output_dir: StrPath,
+        checkpoint_kwargs: StateDict | None = None,
+        *,
+        writer: BackgroundWriter | None = None,
+        then: Callable[[], None] | None = None,
+        created_weights: Mapping[str, int] | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """Save everything needed to resume the run, as a directory that is either complete or does not exist.
+
+        Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after
+        a run.
+
+        :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
+            :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`); an existing state is replaced once the
+                new one is complete
+        :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
+        :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
+        :param then: called on every process once the state is complete
+        :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
+            still have them are left out. By default, all weights are saved.
+        :param sharded: whether each process writes its own shards of sharded weights and of the optimizer's state for
+            them. By default, they are gathered in the host memory of the first process, which writes them.
+        :raises TypeError: if a value cannot be stored without pickle; names the path to it
+        :raises OSError: if the state cannot be written
+        :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an
+            epoch whose order does not follow from a seed
+        """
+        saving.save_training_state(
+            self,
+            output_dir,
+            checkpoint_kwargs,
+            writer=writer,
+            then=then,
+            created_weights=created_weights,
+            sharded=sharded,
+        )
+
+    def load_training_state(self, input_dir: StrPath) -> StateDict:
+        """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
+
+        :param input_dir: directory or URL of the state
+        :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
+        :raises DamagedStateError: if the state is damaged; names the file
+        :raises ValueError: if it does not fit the model or the optimizer
+        """
+        return saving.load_training_state(self, input_dir)
 
     def check_weights(self) -> None:
         """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
@@ -527,7 +745,7 @@ class Trainer:
         """
         saving.check_weights(self)
 
-    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+    def register_for_checkpointing(self, name: str, obj: HasStateDict) -> None:
         """Include one of your own objects in every training state.
 
         A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
@@ -544,7 +762,7 @@ class Trainer:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         check_subclass(cls, Trainer, EVENTS)
 
@@ -554,16 +772,20 @@ class Trainer:
     def _run_training(self) -> None:
         training.train(self, self.current_run)
 
-    def _run_train_epoch(self, train_dl: Any) -> bool:
+    def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
         if not run.is_in_loop:
             compat.begin_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
-    def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
+    def _run_eval_epoch(
+        self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
+    ) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
 
-    def _find_accelerator(self, accelerator: Accelerator | None, mixed_precision: str | None) -> Accelerator:
+    def _find_accelerator(
+        self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
+    ) -> Accelerator:
         """Return the accelerator passed, or a new one, after all checks."""
         arguments.check_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
@@ -572,13 +794,15 @@ class Trainer:
         arguments.check_precision(mixed_precision, accelerator)  # an overridden method may have created it
         launch.check_launch(accelerator)
         check_parallelism(accelerator)
+        if find_unused:
+            accelerators.find_unused_parameters(accelerator)
         return accelerator
 
     # ----------------------------------------------------------------------- parts of a run, to override
 
     def _create_callback_handler(self) -> CallbackHandler:
         handler = CallbackHandler(self._callbacks)
-        if LIMIT_BATCHES_VARIABLE in os.environ:
+        if LIMIT_BATCHES_ENV_VAR in os.environ:
             handler.add_callbacks(limit_from_environment())
         return handler
 
@@ -589,9 +813,12 @@ class Trainer:
         return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
-        return lifecycle.resolve_run_config(self, replace(self.current_run.request, **asked), per_device_batch_size)
+        run = self.current_run
+        return lifecycle.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
 
-    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+    def create_train_dataloader(
+        self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]:
         """Return the loader of training batches. Override it to create your own.
 
         The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
@@ -604,21 +831,23 @@ class Trainer:
         source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
-    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+    def create_eval_dataloader(
+        self, batch_size: int, eval_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
         source, self._eval_dl_kwargs = loader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
-    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+    def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
         """Return the default arguments of the training dataloader: shuffled, with workers if they are worthwhile."""
         return default_loader_kwargs(self.train_dataset, batch_size, True, self.accelerator)
 
-    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
         """Return the default arguments of the evaluation dataloader: in order, with workers if they are worthwhile."""
         return default_loader_kwargs(self.eval_dataset, batch_size, False, self.accelerator)
 
-    def create_scheduler(self) -> Any:
+    def create_scheduler(self) -> optimizers.TrainerScheduler:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
@@ -626,11 +855,11 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        create = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
+        create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
             check_scheduler(self.scheduler, request, create, steps_itself)
 
-    def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None:
+    def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
 
         :param mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
@@ -646,7 +875,7 @@ class Trainer:
         """Called when a training epoch starts. Sets the model to training mode by default."""
         self.model.train()
 
-    def calculate_train_batch_loss(self, batch: Any) -> BatchOutput:
+    def calculate_train_batch_loss(self, batch: BatchData) -> BatchOutput:
         """Return the loss and the outputs of a training batch.
 
         By default, a tuple or list ``(inputs, targets)`` is used as ``loss_func(model(inputs), targets)``; further
@@ -660,10 +889,10 @@ class Trainer:
             ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
             anything else that callbacks need
         """
-        adapter = self.compiled_forward or self.__adapter
+        adapter = self.compiled_forward or self._batch_adapter
         return adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
-    def train_step(self, batch: Any) -> BatchOutput | None:
+    def train_step(self, batch: BatchData) -> BatchOutput | None:
         """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
 
         Compute losses and call :meth:`update` for each, as often as needed. A step counts as one update, however many
@@ -713,7 +942,7 @@ class Trainer:
             far
         :raises TypeError: if ``scheduler_step`` is overridden and this method is not
         """
-        if is_overridden(self, "scheduler_step"):
+        if "scheduler_step" in self.current_run.overridden:
             raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
         for _ in range(num_updates):
             self.scheduler.step()
@@ -732,13 +961,13 @@ class Trainer:
         """Called when an evaluation starts. Sets the model to evaluation mode by default."""
         self.model.eval()
 
-    def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
+    def calculate_eval_batch_loss(self, batch: BatchData) -> BatchOutput:
         """Return the loss and the outputs of an evaluation batch, like :meth:`calculate_train_batch_loss`.
 
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
         with without_gradients():
-            return self.__adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
+            return self._batch_adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def eval_epoch_end(self) -> None:
         """Called when an evaluation ends, before its losses are recorded."""
@@ -755,13 +984,13 @@ class Trainer:
     def evaluation_run_end(self) -> None:
         """Called when ``evaluate`` ends."""
 
-    def calculate_predict_batch_output(self, batch: Any) -> Any:
+    def calculate_predict_batch_output(self, batch: BatchData) -> Tree:
         """Return the model's outputs for a batch in ``predict``. Override it to post-process them.
 
         By default, the model is called with the first element of a tuple or list, or with the keys of a dict that
         ``forward`` takes and that are not targets.
         """
-        return self.__adapter.predict(self.model, batch)
+        return self._batch_adapter.predict(self.model, batch)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
@@ -833,7 +1062,7 @@ class Trainer:
         """
         replicas.compare_replicas(self)
 
-    def call_event(self, event: str, **kwargs: Any) -> None:
+    def call_event(self, event: str, **kwargs: object) -> None:
         """Fire an event, which may be your own. Call it on every process.
 
         A request to end the run is raised after the event on a single process, and synchronised between several. A
@@ -875,7 +1104,7 @@ class Trainer:
         """The device of this process."""
         return self.accelerator.device  # type: ignore[no-any-return]
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print once on every machine."""
         self.accelerator.print(*args, **kwargs)
 
@@ -908,7 +1137,7 @@ class Trainer:
         sizes = [0 if isinstance(p, UninitializedParameter) else p.numel() for p in model.parameters()]
         lazy = " + ?" if any(isinstance(p, UninitializedParameter) for p in model.parameters()) else ""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper, in a run
-        parts: dict[str, Any] = {
+        parts: dict[str, object] = {
             "model": type(model).__name__,
             "parameters": f"{sum(sizes):,}{lazy}",
             "optimizer": type(optimizer).__name__ if optimizers.is_created(optimizer) else repr(optimizer),

@@ -1,7 +1,7 @@
 """Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE, import_extra
-from pytorch_accel_lite.base.text import as_cell, format_metric, format_value, from_cell
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR, import_extra
+from pytorch_accel_lite.base.text import as_cell, format_bytes, format_metric, format_value, from_cell, listed
 from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
 from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.data.workers import worker_init_fn
@@ -16,8 +16,6 @@ from pytorch_accel_lite.loop.collectives import remove_padding, result_of_first
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma
 from pytorch_accel_lite.run.unknown_names import suggest
 
-LIMIT_BATCHES_ENV_VAR = LIMIT_BATCHES_VARIABLE  # the name in pytorch-accelerated
-
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",
     "DataLoaderSlice",
@@ -25,10 +23,12 @@ __all__ = [
     "ModelEma",
     "as_cell",
     "as_json",
+    "format_bytes",
     "format_metric",
     "format_value",
     "from_cell",
     "import_extra",
+    "listed",
     "local_process_zero_first",
     "local_process_zero_only",
     "record_error",

@@ -16,12 +16,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tests.launching import SOAK, EarlyCopy, EarlyFork
+from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
 from tests.tasks import own_clock
 
 COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
 
+EXTENSIONS = ROOT / "pytorch_accel_lite" / "extensions"
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
 
@@ -61,6 +62,9 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let one worker of pytest-xdist have all that uses something that takes long to make: it is made once then."""
     for item in items:
+        for name in [name for mark in item.iter_markers("extension") for name in mark.args]:
+            if not (EXTENSIONS / name).exists():
+                item.add_marker(pytest.mark.skip(reason=f"the extension {name!r} has been deleted"))
         used = getattr(item, "fixturenames", ())
         for name in [name for name in COSTLY if name in used][:1]:
             item.add_marker(pytest.mark.xdist_group(name))

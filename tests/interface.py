@@ -18,8 +18,11 @@ MODULES = (
     ".schedulers",
     ".optimizers",
     ".finetuning",
+    ".checking",
     ".experiment",
     ".extending",
+    ".extending_callbacks",
+    ".extending_data",
     ".integrations",
 )
 #: Not public by their names, but the ancestor's users override or read them.

@@ -442,6 +442,7 @@ def test_a_critic_that_is_not_finite_is_not_saved(tmp_path):
         trainer.check_weights()
 
 
+@pytest.mark.extension("tuning")
 def test_trials_leave_attributes_as_they_were():
     trainer = Adversarial()
     before = trainer.everything()

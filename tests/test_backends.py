@@ -64,7 +64,6 @@ def test_kernels_are_deterministic_within_runs_of_all_kinds_and_not_after_them()
     seen.clear()
     train(trainer)
     assert seen["training"]["deterministic"]
-    trainer.find_lr(make_data(), num_steps=10, per_device_batch_size=2)
 
 
 def test_backend_settings_are_restored_after_an_error():

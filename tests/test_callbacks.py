@@ -914,10 +914,26 @@ def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments,
 
 
 def test_the_reason_of_an_early_stop_names_the_threshold_and_the_patience_that_led_to_it():
-    callback = EarlyStoppingCallback(watch_metric="score", greater_is_better=False)
-    assert scripted([0.0073, 0.0073, 0.0031], callback).stop_reason == (
-        "score has not improved by more than 0.01 (early_stopping_threshold) for 1 epoch "
-        "(early_stopping_patience); best 0.0073, smaller is better."
+    def reason(script: list[float], *arguments: Any, **kwargs: Any) -> str:
+        callback = EarlyStoppingCallback(*arguments, watch_metric="score", greater_is_better=False, **kwargs)
+        trainer = scripted(script, callback)
+        assert callback.best_metric == min(script[: trainer.progress.epoch])
+        return trainer.stop_reason
+
+    assert reason([0.0073, 0.0073, 0.0031]) == (
+        "score has not improved for 1 epoch (early_stopping_patience). Best 0.0073, smaller is better."
+    )
+    assert reason([0.0593, 0.0499, 0.0419]) == (
+        "score has improved by 0.0094 (16 %), less than 0.01 (early_stopping_threshold), in 1 epoch "
+        "(early_stopping_patience). Best 0.0499, smaller is better. To train on while it improves, pass "
+        'early_stopping_threshold=0, or threshold_mode="relative".'
+    )
+    assert reason([4.0, 3.75, 3.5], early_stopping_threshold=0.25).startswith(
+        "score has improved by 0.25 (6.2 %), not more than 0.25 (early_stopping_threshold)"
+    )
+    assert reason([2.0, 1.995, 1.996, 1.0], 2) == (
+        "score has improved by 0.005 (0.25 %), less than 0.01 (early_stopping_threshold), in 2 epochs "
+        "(early_stopping_patience). Best 1.995, smaller is better."
     )
 
 
@@ -926,7 +942,9 @@ def test_a_relative_threshold_is_a_fraction_of_the_best_value(greater, script):
     callback = EarlyStoppingCallback(1, 0.01, "score", greater, threshold_mode="relative")
     trainer = scripted([*script, 0.0], callback)
     assert trainer.progress.epoch == 3  # 2 % are enough, half a percent is not
-    assert trainer.stop_reason.startswith("score has not improved by more than 1 % (early_stopping_threshold)")
+    assert re.match(
+        r"score has improved by 0\.5\d? %, less than 1 % \(early_stopping_threshold\), in ", trainer.stop_reason
+    )
 
 
 @pytest.mark.parametrize(("script", "epochs"), [([0.55, 0.4, 0.3], 1), ([0.45, 0.4, 0.3], 3)])
@@ -934,7 +952,10 @@ def test_the_first_value_must_improve_on_a_baseline(script, epochs):
     trainer = scripted(script, EarlyStoppingCallback(1, 0, "score", greater_is_better=False, baseline=0.5))
     assert trainer.progress.epoch == epochs
     if epochs == 1:
-        assert trainer.stop_reason.endswith("baseline 0.5, smaller is better.")
+        assert trainer.stop_reason == (
+            "score has not improved on the baseline 0.5 for 1 epoch (early_stopping_patience). Best 0.55, smaller is "
+            "better."
+        )
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -955,7 +976,7 @@ def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update)
     trainer = make_trainer([StepBasedEvaluationCallback(1), stopping], model=model, optimizer=unmoved)
     train(trainer, epochs=5, eval_dataset=True)
     assert trainer.progress.update == update  # an epoch has three; the first value is the best
-    assert f"has not improved by more than 0 (early_stopping_threshold) for 2 {patience_in} (" in trainer.stop_reason
+    assert f"has not improved for 2 {patience_in} (early_stopping_patience)" in trainer.stop_reason
 
 
 @pytest.mark.parametrize("saves_first", [True, False])

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -151,6 +152,7 @@ def test_one_process_resumes_with_the_rows_of_two(two_ranks, tmp_path):
         shutil.rmtree(folder)
 
 
+@pytest.mark.extension("tuning")
 def test_finding_a_learning_rate_leaves_no_trace_in_a_registered_object():
     trainer = train()
     before = trainer.memory.hidden

@@ -306,6 +306,7 @@ def test_a_class_may_say_itself_whether_it_computes_gradients_again():
         NamesItOnly(model, nn.MSELoss(), sgd(model), callbacks=in_event).train(DATA, 1)
 
 
+@pytest.mark.extension("tuning")
 def test_lbfgs_learns_and_its_rates_can_be_tried():
     model = small_model()
     trainer = quiet_trainer(model, optimizer=torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
@@ -353,6 +354,7 @@ def test_one_of_several_that_needs_a_closure_is_refused_unless_the_step_is_ones_
 
 
 @pytest.mark.parametrize("tool", ["find_batch_size", "diagnose"])
+@pytest.mark.extension("tuning")
 def test_tools_whose_updates_have_no_closure_refuse(tool):
     model = small_model()
     with pytest.raises(TypeError, match=f"{tool}.. makes updates without the closure that the optimizer needs"):

@@ -1241,8 +1241,6 @@ BAD_INPUT = [
     (lambda t: t.train({"a": Endless()}, 1), r"The dataset 'a' \(Endless\) cannot be indexed or has no length"),
     (lambda t: t.train(regression_data(4), 1, {"a": TensorDataset(torch.empty(0))}), r"eval_dataset\['a'\] is empty"),
     (lambda t: t.predict({"a": regression_data(4)}), "predict takes one dataset"),
-    (lambda t: t.find_batch_size({}), "A dict of datasets must have at least one"),
-    (lambda t: t.find_batch_size({"a": regression_data(0)}), "The dataset 'a' is empty"),
     (lambda t: NamedDatasets({"a": [1]}, length="mean"), "length='mean' must be 'min' or 'max'"),
     (lambda t: LimitBatchesCallback(0), "num_batches=0 must be at least 1"),
     (lambda t: LimitEvalStepsCallback(-1), "num_eval_steps=-1 must be at least 1"),

@@ -162,6 +162,13 @@ def test_predictions_of_a_loader_are_written(tmp_path):
     assert len(outputs) == 11
 
 
+@pytest.mark.extension("memory_estimate")
+def test_memory_is_estimated_from_a_loader():
+    trainer = quiet_trainer(small_model(), seed=2)
+    assert trainer.estimate_memory(DataLoader(DATA, 6)).per_device_batch_size == 6
+
+
+@pytest.mark.extension("tuning")
 def test_trials_read_a_loader():
     def trainer() -> Trainer:
         return quiet_trainer(small_model(), seed=2)
@@ -172,7 +179,6 @@ def test_trials_read_a_loader():
         trainer().find_lr(loader, num_steps=10).losses == trainer().find_lr(Rows(DATA), num_steps=10, **kwargs).losses
     )
     assert trainer().diagnose(DataLoader(DATA, 37), num_steps=2).samples == 37
-    assert trainer().estimate_memory(DataLoader(DATA, 6)).per_device_batch_size == 6
     assert trainer().find_batch_size(loader, max_batch_size=11) == 11
     for fixed in (DataLoader(DATA, batch_sampler=[[1, 2]]), OwnShard([])):
         with pytest.raises(ValueError, match=r"find_batch_size\(\) cannot change the batches of .*Pass its dataset"):

@@ -17,17 +17,18 @@ from tests.launching import ROOT, SOAK, environment
 PACKAGE = ROOT / "pytorch_accel_lite"
 EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py"))
 LEFT_OUT = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build")
-#: Files of the facade that have nothing else.
-WITHOUT_OTHERS = {"__main__", "experiment"}
+#: Files of the facade that have nothing else, or hardly.
+WITHOUT_OTHERS = {("experiment", "__main__"), ("experiment", "experiment"), ("checking", "checking")}
 #: Asks for names that have gone.
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks
+from pytorch_accel_lite import Trainer, callbacks, data, integrations
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
-owners = {"": pytorch_accel_lite, "callbacks": callbacks, "Trainer": trainer}
+modules = {"callbacks": callbacks, "data": data, "integrations": integrations}
+owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
     try:
@@ -40,33 +41,34 @@ pytestmark = [pytest.mark.programs, pytest.mark.soak]
 
 def facade(package: Path, extension: str) -> list[Path]:
     """The files of the facade that import an extension."""
-    files = [*package.glob("*.py"), package / "callbacks" / "__init__.py"]
-    return [path for path in files if f"extensions.{extension}" in path.read_text()]
+    files = [*package.glob("*.py"), *(package / room / "__init__.py" for room in ("callbacks", "data"))]
+    return [path for path in files if re.search(rf"extensions(\.| import ){extension}\b", path.read_text())]
 
 
 def delete(copy: Path, extension: str) -> list[str]:
     """Delete an extension with its tests and its lines in the facade; return the names that the package loses."""
     package = copy / PACKAGE.name
     for path in facade(package, extension):
-        text = path.read_text()
-        imported = [
-            alias.asname or alias.name
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.ImportFrom) and f"extensions.{extension}" in f"{node.module}.{node.names[0].name}"
-            for alias in node.names
-        ]
-        if path.stem in WITHOUT_OTHERS:
+        if (extension, path.stem) in WITHOUT_OTHERS:
             path.unlink()
-            continue
-        text = re.sub(
-            rf"^from \S+extensions(\.{extension}(\.\w+)* import|.* import {extension}\b).*\n", "", text, flags=re.M
-        )
-        for name in imported:  # in a list of names; or what a class takes from it
-            text = re.sub(rf'^ +("{name}",|\w+ = {name}\b.*)\n', "", text, flags=re.M)
-        path.write_text(text)
+        else:
+            path.write_text(without(extension, path.read_text()))
     shutil.rmtree(package / "extensions" / extension)
     shutil.rmtree(copy / "tests" / "extensions" / extension)
     return list(OFFERED[extension])
+
+
+def without(extension: str, text: str) -> str:
+    """A file of the facade without the lines that import an extension, or name what they import."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        name = f"{node.module}.{node.names[0].name}." if isinstance(node, ast.ImportFrom) else ""
+        if f".extensions.{extension}." in name:
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            for imported in (alias.asname or alias.name for alias in node.names):
+                # In a list of names; or what a class takes from it.
+                lines = [re.sub(rf'^ +("{imported}",|\w+ = {imported}\b.*)\n', "", line) for line in lines]
+    return "".join(lines)
 
 
 def run(copy: Path, *arguments: str) -> str:

@@ -189,6 +189,7 @@ def test_a_loss_that_learns_and_a_critic_are_on_the_device_and_resumed_to_the_sa
         assert its_history == history
 
 
+@pytest.mark.extension("tuning")
 def test_settings_are_found_and_nothing_is_changed():
     found = on_device("finding_settings")
     assert found["unchanged"]

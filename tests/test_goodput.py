@@ -138,7 +138,7 @@ def test_a_restart_adds_what_was_lost_and_how_long_the_job_was_down(clock, tmp_p
     assert seconds["starting"] == pytest.approx(10)
     # Of the save of the state itself, only what came before it knew the time is in it.
     assert sum(seconds.values()) == pytest.approx(clock.now - 1000 - (whole.goodput.seconds["saving"] - 2), abs=1)
-    assert f"Time: {trainer.goodput}." in " ".join(capsys.readouterr().out.split())
+    assert f"Time of all attempts: {trainer.goodput}." in " ".join(capsys.readouterr().out.split())
     record = json.loads((tmp_path / "log" / "run.json").read_text())
     assert record["goodput"]["seconds"] == pytest.approx(seconds)
     assert f"**Time**: {trainer.goodput}" in (tmp_path / "log" / "summary.md").read_text()

@@ -224,12 +224,11 @@ def metrics() -> dict[str, Any]:
         model, callbacks=[callback, only, noise], seed=4, logical_processes=7, accelerator=accelerator
     )
     data = regression_data(45, dtype=FLOATS)
-    rates = trainer.find_lr(data, per_device_batch_size=2, num_steps=10)
+    has_finders = hasattr(trainer, "find_lr")
+    tried = trainer.find_lr(data, per_device_batch_size=2, num_steps=10).losses if has_finders else []
     trainer.train(data, 2, data, per_device_batch_size=2)
     evaluated = trainer.evaluate(data, per_device_batch_size=3)
-    found = result_of(
-        trainer, rates=rates.losses, evaluated=evaluated, seen=noise.seen, predicted=trainer.predict(data, 4)
-    )
+    found = result_of(trainer, rates=tried, evaluated=evaluated, seen=noise.seen, predicted=trainer.predict(data, 4))
     AcceleratorState._reset_state(reset_partial_state=world_size() == 1)
     return found
 
@@ -575,6 +574,7 @@ def test_a_step_that_gathers_is_refused():
         train(make_trainer(trainer_class=Contrastive, seed=1, logical_processes=2))
 
 
+@pytest.mark.extension("tuning")
 def test_tools_that_look_at_one_batch_are_refused():
     trainer = make_trainer(seed=1, logical_processes=2)
     for tool in (trainer.find_batch_size, trainer.diagnose):

@@ -608,12 +608,14 @@ def test_update_is_refused_in_the_trainers_own_step():
         trainer.update(torch.ones(1, requires_grad=True))
 
 
+@pytest.mark.extension("tuning")
 def test_tools_that_make_steps_of_their_own_refuse():
     for method in ("find_batch_size", "diagnose"):
         with pytest.raises(TypeError, match=f"{method}.. makes steps with one loss .* GAN.train_step"):
             getattr(GAN(), method)(FULL)
 
 
+@pytest.mark.extension("tuning")
 def test_the_rate_of_one_optimizer_is_found_by_its_own_loss_and_leaves_no_trace():
     class Averaging(GAN):
         """Keeps an average of the generator, and notes the rates of the updates."""

@@ -60,7 +60,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+OF_TUNING = ("find_lr", "diagnose")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extension("tuning")] if name in OF_TUNING else []) for name in RUNS]
+)
 def test_what_a_step_calls_beside_the_model_is_computed_in_mixed_precision_too(bf16, name):
     trainer = make_trainer(trainer_class=WithCritic, accelerator=bf16)
     RUNS[name](trainer)

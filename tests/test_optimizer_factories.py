@@ -256,6 +256,7 @@ def test_gradual_unfreezing_has_all_groups():
 
 
 @pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])
+@pytest.mark.extension("tuning")
 def test_tools_make_the_optimizer_and_leave_it_fresh(tool):
     model, count = small_model(), Counted()
     trainer = quiet_trainer(model, optimizer=count)

@@ -486,6 +486,7 @@ def test_the_best_weights_that_are_loaded_at_the_end_stay_as_they_were(tmp_path)
     assert trainer.evaluate(DATA, per_device_batch_size=13)["evaluation_loss"] == best.best_metric
 
 
+@pytest.mark.extension("tuning")
 def test_the_learning_rate_finder_leaves_no_trace_of_modes():
     model = small_model()
     trainer = quiet_trainer(model, optimizer=schedule_free(model))

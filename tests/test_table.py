@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -345,8 +346,7 @@ def test_the_reason_of_a_stop_comes_last(capsys):
     assert [row[0] for row in rows(lines)] == ["1/5", "2/5"]
     assert lines[-3].startswith("Stopped in epoch 2, after update 6")
     assert lines[-1].startswith(
-        "Stopped: eval_loss_epoch has not improved by more than 0.01 (early_stopping_threshold) for 1 epoch "
-        "(early_stopping_patience); best "
+        "Stopped: eval_loss_epoch has not improved for 1 epoch (early_stopping_patience). Best "
     )
 
 
@@ -366,7 +366,7 @@ def test_a_resumed_run_continues_with_its_numbers_and_its_best_epoch(tmp_path, c
     assert [row[0] for row in rows(lines)] == ["3/4", "4/4"]
     assert not [line for line in lines if re.search(r"\d\*", line)]
     said = " ".join(lines)
-    assert "Trained epochs 3 to 4, 12 updates, in" in said
+    assert "Trained epochs 3 to 4, 6 updates, in" in said
     assert "Best: epoch 1, score 0.1000." in said
     lines = run(4, resume_from="latest")  # there is nothing left to do
     assert not [line for line in lines if "Trained" in line or "Best:" in line]
@@ -419,6 +419,18 @@ def test_where_there_is_no_terminal_lines_and_the_summary_are_printed(tmp_path, 
     ]
     for line, pattern in zip(printed(capsys), expected, strict=True):
         assert re.fullmatch(pattern, line)
+
+
+def test_a_stopped_epoch_has_its_times_and_the_rate_shown_is_that_of_its_last_update(capsys):
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda update: 0.5**update)
+    trainer = make_trainer([ProgressTableCallback, raises_at(5, StopTrainingError("enough"))])
+    train(trainer, epochs=3, create_scheduler_fn=schedule)
+    lines = printed(capsys)
+    times = [line for line in lines if line.startswith("  time: ")]
+    assert [line.rpartition("lr: ")[2] for line in times] == [f"{0.1 * 0.5**update:.6g}" for update in (2, 4)]
+    assert lines.index(times[1]) == lines.index("Starting epoch 2/3") + 2
+    seconds, speed = re.search(r"in ([\d.]+)s \(([\d,]+) samples/s\)", " ".join(lines)).groups()
+    assert abs(float(seconds) - trainer.progress.samples / int(speed.replace(",", ""))) < 0.011  # of the same time
 
 
 @pytest.mark.parametrize("always", [False, True])

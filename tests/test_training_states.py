@@ -45,8 +45,9 @@ from pytorch_accel_lite.callbacks import (
     WorstSamplesCallback,
     read_predictions,
 )
-from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.checksums import checksum
+from pytorch_accel_lite.extending import JOB_QUEUES, STORES, Ranks, manifest_text, read_verified, write_files
 from pytorch_accel_lite.run.events import EVENTS
 from tests.launching import (
     CAN_SHARD,
@@ -424,7 +425,7 @@ def test_a_program_that_a_signal_ends_says_last_how_to_resume_and_exits_as_shell
     )  # fmt: skip
     assert done.returncode == code, done.stdout  # shells show 130 for -2
     assert ("Traceback" in done.stdout) == (number == signal.SIGINT)
-    assert "pytorch_accel_lite/engine" not in done.stdout
+    assert "pytorch_accel_lite/loop" not in done.stdout
     said = " ".join(done.stdout.split())
     assert f"The run is saved in '{tmp_path}/update-000000003'" in said or not saves
     assert said.endswith('arguments and resume_from="latest".' if saves else "KeyboardInterrupt")
@@ -1594,3 +1595,84 @@ def test_the_best_k_models_are_kept_also_by_a_run_that_was_resumed(tmp_path, gre
     assert scores["best.pt"] == (5.0 if greater else 1.0)
     with pytest.raises(ValueError, match="keep=0 must be at least 1"):
         SaveBestModelCallback(keep=0)
+
+
+class OwnQueue:
+    """A queue of a cluster that is unlike others."""
+
+    def __init__(self) -> None:
+        self.asked: list[BaseException] = []
+
+    def check(self) -> None:
+        self.asked.clear()
+
+    def was_requeued(self) -> bool:
+        return False
+
+    def requeue_after(self, interruption: Exception) -> str:
+        self.asked.append(interruption)
+        return "It is back in the queue."
+
+
+def test_a_job_can_return_to_a_queue_of_the_users_own(tmp_path, monkeypatch, capsys):
+    queue = OwnQueue()
+    monkeypatch.setitem(JOB_QUEUES, "Own", queue)
+    interrupt = listener(on_train_step_end=lambda trainer, **_: os.kill(os.getpid(), signal.SIGUSR1))
+    trainer = make_trainer([interrupt, SaveTrainingStateCallback(tmp_path, requeue=True)])
+    with pytest.raises(SystemExit):
+        train(trainer)
+    assert [type(error).__name__ for error in queue.asked] == ["RunInterruptedError"]
+    assert "It is back in the queue.\nThe run is saved in " in capsys.readouterr().out
+
+
+def test_without_any_queue_the_error_names_the_extension(tmp_path, monkeypatch):
+    for name in [*JOB_QUEUES]:
+        monkeypatch.delitem(JOB_QUEUES, name)
+    with pytest.raises(ValueError, match="requeue=True is of the extension 'slurm', which is not there"):
+        SaveTrainingStateCallback(tmp_path, requeue=True)
+
+
+class Cupboard:
+    """A store of a user's own: ``own://name`` is a folder on this machine. It has no states of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def at(self, url: str) -> Path:
+        path = self.folder / url.removeprefix("own://")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_state(self, url: str, ranks: Ranks, captured: Any) -> None:
+        entries = ranks.run_together(lambda: write_files(self.at(url), ranks.rank, captured))
+        (self.at(url) / "manifest.json").write_text(manifest_text(entries, captured.metadata))
+
+    def read_state(self, url: str, ranks: Ranks) -> Any:
+        return read_verified(self.at(url), verify_state(self.at(url)), ranks)
+
+    def fetch_state(self, url: str) -> Any:
+        return contextlib.nullcontext(self.at(url))
+
+    collect = fetch_weights = fetch_state
+
+
+def test_states_and_models_lie_in_a_store_of_the_users_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(STORES, "own", Cupboard(tmp_path))
+    trainer = train(make_trainer())
+    trainer.save_training_state("own://state")
+    trainer.save_model("own://model")
+    expected = trainer.model.state_dict()
+    for load in (Trainer.load_training_state, Trainer.load_checkpoint):
+        url = "own://state" if load is Trainer.load_training_state else "own://model"
+        other = make_trainer()
+        load(other, url)
+        assert equal(other.model.state_dict(), expected)
+    print_contents("own://state")
+    assert "training state own://state" in capsys.readouterr().out
+
+
+def test_without_any_store_the_error_names_the_extension(monkeypatch):
+    for name in [*STORES]:
+        monkeypatch.delitem(STORES, name)
+    with pytest.raises(ValueError, match="is of the extension 'remote', which is not there"):
+        SaveTrainingStateCallback("s3://bucket/run")

@@ -284,20 +284,17 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     assert lines[3].endswith("score: 0.666667")
     assert lines[6].endswith("score: 0.333333")
     assert lines[7] == (
-        "score: 0.333333 has not improved by more than 0.01 (best 0.666667, greater is better); 1 of 2 epochs of "
-        "patience used."
+        "score: 0.333333 is no better than 0.666667 (greater is better); 1 of 2 epochs of patience used."
     )
     assert lines[10].endswith("score: 0.333333")
-    assert "2 of 2 epochs of patience" in lines[11]
-    assert lines[12:] == [
+    assert lines[11:] == [
         "Loading the best model: epoch 1, score: 0.666667 (greater is better)",
-        lines[13],
-        "Best: epoch 1, score 0.6667.",
+        lines[12],
+        "Best: epoch 1, score 0.666667.",
         "  best model: best.pt",
-        "Stopped: score has not improved by more than 0.01 (early_stopping_threshold) for 2 epochs "
-        "(early_stopping_patience); best 0.666667, greater is better.",
+        "Stopped: score has not improved for 2 epochs (early_stopping_patience). Best 0.666667, greater is better.",
     ]
-    assert lines[13].startswith("Stopped in epoch 3, after update 9, in ")
+    assert lines[12].startswith("Stopped in epoch 3, after update 9, in ")
 
 
 def warnings_of_watched_metrics() -> list[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
-_CUDNN: Any = torch.backends.cudnn
+_CUDNN = torch.backends.cudnn
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -34,13 +33,13 @@ def deterministic_kernels(wanted: bool | None) -> Iterator[None]:
         yield
 
 
-def describe_settings(is_cuda: bool) -> dict[str, Any]:
+def describe_settings(is_cuda: bool) -> dict[str, object]:
     """Return the settings on which the last bits of a computation depend now, in JSON types."""
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # it has been set per operation, by torch's newer interface
         precision = {"tf32": "high", "bf16": "medium"}.get(torch.backends.cuda.matmul.fp32_precision, "highest")
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "precision of float32 products": precision,
         "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
     }

@@ -7,13 +7,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
 
 
-def module_of(device: torch.device) -> Any:
+def module_of(device: torch.device) -> ModuleType | None:
     """Return torch's module for a kind of device, for example ``torch.cuda``; ``None`` if there is none."""
     return getattr(torch, device.type, None)
 
@@ -37,9 +38,9 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps") and hasattr(module_of(device), "Event")
 
 
-def record_event(device: torch.device, **kwargs: Any) -> Any:
+def record_event(device: torch.device, enable_timing: bool = False) -> torch.Event:
     """Return an event that is reached once a device has completed all work queued so far."""
-    event = module_of(device).Event(**kwargs)
+    event: torch.Event = torch.get_device_module(device).Event(enable_timing=enable_timing)
     event.record()
     return event
 
@@ -53,7 +54,7 @@ def to_float(scalar: torch.Tensor) -> float:
     """Return the value of a tensor with one element, without the overhead of waiting for a device."""
     if type(scalar) is not torch.Tensor:  # a DTensor, for example
         return float(scalar)
-    number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()
+    number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()  # typed as a list
     return float(number)
 
 
@@ -80,6 +81,10 @@ class AsyncCopy:
         return self._copy
 
 
+#: An event of a device, or seconds for one that computes synchronously.
+Moment: TypeAlias = Any
+
+
 class DeviceTimer:
     """Measures phases of computation on a device, by events that are read later, so that nothing waits for it."""
 
@@ -88,14 +93,14 @@ class DeviceTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if is_asynchronous(device) else None
-        self._pending: deque[tuple[str, Any, Any]] = deque()
+        self._pending: deque[tuple[str, Moment, Moment]] = deque()
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def now(self) -> Any:
+    def now(self) -> Moment:
         """Return the current moment: an event of the device, or the time if it computes synchronously."""
         return time.perf_counter() if self._device is None else record_event(self._device, enable_timing=True)
 
-    def add(self, phase: str, begin: Any, end: Any) -> None:
+    def add(self, phase: str, begin: Moment, end: Moment) -> None:
         """Count the time between two moments towards a phase."""
         self._pending.append((phase, begin, end))
         if self._device is None:

@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import TextIO
 
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
-LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
+LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"
 HANG_VARIABLE = "PT_ACC_HANG_SECONDS"
 
 
@@ -45,7 +45,7 @@ def in_notebook() -> bool:
     return kernel is not None and getattr(session, "pid", os.getpid()) == os.getpid()
 
 
-def is_terminal(stream: Any) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
     """Whether a stream is a terminal; ``None`` is not."""
     return bool(stream is not None and stream.isatty())
 
@@ -129,14 +129,14 @@ def _is_hidden(module: str) -> bool:
     return is_in_this_package(module) or module == _CALLS_OF_MODULES
 
 
-def is_in_this_package(module: Any) -> bool:
+def is_in_this_package(module: object) -> bool:
     """Whether a module, given by its name, belongs to this package."""
     return str(module).partition(".")[0] == "pytorch_accel_lite"
 
 
-def is_of_library(module: Any) -> bool:
-    """Whether a module belongs to this package, to Python or to an installed package."""
-    file = getattr(sys.modules.get(module), "__dict__", {}).get("__file__")
+def is_of_library(module: object) -> bool:
+    """Whether a module, given by its name, belongs to this package, to Python or to an installed package."""
+    file = getattr(sys.modules.get(str(module)), "__dict__", {}).get("__file__")
     return is_in_this_package(module) or (file is not None and os.path.realpath(file).startswith(LIBRARIES))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -46,7 +45,7 @@ def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in others)
 
 
-def local(tensor: Any) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a sharded tensor; any other tensor unchanged."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
@@ -82,7 +81,7 @@ def reshard(model: nn.Module) -> None:
     ``model.parameters()`` would then return the gathered parameters, which the optimizer does not know.
     """
     for module in model.modules():
-        method: Any = getattr(module, "reshard", None)
+        method = getattr(module, "reshard", None)
         if callable(method):
             method()
 

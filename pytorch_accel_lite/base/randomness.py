@@ -9,13 +9,15 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.base.inspection import GENERATORS, is_a, reachable_from
+from pytorch_accel_lite.base.reachable import RandomGenerator, is_generator, reachable_from
+from pytorch_accel_lite.base.types import StateDict
 
 T = TypeVar("T")
 
@@ -67,17 +69,17 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
         random.seed(seed)
 
 
-def find_generators(roots: Iterable[Any], in_loaders: bool = False) -> list[Any]:
+def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[RandomGenerator]:
     """Return the random generators that objects hold, see :func:`reachable_from`; not the global ones.
 
     As those of transforms of albumentations and MONAI, and of functions that enclose one or use it by a global name.
     """
-    usual: list[Any] = [random.random, np.random.random_sample]  # methods of the global ones
-    excluded = {id(torch.default_generator), *(id(method.__self__) for method in usual)}
-    return [item for item in reachable_from(roots, in_loaders) if is_a(item, *GENERATORS) and id(item) not in excluded]
+    usual = (random.random, np.random.random_sample)  # methods of the global ones
+    excluded = {id(torch.default_generator), *(id(getattr(method, "__self__", None)) for method in usual)}
+    return [item for item in reachable_from(roots, in_loaders) if is_generator(item) and id(item) not in excluded]
 
 
-def seed_found(generators: Iterable[Any], seed: int) -> None:
+def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
     """Seed generators of :func:`find_generators`, each differently."""
     for number, generator in enumerate(generators):
         own = mix(number, after=seed)
@@ -90,7 +92,7 @@ def seed_found(generators: Iterable[Any], seed: int) -> None:
 
 
 @contextmanager
-def preserving_found(generators: Iterable[Any]) -> Iterator[None]:
+def preserving_found(generators: Iterable[RandomGenerator]) -> Iterator[None]:
     """Restore the states of generators of :func:`find_generators` after a block."""
     states = [(generator, state_of(generator)) for generator in generators]
     try:
@@ -100,14 +102,14 @@ def preserving_found(generators: Iterable[Any]) -> Iterator[None]:
             restore_state(generator, state)
 
 
-def state_of(generator: Any) -> Any:
+def state_of(generator: RandomGenerator) -> object:
     """Return the state of a generator of any kind."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def restore_state(generator: Any, state: Any) -> None:
+def restore_state(generator: RandomGenerator, state: Any) -> None:
     """Restore what :func:`state_of` has returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
@@ -125,16 +127,16 @@ def seed_all(seed: int) -> None:
             module.manual_seed(seed >> 1)
 
 
-def _modules_of_torch() -> dict[str, Any]:
+def _modules_of_torch() -> dict[str, ModuleType]:
     """Return the modules that get and set the states of torch's generators, by their names in a training state."""
-    modules: dict[str, Any] = {"torch": torch}
+    modules: dict[str, ModuleType] = {"torch": torch}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
         modules[accelerator.type] = torch.get_device_module(accelerator)
     return modules
 
 
-def capture_generators() -> dict[str, Any]:
+def capture_generators() -> StateDict:
     """Return the states of all generators, in a form that a training state can store."""
     version, numbers, cached = random.getstate()
     kind, keys, *rest = np.random.get_state()
@@ -146,7 +148,7 @@ def capture_generators() -> dict[str, Any]:
     }
 
 
-def restore_generators(states: dict[str, Any]) -> None:
+def restore_generators(states: StateDict) -> None:
     """Restore states returned by :func:`capture_generators`."""
     version, numbers, cached = states["python"]
     random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), cached))  # versions up to 0.2 keep a tuple

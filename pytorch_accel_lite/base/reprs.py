@@ -9,7 +9,6 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +35,19 @@ class _Short(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(_IN_URL.sub(r"\1***@", x), level)
 
-    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+    def repr_dict(self, x: Mapping[object, object], level: int) -> str:
         if x and level <= 0:
             return "{...}"
         items = islice(x.items(), self.maxdict)
         shown = [f"{self.repr1(key, level - 1)}: {self.named(key, value, level - 1)}" for key, value in items]
         return f"{{{', '.join(shown)}{', ...' if len(x) > self.maxdict else ''}}}"
 
-    def named(self, name: object, value: Any, level: int) -> str:
+    def named(self, name: object, value: object, level: int) -> str:
         """Represent a value, hiding it if its name suggests a secret."""
         is_secret = isinstance(name, str) and _SECRET.search(name) and isinstance(value, (str, bytes))
         return "'***'" if is_secret else self.repr1(value, level)
 
-    def repr_instance(self, x: Any, level: int) -> str:
+    def repr_instance(self, x: object, level: int) -> str:
         name = type(x).__name__
         if isinstance(x, os.PathLike):
             return self.repr1(os.fspath(x), level)
@@ -75,7 +74,7 @@ class _Short(reprlib.Repr):
 _short = _Short()
 
 
-def short(value: Any, name: str = "") -> str:
+def short(value: object, name: str = "") -> str:
     """Represent a value in one short line, abbreviating long values and hiding secrets.
 
     :param name: name of the argument or setting, which shows whether it is a secret
@@ -83,7 +82,7 @@ def short(value: Any, name: str = "") -> str:
     return _short.named(name, value, _short.maxlevel)
 
 
-def call(name: str, arguments: Mapping[str, Any]) -> str:
+def call(name: str, arguments: Mapping[str, object]) -> str:
     """Represent a call with these arguments, each abbreviated."""
     return join_wrapped(f"{name}(", [f"{key}={short(value, key)}" for key, value in arguments.items()], ")")
 
@@ -104,7 +103,9 @@ def join_wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
     return "\n".join([opening, *lines, closing])
 
 
-def constructor_call(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_current: bool = True) -> str:
+def constructor_call(
+    instance: object, args: tuple[object, ...], kwargs: dict[str, object], is_current: bool = True
+) -> str:
     """Represent an object as a call of its constructor with these arguments.
 
     :param is_current: whether to show an attribute with the name and type of an argument in its place, as it may have
@@ -129,7 +130,7 @@ def constructor_call(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def table(
     title: str,
-    rows: Iterable[Sequence[Any]],
+    rows: Iterable[Sequence[object]],
     columns: Sequence[str] = (),
     notes: Sequence[str] = (),
     bold: Iterable[tuple[int, int]] = (),

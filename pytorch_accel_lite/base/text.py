@@ -8,17 +8,19 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.environment import is_terminal
 
+T = TypeVar("T")
+
 _NOTE_WIDTH = 80
 _FORMULA = re.compile(r"'*[=+@-]")
 
 
-def to_number(value: Any) -> Any:
+def to_number(value: object) -> Any:
     """Return a scalar of numpy or torch as a Python number; anything else unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
@@ -36,7 +38,7 @@ def visible(text: object, keeps: str = "") -> str:
     return "".join(c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode() for c in text)
 
 
-def as_cell(value: Any) -> Any:
+def as_cell(value: object) -> object:
     """Return a value for a CSV file, where spreadsheets compute texts that begin as formulas do: those get a quote."""
     if not isinstance(value, str):
         return value
@@ -44,7 +46,7 @@ def as_cell(value: Any) -> Any:
     return f"'{text}" if _FORMULA.match(text) and not is_number_text(text) else text
 
 
-def from_cell(text: Any) -> Any:
+def from_cell(text: T) -> T | str:
     """Return the text that :func:`as_cell` has written."""
     return text[1:] if isinstance(text, str) and text.startswith("'") and _FORMULA.match(text) else text
 
@@ -58,13 +60,13 @@ def is_number_text(text: str) -> bool:
     return True
 
 
-def format_metric(value: Any) -> str:
+def format_metric(value: object) -> str:
     """Format a value for display: floats, including numpy's and those in scalar tensors, with six digits."""
     value = to_number(value)
     return f"{value:.6g}" if isinstance(value, float) else visible(value)
 
 
-def format_value(value: Any, scientific: bool = False) -> str:
+def format_value(value: object, scientific: bool = False) -> str:
     """Return a number with four decimals, or three significant digits if small or large; empty if not a number.
 
     :param scientific: always use scientific notation
@@ -111,8 +113,9 @@ def add_note(error: BaseException, *lines: str) -> None:
     shown = []
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 2) if len(lines) > 1 else ""
-        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-        shown.append(textwrap.fill(line, _NOTE_WIDTH, subsequent_indent=indent, **options))
+        shown.append(
+            textwrap.fill(line, _NOTE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        )
     error.add_note("\n".join(shown))
 
 
@@ -121,7 +124,13 @@ def notes_of(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", []))
 
 
-def listed(names: Iterable[Any], most: int = 5) -> str:
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1] if 'Original Traceback' in str(error) else lines[0]}"
+
+
+def listed(names: Iterable[object], most: int = 5) -> str:
     """Return the first of some names, and how many more there are."""
     texts = [str(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""

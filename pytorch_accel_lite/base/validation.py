@@ -14,7 +14,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-def check_number(name: str, value: Any, kind: type = numbers.Real, called: str = "a number") -> Any:
+def check_number(name: str, value: object, kind: type = numbers.Real, called: str = "a number") -> Any:
     """Return ``value`` if it is a number of this kind, otherwise raise an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name}={value!r} must be {called}, not {type(value).__name__}.")
@@ -63,7 +63,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     return str(value)
 
 
-def check_bool(name: str, value: Any, may_be_none: bool = False) -> Any:
+def check_bool(name: str, value: T, may_be_none: bool = False) -> T:
     """Return ``value`` if it is a bool, also one of numpy, or 0 or 1; raise an error for a string, for example."""
     is_valid = isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1))
     if not (is_valid or (may_be_none and value is None)):
@@ -72,7 +72,7 @@ def check_bool(name: str, value: Any, may_be_none: bool = False) -> Any:
     return value
 
 
-def check_booleans(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_booleans(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Check the arguments of a call that a function of this package declares as ``bool`` or ``bool | None``."""
     signature, booleans = _booleans_of(function)
     if not booleans:
@@ -86,7 +86,7 @@ def check_booleans(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 @cache
-def _booleans_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, bool]]:
+def _booleans_of(function: Callable[..., object]) -> tuple[inspect.Signature, dict[str, bool]]:
     """Return the signature of a function, and for each argument that is a bool, whether it may be ``None``."""
     signature = inspect.signature(function)
     kinds = {"bool": False, "bool | None": True}  # annotations are strings here

@@ -7,26 +7,27 @@ import sys
 import time
 from collections.abc import Iterator
 from statistics import fmean, median, stdev
-from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
-from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
+from pytorch_accel_lite.base.environment import is_terminal
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
+from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
-from pytorch_accel_lite.run.events import STEP_EVENTS, TrainerCallback, set_listening
+from pytorch_accel_lite.loop.speedups import faster_data
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.steps.manual import ManualStep
 
 _FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
 _LEAST_UPDATES = 48
-_VARIANTS = ("fused", "foreach", "capturable", "differentiable")
-_FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start", "on_optimizer_step_end")
 
 
 class AdviceCallback(TrainerCallback):
@@ -39,7 +40,8 @@ class AdviceCallback(TrainerCallback):
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
     - the training loss has not fallen in an epoch of at least 48 updates: it points to
-      :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`, which looks for mistakes in the program;
+      :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`, which looks for mistakes in the program. That of a
+      network that is trained already, and is tuned further, need not fall;
     - an overridden ``train_step`` has never updated one of the optimizers;
     - the learning rate was 0 throughout the epoch, so no weight has changed;
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
@@ -58,16 +60,16 @@ class AdviceCallback(TrainerCallback):
         self._has_trained_before = False
         self._advice: list[str] = []
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._watches = self._trained = True
         self._advice = []
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._watches:
             return
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
-        self._skipped = -trainer.current_run.step.skipped_updates
+        self._skipped = -trainer.run.step.skipped_updates
         self._norms = GradientNorms()
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
@@ -75,35 +77,39 @@ class AdviceCallback(TrainerCallback):
         set_listening(trainer, self, measures_updates, "on_optimizer_step_start")
         set_listening(trainer, self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
         self._first_losses: list[torch.Tensor] = []
+        self._by_chance: list[float | torch.Tensor] = []  # the same of a model that has learned nothing
         begins = not self._has_trained_before and not trainer.progress.update
         set_listening(trainer, self, begins and _is_supervised(trainer), "on_train_step_end")
 
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         if len(self._first_losses) < _FIRST_STEPS:
             self._first_losses.append(batch_output["loss"].detach().clone())
+            self._by_chance.extend(_loss_by_chance(trainer.loss_func, batch, batch_output))
         else:
             set_listening(trainer, self, False, "on_train_step_end")
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._limit is not None:
             self._norms.add(total_norm(trainer), self._limit)
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._skipped += trainer.update_was_skipped and not trainer.current_run.step.skips_update
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._skipped += trainer.update_was_skipped and not trainer.run.step.skips_update
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
             self._has_trained_before = True
-            self._skipped += trainer.current_run.step.skipped_updates
-            set_listening(trainer, self, False, *STEP_EVENTS["training"])
+            self._skipped += trainer.run.step.skipped_updates
+            set_listening(trainer, self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._trained:  # only now has a per-epoch scheduler been stepped
             self._trained = True
             self._advice.append(_why_nothing_was_trained(trainer))
@@ -117,7 +123,7 @@ class AdviceCallback(TrainerCallback):
             self._advice = []
 
     def _advise(self, trainer: TrainerLike) -> Iterator[str]:
-        waited = trainer.train_dataloader.seconds_waited
+        waited = trainer.run.data.required_train_loader.seconds_waited
         duration = time.perf_counter() - self._start
         if waited >= max(0.2 * duration, self.min_seconds):
             yield (
@@ -149,21 +155,21 @@ class AdviceCallback(TrainerCallback):
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
             yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
-        step = trainer.current_run.step
-        if isinstance(step, ManualStep):
-            for name in [name for name in step.optimizers if name not in step.updated]:
-                yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
+        for name in trainer.run.step.optimizers_never_updated:
+            yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
-        if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
-            yield from _check_loss(first, trainer.current_run.recorded_losses["train_loss_epoch"])
+        by_chance = torch.stack([*map(torch.as_tensor, self._by_chance)]).tolist() if self._by_chance else [0.0]
+        is_new = not first or fmean(first) > 0.5 * fmean(by_chance)
+        if self._trained and is_new and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
+            yield from _check_loss(first, trainer.run.recorded_losses["train_loss_epoch"])
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._check_schedule(trainer)
 
     def _check_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
         is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
-        if is_last or trainer.current_run.is_finished or math.isnan(self._rate):
+        if is_last or trainer.run.is_finished or math.isnan(self._rate):
             return
         initial = max((float(group.get("initial_lr", 0.0)) for group in trainer.optimizer.param_groups), default=0.0)
         name = type(trainer.scheduler).__name__
@@ -187,6 +193,21 @@ def _is_supervised(trainer: TrainerLike) -> bool:
     return trainer.loss_func is not None and not any(is_overridden(trainer, method) for method in methods)
 
 
+def _loss_by_chance(loss_func: object, batch: BatchData, batch_output: BatchOutput) -> list[float | torch.Tensor]:
+    """Return the loss that a batch has if the model tells nothing of its targets; nothing if that is unknown."""
+    try:
+        outputs, targets = default_transform(batch, batch_output)
+    except ValueError:
+        return []
+    if isinstance(loss_func, nn.CrossEntropyLoss) or loss_func is functional.cross_entropy:
+        return [math.log(outputs.shape[1])] if outputs.ndim > 1 and outputs.shape[1] > 1 else []
+    if isinstance(loss_func, nn.BCEWithLogitsLoss) or loss_func is functional.binary_cross_entropy_with_logits:
+        return [math.log(2)]
+    if isinstance(loss_func, nn.MSELoss) or loss_func is functional.mse_loss:
+        return [targets.detach().float().var(0, correction=0).mean()]
+    return []
+
+
 def _check_loss(first: list[float], mean: float) -> Iterator[str]:
     initial = fmean(first)
     if all(map(math.isfinite, first)) and mean > initial - 0.5 * stdev(first) / _FIRST_STEPS**0.5:
@@ -195,21 +216,6 @@ def _check_loss(first: list[float], mean: float) -> Iterator[str]:
             "on average in the epoch. trainer.check(train_dataset) looks for mistakes in the program; find_lr() "
             "suggests a learning rate."
         )
-
-
-def unfused_class(optimizer: Any) -> str:
-    """Return the class of an optimizer that has a faster fused variant for its parameters; ``""`` for any other.
-
-    For SGD, the fused variant is not clearly faster. A variant that was chosen explicitly is respected.
-    """
-    for part in parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]:
-        parameters = list(optimized_parameters(part))
-        is_chosen = any(group.get(name) for group in part.param_groups for name in _VARIANTS)
-        is_possible = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)
-        is_possible = is_possible and type(part) in (torch.optim.Adam, torch.optim.AdamW)
-        if is_possible and not is_chosen and not are_sharded(parameters):
-            return type(part).__name__
-    return ""
 
 
 def _learning_rate(trainer: TrainerLike) -> float:
@@ -229,19 +235,3 @@ def _why_nothing_was_trained(trainer: TrainerLike) -> str:
     if next_rate:
         return f"{advice} The next rate of {name} is {next_rate:.3g}: start its warm-up above 0."
     return f"{advice} {name} keeps it there: check its rates and lengths with plot_schedule."
-
-
-def faster_data(trainer: TrainerLike) -> str:
-    """Return advice for this machine on how to feed a model that waits for data."""
-    workers = getattr(trainer.train_dataloader, "num_workers", 0)
-    cores = cores_per_process(trainer.accelerator.num_processes)
-    if workers < cores:
-        more = "more workers" if workers else "workers"
-        count = min(cores, max(8, 2 * workers))
-        advice = f"Use {more}, num_workers={count} in train_dataloader_kwargs or in your DataLoader, or precompute"
-    else:
-        advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
-    return (
-        f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
-        "read a batch at a time."
-    )

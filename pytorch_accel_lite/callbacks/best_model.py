@@ -6,11 +6,11 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.text import visible
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
@@ -85,13 +85,13 @@ class SaveBestModelCallback(MetricWatcher):
         self.best_metric_epoch: int | None = None
         self._kept: dict[str, float] = {}  # values of the models that are kept, by epoch or update, best first
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         super().configure_run(trainer, request)
         request.claim_path(self, "save_path", self.save_path, "best model")
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._failed = False
-        metrics = trainer.current_run.request.metrics.directions
+        metrics = trainer.run.request.metrics.directions
         if str(self.save_path) in metrics and trainer.ranks.rank == 0:
             warn_outside(
                 f"SaveBestModelCallback(save_path={str(self.save_path)!r}) is named like a metric of the run, but "
@@ -108,16 +108,16 @@ class SaveBestModelCallback(MetricWatcher):
         super().on_training_run_start(trainer)
         self._is_of_earlier_run = self.best_metric is not None
 
-    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Look at the value for which the run may have been stopped, before the end of the epoch."""
-        if trainer.train_dataloader is not None and (self._is_due or trainer.current_run.epoch_phase):
+        if trainer.train_dataloader is not None and (self._is_due or trainer.run.epoch_phase):
             self._handle_new(trainer, mid_epoch=True)
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         """Save the model if the value is the best, or among those to keep."""
         epoch = trainer.run_history.current_epoch
         if self.keep > 1 and not math.isnan(metric):
-            within_epochs = trainer.current_run.evaluates_within_epochs
+            within_epochs = trainer.run.evaluates_within_epochs
             label = f"update{trainer.progress.update:09d}" if within_epochs else f"epoch{epoch:04d}"
             self._keep(trainer, metric, epoch, label)
         if self._watched.is_better(metric, self.best_metric):
@@ -148,7 +148,7 @@ class SaveBestModelCallback(MetricWatcher):
                 if existing not in self._kept:
                     file.unlink(missing_ok=True)
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.best_metric is None and trainer.progress.epochs_completed:
             trainer.print(f"No best model was saved: {visible(self.watch_metric)} never had a numeric value.")
         if not self.load_saved_checkpoint or self.best_metric is None:
@@ -186,8 +186,8 @@ class SaveBestModelCallback(MetricWatcher):
             return f"epoch {self.best_metric_epoch} of an earlier run, {value}"
         return f"epoch {self.best_metric_epoch - earlier}, {value}"
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._failed = isinstance(kwargs["exception"], Exception)
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
+        self._failed = isinstance(exception, Exception)
 
     def find_saved(self) -> list[Path]:
         """Return the files of the best models that were saved, the best first."""
@@ -199,7 +199,7 @@ class SaveBestModelCallback(MetricWatcher):
         ranking = sorted(paths, key=lambda path: (abs(values[path] - values[best]), path != best, path.name))
         return [best, *ranking[2:]]  # without the copy of the best one that has a label
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the best value and its epoch, and those of all kept models."""
         kept_models = [[metric, label] for label, metric in self._kept.items()]
         return {
@@ -209,7 +209,7 @@ class SaveBestModelCallback(MetricWatcher):
             "is_of_earlier_run": self._is_of_earlier_run,
         }
 
-    def _load_progress(self, state: dict[str, Any]) -> None:
+    def _load_progress(self, state: StateDict) -> None:
         """Load the best model's epoch and the kept models; warn if the file of the best one is missing."""
         self.best_metric_epoch = state["best_metric_epoch"]
         self._is_of_earlier_run = state.get("is_of_earlier_run", False)

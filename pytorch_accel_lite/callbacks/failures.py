@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import NotRequired
 
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.events import Failure, Phase, TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 
 _PHASES = {"training", "evaluation", "prediction"}
+
+
+class SkippedBatch(Failure):
+    """A batch that has failed, and where that was."""
+
+    phase: Phase
+    epoch: int
+    step: int
+    dataset: NotRequired[str]
 
 
 class SkipFailedBatchesCallback(TrainerCallback):
@@ -42,67 +52,76 @@ class SkipFailedBatchesCallback(TrainerCallback):
                 f"phases={phases!r} must be a tuple of one or more of 'training', 'evaluation' and 'prediction'."
             )
         self.phases = tuple(phases)
-        self.failures: list[dict[str, Any]] = []
+        self.failures: list[SkippedBatch] = []
         self._left_out = 0  # batches of this process in the evaluation or prediction that is in progress
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.skips_failed_batches |= "training" in self.phases
         request.skips_in_evaluation |= "evaluation" in self.phases
         request.skips_in_prediction |= "prediction" in self.phases
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.failures = []
         self._left_out = 0
 
-    def _begin_inference(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.outer is None:
+    def _begin_inference(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.outer is None:
             self.failures = []
         self._left_out = 0
 
     on_evaluation_run_start = on_predict_run_start = _begin_inference
 
-    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._left_out = 0
 
-    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        place = {"phase": "training", "epoch": trainer.progress.epoch, "step": kwargs["step"]}
-        self.failures += [place | failure for failure in kwargs["failures"]]
-        for failure in kwargs["failures"]:
+    def on_train_batch_skipped(
+        self, trainer: TrainerLike, *, failures: list[Failure], error: BaseException | None, step: int, **kwargs: object
+    ) -> None:
+        epoch = trainer.progress.epoch
+        for failure in failures:
+            self.failures.append(_at("training", epoch, step, failure))
             samples = "" if failure["indices"] is None else f", samples {failure['indices']}"
             trainer.print(
-                f"Batch skipped: epoch {place['epoch']}, step {place['step']}, process {failure['rank']}{samples}"
-                f": {failure['error']}"
+                f"Batch skipped: epoch {epoch}, step {step}, process {failure['rank']}{samples}: {failure['error']}"
             )
-        self._check_number(trainer, len(self.failures), kwargs["error"])
+        self._check_number(trainer, len(self.failures), error)
 
-    def _leave_out(self, trainer: TrainerLike, *, error: Exception, **kwargs: Any) -> None:
+    def _leave_out(self, trainer: TrainerLike, *, error: Exception, **kwargs: object) -> None:
         self._left_out += 1
         self._check_number(trainer, len(self.failures) + self._left_out, error)
 
     on_eval_batch_skipped = on_predict_batch_skipped = _leave_out
 
-    def _end_inference(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        left_out = trainer.current_run.left_out
+    def _end_inference(self, trainer: TrainerLike, **kwargs: object) -> None:
+        left_out = trainer.run.left_out
         self._left_out = 0
         if left_out is None or not left_out.is_gathered:  # of a prediction that was not iterated to its end
             return
-        name = trainer.current_run.data.eval_dataset_name
-        place = {"phase": left_out.phase, "epoch": trainer.progress.epoch} | ({"dataset": name} if name else {})
-        self.failures += [place | {"step": batch.step} | batch.as_failure() for batch in left_out.batches]
+        name, epoch = trainer.run.data.eval_dataset_name, trainer.progress.epoch
+        for batch in left_out.batches:
+            skipped = _at(left_out.phase, epoch, batch.step, batch.as_failure())
+            if name:
+                skipped["dataset"] = name
+            self.failures.append(skipped)
         self._check_number(trainer, len(self.failures), left_out.first_error)
 
     on_eval_epoch_end = on_predict_run_end = _end_inference
 
-    def _check_number(self, trainer: TrainerLike, number: int, error: Exception | None) -> None:
+    def _check_number(self, trainer: TrainerLike, number: int, error: BaseException | None) -> None:
         if number > self.max_failures:
             reason = f"More than max_failures={self.max_failures} batches have failed."
             trainer.print(reason)
             raise error or RuntimeError(f"{reason} Last failure: {self.failures[-1]}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the failures so far."""
         return {"failures": [dict(failure) for failure in self.failures]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         self.failures = [{"phase": "training"} | failure for failure in state["failures"]]
+
+
+def _at(phase: Phase, epoch: int, step: int, failure: Failure) -> SkippedBatch:
+    rank, indices, error = failure["rank"], failure["indices"], failure["error"]
+    return {"phase": phase, "epoch": epoch, "step": step, "rank": rank, "indices": indices, "error": error}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any
 
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -27,20 +27,20 @@ class LimitBatchesCallback(TrainerCallback):
     def __init__(self, num_batches: int) -> None:
         self.num_batches = check_positive_int("num_batches", num_batches)
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.max_batches = self.num_batches
 
 
 def limit_from_environment() -> list[TrainerCallback]:
     """Return a list with a :class:`LimitBatchesCallback` if ``PT_ACC_LIMIT_BATCHES`` is set, or an empty list."""
-    value = os.environ.get(LIMIT_BATCHES_VARIABLE, "none")
+    value = os.environ.get(LIMIT_BATCHES_ENV_VAR, "none")
     if value.lower() in ("", "none"):
         return []
     try:
         return [LimitBatchesCallback(int(value))]
     except ValueError:
         raise ValueError(
-            f"The environment variable {LIMIT_BATCHES_VARIABLE}={value!r} must be an integer of at least 1, or none."
+            f"The environment variable {LIMIT_BATCHES_ENV_VAR}={value!r} must be an integer of at least 1, or none."
         ) from None
 
 
@@ -60,14 +60,14 @@ class LimitEvalStepsCallback(TrainerCallback):
         return is_intermediate or not self.limit_intermediate_only
 
     # Positional too, because subclasses written for pytorch-accelerated pass it that way.
-    def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: Any) -> None:
-        loader = trainer.eval_dataloader
+    def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
+        loader = trainer.run.data.required_eval_loader
         if self._applies(is_intermediate):
             self._limit_before = loader.limit
             loader.limit = self.num_eval_steps if loader.limit is None else min(loader.limit, self.num_eval_steps)
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: Any) -> None:
-        loader = trainer.eval_dataloader
+    def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
+        loader = trainer.run.data.required_eval_loader
         previous = self._limit_before
         if self._applies(is_intermediate):  # the first of several such callbacks has noted the largest limit, or none
             loader.limit = None if previous is None or loader.limit is None else max(previous, loader.limit)
@@ -81,25 +81,25 @@ class LimitBatches:
         self._before: str | None = None
 
     def __enter__(self) -> LimitBatches:
-        self._before = os.environ.get(LIMIT_BATCHES_VARIABLE)
-        os.environ[LIMIT_BATCHES_VARIABLE] = str(self.num_batches)
+        self._before = os.environ.get(LIMIT_BATCHES_ENV_VAR)
+        os.environ[LIMIT_BATCHES_ENV_VAR] = str(self.num_batches)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
-            del os.environ[LIMIT_BATCHES_VARIABLE]
+            del os.environ[LIMIT_BATCHES_ENV_VAR]
         else:
-            os.environ[LIMIT_BATCHES_VARIABLE] = self._before
+            os.environ[LIMIT_BATCHES_ENV_VAR] = self._before
 
 
 class DataLoaderSlice:
     """The first ``slice_size`` batches of a dataloader or other iterable, restarted in each iteration."""
 
-    def __init__(self, dl: Iterable[Any], slice_size: int) -> None:
+    def __init__(self, dl: Iterable[BatchData], slice_size: int) -> None:
         self.dl = dl
         self.slice_size = check_positive_int("slice_size", slice_size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchData]:
         return islice(iter(self.dl), self.slice_size)
 
     def __len__(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -29,7 +29,7 @@ class MetricWatcher(TrainerCallback):
         self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
 
     @property
-    def operator(self) -> Callable[[Any, Any], bool]:
+    def operator(self) -> Callable[[float, float], bool]:
         """The function that compares whether one value is better than another."""
         return operator.gt if self._watched.greater_is_better else operator.lt
 
@@ -41,27 +41,27 @@ class MetricWatcher(TrainerCallback):
         """Handle a new value."""
         raise NotImplementedError
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.metrics.watch(self._watched)
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._is_due = False
         self._watched.start(trainer)
         if self.reset_on_train:
             self._reset()
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._is_due:
             self._handle_new(trainer, mid_epoch=True)
 
     # A state may be saved before this event, so that in a resumed run, the value is due at the start of a step.
     on_train_step_checkpoint = on_train_step_start
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        # The values of evaluate() are not those of the run.
-        self._is_due |= "evaluation_loss" not in trainer.current_run.recorded_losses
+    def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: object) -> None:
+        # The values of evaluate() within a run are not its own.
+        self._is_due |= trainer.run.kind == "training"
 
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._handle_new(trainer, mid_epoch=False)
 
     def _handle_new(self, trainer: TrainerLike, mid_epoch: bool) -> None:
@@ -70,16 +70,16 @@ class MetricWatcher(TrainerCallback):
         if metric is not None:
             self._handle_value(trainer, metric)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the metric, its best value, and whether a value is yet to be handled."""
         return {**self._watched.state_dict(), "best_metric": self.best_metric, "is_due": self._is_due}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`, unless it belongs to another metric."""
         if self._watched.load_state_dict(state, self):
             self.best_metric = state["best_metric"]
             self._is_due = state.get("is_due", False)
             self._load_progress(state)
 
-    def _load_progress(self, state: dict[str, Any]) -> None:
+    def _load_progress(self, state: StateDict) -> None:
         """Load the rest of a subclass's state, if it has more."""

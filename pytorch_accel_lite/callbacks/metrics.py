@@ -6,15 +6,18 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note
-from pytorch_accel_lite.callbacks.named_metrics import Classification, NamedMetric
-from pytorch_accel_lite.data.batches import TARGET_KEYS
+from pytorch_accel_lite.base.types import StateDict, Tree
+from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
 
 
 _UPDATES = "number of updates"  # in the state of a metric, which does not count them itself
+
+
+#: Takes the arguments of metrics from a batch and its output.
+Transform: TypeAlias = Callable[[BatchData, BatchOutput], tuple[Tree, ...]]
 
 
 class MetricsCallback(TrainerCallback):
@@ -55,14 +62,14 @@ class MetricsCallback(TrainerCallback):
     def __init__(
         self,
         metrics: str | Sequence[str] | Metric | MetricCollection | Mapping[str, Metric | str],
-        transform: Callable[[Any, Any], tuple[Any, ...]] | None = None,
+        transform: Transform | None = None,
         *,
         train: bool = False,
         only: Iterable[str] | None = None,
         num_classes: int | None = None,
         num_labels: int | None = None,
         task: Literal["binary", "multiclass", "multilabel"] | None = None,
-        **arguments: Any,
+        **arguments: object,
     ) -> None:
         from torchmetrics import Metric, MetricCollection
 
@@ -99,7 +106,7 @@ class MetricsCallback(TrainerCallback):
         #: The copies of each collection that are updated, by logical process; itself without these.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         metrics = dict(self.metrics.items())
         directions = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
         directions |= {name: metric.higher_is_better for name, metric in self._pending.items()}
@@ -112,16 +119,18 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is not None:
             request.metrics.record(self, {f"train_{name}": higher for name, higher in directions.items()})
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._ranks = trainer.data_ranks
         if self.train_metrics is not None:  # creates copies for logical processes, into which a state is loaded
             self._reset(trainer, self.train_metrics)
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.train_metrics is not None:
             self._reset(trainer, self.train_metrics)
 
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         if self.train_metrics is None:
             return
         if self._pending:
@@ -133,23 +142,38 @@ class MetricsCallback(TrainerCallback):
         for number, (share, output) in trainer.logical.outputs.items():
             self._update(copies[number], share.data, output)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.train_metrics is not None:
             self._record(trainer, self.train_metrics, "train_")
 
-    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._reset(trainer, self.metrics)
 
-    def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_eval_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         if self._pending:
             self._complete(trainer, batch, batch_output)
         number = 0 if trainer.logical is None else trainer.logical.current
         self._update(self._copies_of(self.metrics)[number], batch, batch_output)
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def try_on(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
+        """Update copies of the metrics, as before training, to find mistakes; an overridden update is not tried."""
+        if is_overridden(self, "_update") or is_overridden(self, "on_eval_step_end"):
+            return
+        copies = self.metrics.clone().to(trainer.device)
+        if self._pending:
+            predictions, targets, *_ = self.transform(batch, batch_output)
+            classification = Classification.of(predictions, targets)
+            copies.add_metrics({name: metric.create(classification) for name, metric in self._pending.items()})
+            copies.to(trainer.device)
+        copies.reset()
+        self._update(copies, batch, batch_output)
+
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
 
-    def _complete(self, trainer: TrainerLike, batch: Any, batch_output: Any) -> None:
+    def _complete(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
         """Create the metrics that wait for the first outputs."""
         if batch_output["batch_size"]:  # not a filler batch
             predictions, targets, *_ = self.transform(batch, batch_output)
@@ -183,12 +207,12 @@ class MetricsCallback(TrainerCallback):
     def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:
         return self._copies.get(id(metrics), {0: metrics})
 
-    def _update(self, metrics: MetricCollection, batch: Any, batch_output: Any) -> None:
+    def _update(self, metrics: MetricCollection, batch: BatchData, batch_output: BatchOutput) -> None:
         if batch_output["batch_size"] == 0:  # a filler batch, which only keeps the processes in step
             return
         with torch.no_grad():
             arguments = self.transform(batch, batch_output)
-            members: Iterable[tuple[str, Any]] = torch.nn.ModuleDict.items(metrics)
+            members: Iterable[tuple[str, Metric]] = torch.nn.ModuleDict.items(metrics)
             for name, metric in members:  # the collection's own update() would also filter keywords for each
                 try:
                     metric.update(*arguments)
@@ -214,7 +238,7 @@ class MetricsCallback(TrainerCallback):
                 )
             trainer.run_history.update_metric(f"{prefix}{name}", _plain(values[name]))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of the training metrics so far. Must be called on every process."""
         known = {} if self._classification is None else {"classification": tuple(self._classification)}
         if self.train_metrics is None:
@@ -223,7 +247,7 @@ class MetricsCallback(TrainerCallback):
         gathered = [states] if self._ranks is None else self._ranks.all_gather_object(states)
         return {"ranks": list(chain.from_iterable(gathered)), **known}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`; each process loads its part."""
         if self._pending and "classification" in state:
             self._create(Classification(*state["classification"]))
@@ -243,7 +267,7 @@ class MetricsCallback(TrainerCallback):
             _load_state(copy, states)
 
 
-def _named(metrics: Any, arguments: Mapping[str, Any]) -> Any:
+def _named(metrics: Tree, arguments: Mapping[str, object]) -> Tree:
     """Return metrics with :class:`NamedMetric` in place of names."""
     names = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
@@ -261,8 +285,8 @@ def _named(metrics: Any, arguments: Mapping[str, Any]) -> Any:
     }
 
 
-def _state_of(metrics: MetricCollection) -> dict[str, Any]:
-    states: dict[str, Any] = {}
+def _state_of(metrics: MetricCollection) -> StateDict:
+    states: StateDict = {}
     for name, metric in metrics.items(keep_base=True):
         parts = _metrics_in(metric)
         for part in parts:
@@ -272,7 +296,7 @@ def _state_of(metrics: MetricCollection) -> dict[str, Any]:
     return states
 
 
-def _load_state(metrics: MetricCollection, states: dict[str, Any]) -> None:
+def _load_state(metrics: MetricCollection, states: StateDict) -> None:
     by_name = dict(metrics.items(keep_base=True))
     if states.keys() != by_name.keys():
         warn_outside(
@@ -309,7 +333,7 @@ def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection],
         for name, reduction in part._reductions.items():
             values = [state[name] for state in present]
             if isinstance(part._defaults[name], list):
-                merged: Any = [item.to(part.device) for value in values for item in value]
+                merged: Tree = [item.to(part.device) for value in values for item in value]
             elif len(values) > 1:
                 stacked = torch.stack(values).to(part.device)
                 merged = stacked if reduction is None else reduction(stacked)  # without one, compute() gets all of them
@@ -329,7 +353,7 @@ def _never() -> bool:
     return False
 
 
-def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the predictions and targets of a batch: the default ``transform`` of :class:`MetricsCallback`.
 
     :raises ValueError: if they cannot be determined
@@ -348,7 +372,7 @@ def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torc
     return predictions, targets
 
 
-def _find(values: Any, names: tuple[str, ...]) -> Any:
+def _find(values: Tree, names: tuple[str, ...]) -> Tree:
     for name in names:
         result = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
         if result is not None:
@@ -362,13 +386,13 @@ def _is_single(metric: Metric) -> bool:
     return "Tensor" in annotation and "dict" not in annotation.lower()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Tree) -> Tree:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value
 
 
-def _to_cpu(value: Any) -> Any:
+def _to_cpu(value: Tree) -> Tree:
     if isinstance(value, list):
         return [_to_cpu(item) for item in value]
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value

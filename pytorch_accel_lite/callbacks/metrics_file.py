@@ -9,18 +9,18 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.text import as_cell, from_cell
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import no_link, write_text
-from pytorch_accel_lite.run.history import RunHistory
+from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 
-Row = dict[str, Any]
+Row = dict[str, MetricValue]
 
 
 class MetricsFileCallback(StepLogger):
@@ -57,12 +57,12 @@ class MetricsFileCallback(StepLogger):
         self._updates = _RowFile(self.updates_path)
         self._has_trained = False
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.claim_path(self, "path", self.path, "metrics")
         if self.every is not None:
             request.claim_path(self, "updates_path", self.updates_path, "metrics of updates")
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_start(trainer)
         if type(trainer.run_history).rows is RunHistory.rows:
             raise TypeError(
@@ -83,16 +83,16 @@ class MetricsFileCallback(StepLogger):
         if int(self._updates.last_row.get("update", 0)) != update:  # a run that was killed may have written it already
             self._updates.append([{"update": update, "epoch": epoch, **values}])
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_end(trainer)
         if trainer.accelerator.is_main_process and self._has_trained:
             self._epochs.replace(trainer.run_history.rows())
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._has_trained:  # otherwise an existing file belongs to another program's run
             self._update(trainer)
 
-    def _update(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def _update(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Append the rows of new epochs, or replace the file if a row in it has changed."""
         if not trainer.accelerator.is_main_process:
             return
@@ -161,7 +161,7 @@ def _is_same(row: Row, other: Row) -> bool:
     return row.keys() == other.keys() and all(value is other[name] for name, value in row.items() if name != "epoch")
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> str | bool | float | None:
     """Return a value in a form that JSON and CSV files can hold."""
     value = None if value is None else as_number_or_text(value)
     if not isinstance(value, float) or math.isfinite(value):
@@ -169,7 +169,7 @@ def plain(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> Tree:
     """Return a nested value as JSON can hold it: numbers and lists in place of tensors, and texts for all else."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
@@ -177,7 +177,7 @@ def as_json(value: Any) -> Any:
     return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else plain(value)
 
 
-def as_number_or_text(value: Any) -> Any:
+def as_number_or_text(value: MetricValue) -> str | bool | float:
     """Return a number, also one in a tensor, as one of Python's, and anything else as text."""
     if isinstance(value, (str, bool, int)):
         return value

@@ -100,7 +100,7 @@ def _write_card(
         )
         return
     card_data = {"model_name": Path(location).resolve().name, **card_data}
-    run, model = trainer.current_run, trainer.get_model(keep_torch_compile=False)
+    run, model = trainer.run, trainer.get_model(keep_torch_compile=False)
     history = trainer.run_history if isinstance(trainer.run_history, InMemoryRunHistory) else InMemoryRunHistory()
     loaded = run.loaded if run.loaded is not None and run.loaded.update == trainer.progress.update else None
     row = _row_of_weights(history, loaded) if trainer.progress.update else {}
@@ -200,7 +200,7 @@ def _public_module(kind: type) -> str:
 
 def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
     """Yield the settings of the latest training, and what computed it, by name."""
-    run, training = trainer.current_run, trainer.current_run.training
+    run, training = trainer.run, trainer.run.training
     if training is None:
         return
     datasets = {
@@ -213,9 +213,9 @@ def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
     for name, value in (*training_facts(record), *environment_facts(record)):
         if value:
             yield name, value
-    for name, value in training.config.notable().items():
+    for name, setting in training.config.notable().items():
         if not name.startswith(_OMITTED):
-            yield name.replace("_", " ").capitalize(), format_metric(value)
+            yield name.replace("_", " ").capitalize(), format_metric(setting)
     for log in trainer.callback_handler:
         for name, value in log.config.items() if isinstance(log, RunLogCallback) else ():
             yield name, format_metric(value)

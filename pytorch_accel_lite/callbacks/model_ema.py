@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import file_path
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
@@ -80,14 +80,14 @@ class ModelEmaCallback(MetricWatcher):
         self.prefix = prefix
         self.ema: ModelEma | None = None
         self._handler = CallbackHandler(callbacks)
-        self._loaded: dict[str, Any] = {}
+        self._loaded: StateDict = {}
 
     @property
     def ema_model(self) -> ModelEma | None:
         """The average of the current or last run."""
         return self.ema
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.claim_path(self, "save_path", self.save_path, "averaged model")
         if self.evaluate_during_training:
             nested = ExpectedMetrics()
@@ -97,14 +97,14 @@ class ModelEmaCallback(MetricWatcher):
             if trainer.eval_dataset is not None:
                 request.metrics.watch(self._watched)
 
-    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
             return
         # Before Accelerate wraps the model's forward: the copy needs its own.
         self.ema = None if trainer.is_sharded else self._create(trainer, self.model_ema)
         self._handler.call_event("on_dataloaders_created", trainer)
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.evaluate_during_training:
             self._check_evaluation(trainer)
         if trainer.is_sharded:
@@ -112,7 +112,7 @@ class ModelEmaCallback(MetricWatcher):
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
         self._is_due = False
-        follows = self.evaluate_during_training and trainer.current_run.evaluates_within_epochs
+        follows = self.evaluate_during_training and trainer.run.evaluates_within_epochs
         set_listening(trainer, self, follows, "on_train_step_start", "on_train_step_checkpoint")
         self._average.to(trainer.device)
         # Rank 0's weights have been broadcast to all ranks by now. A resumed run restores the average later, if its
@@ -155,23 +155,23 @@ class ModelEmaCallback(MetricWatcher):
         assert self.ema is not None
         return self.ema
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.update_every == "update" and not trainer.update_was_skipped:
             assert self.ema is not None  # as a property would cost a call in each step
             self.ema.update(trainer.get_model(keep_torch_compile=False))
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.update_every == "epoch":
             self._average.update(trainer.get_model(keep_torch_compile=False))
 
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self.evaluate_during_training:
             self._save(trainer, {})
-        elif trainer.current_run.evaluation_is_due:
+        elif trainer.run.evaluation_is_due:
             self._handle_new(trainer, mid_epoch=False)
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: Any) -> None:
-        self._is_due |= not is_intermediate and "evaluation_loss" not in trainer.current_run.recorded_losses
+    def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: object) -> None:
+        self._is_due |= not is_intermediate and trainer.run.kind == "training"
 
     def _handle_new(self, trainer: TrainerLike, mid_epoch: bool) -> None:
         """Evaluate the average after an evaluation of the run, and save it if it is the best."""
@@ -184,12 +184,12 @@ class ModelEmaCallback(MetricWatcher):
             self._save(trainer, {self.watch_metric: metric})
 
     def _evaluate(self, trainer: TrainerLike) -> None:
-        average: Any = self._average
-        in_place, module = nullcontext(), average.module
-        if trainer.is_sharded:
-            in_place, module = average.in_place_of(trainer.get_model(keep_torch_compile=False)), None
-        with in_place:
-            trainer.run_evaluation(module, self.prefix, is_intermediate=False, callbacks=self._handler)
+        average = self._average
+        if isinstance(average, ShardedEma):
+            with average.in_place_of(trainer.get_model(keep_torch_compile=False)):
+                trainer.run_evaluation(None, self.prefix, is_intermediate=False, callbacks=self._handler)
+        else:
+            trainer.run_evaluation(average.module, self.prefix, is_intermediate=False, callbacks=self._handler)
 
     def _save(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         if self.save_path is None:
@@ -201,7 +201,7 @@ class ModelEmaCallback(MetricWatcher):
         is_writer = trainer.accelerator.is_local_main_process
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if is_writer else None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the averaged weights, the number of updates, and the best value."""
         if self.ema is None:
             return self._loaded
@@ -211,7 +211,7 @@ class ModelEmaCallback(MetricWatcher):
             "num_updates": self.ema.num_updates,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`; outside a run it is kept until there is an average."""
         self._loaded = state
         if self.ema is not None and state:

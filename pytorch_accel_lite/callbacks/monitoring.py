@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import accumulation_dtype, module_of, to_float
+from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -32,27 +32,27 @@ class LearningRateMonitorCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._latest: dict[str, Any] = {}
+        self._latest: dict[str, float | torch.Tensor] = {}
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if request.kind == "training":
             is_known = is_created(trainer.optimizer)  # otherwise, the number of groups is not known yet
             request.metrics.record(self, _rate_names(trainer) if is_known else (), and_others=not is_known)
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         groups = zip(_rate_names(trainer), trainer.optimizer.param_groups, strict=True)
         self._latest = {name: group["lr"] for name, group in groups if group.get("lr") is not None}
         trainer.step_metrics.update(self._latest)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         for name, value in self._latest.items():
             trainer.run_history.update_metric(name, float(value))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the learning rates of the latest update."""
         return {"latest": {name: float(value) for name, value in self._latest.items()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         self._latest = dict(state["latest"])
 
@@ -79,7 +79,7 @@ class GradientNormCallback(TrainerCallback):
         #: By optimizer, with the name "" for a single one, or for several that step together.
         self._norms: dict[str, GradientNorms] = {}
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if request.kind != "training":
             return
         is_known = is_created(trainer.optimizer) or not is_overridden(trainer, "train_step")
@@ -89,16 +89,16 @@ class GradientNormCallback(TrainerCallback):
             recorded += [_join("clipped_updates", name) for name in names]
         request.metrics.record(self, recorded if is_known else (), and_others=not is_known)
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._norms = {}
 
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        name = trainer.current_run.step.updating if parts_of(trainer.optimizer) else ""
+        name = trainer.run.step.updating if parts_of(trainer.optimizer) else ""
         norm = self._norms.setdefault(name, GradientNorms()).add(total_norm(trainer), limit)
         trainer.step_metrics[_join("gradient_norm", name)] = norm
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         for name, norms in self._norms.items():
             metric = _join("gradient_norm", name)
             trainer.run_history.update_metric(f"{metric}_mean", float(norms.sum) / norms.count)
@@ -106,11 +106,11 @@ class GradientNormCallback(TrainerCallback):
             if norms.clipped is not None:
                 trainer.run_history.update_metric(_join("clipped_updates", name), float(norms.clipped) / norms.count)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the sums of the epoch so far, by optimizer."""
         return {name: vars(norms).copy() for name, norms in self._norms.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         by_name = state if all(isinstance(sums, dict) for sums in state.values()) else {"": state}  # of version 0.1
         self._norms = {name: GradientNorms(**sums) for name, sums in by_name.items()}
@@ -123,14 +123,14 @@ class GradientNorms:
     :param clipped: how many were above the limit; ``None`` if there is none
     """
 
-    sum: Any = 0.0
-    max: Any = 0.0
-    clipped: Any = None
+    sum: float | torch.Tensor = 0.0
+    max: float | torch.Tensor = 0.0
+    clipped: float | torch.Tensor | None = None
     count: int = 0
 
-    def add(self, total: torch.Tensor, limit: float | None) -> Any:
+    def add(self, total: torch.Tensor, limit: float | None) -> float | torch.Tensor:
         """Add a norm, and return it: as a number, or on a GPU as a tensor that is not read."""
-        norm: Any = to_float(total.detach()) if total.is_cpu else total.detach()
+        norm: float | torch.Tensor = to_float(total.detach()) if total.is_cpu else total.detach()
         if isinstance(norm, torch.Tensor):
             largest = self.max.to(norm.device) if isinstance(self.max, torch.Tensor) else self.max  # loaded on the CPU
             self.max = torch.clamp(norm, min=largest) if self.count else norm
@@ -154,29 +154,29 @@ class LossScaleCallback(TrainerCallback):
     def __init__(self) -> None:
         self._skipped = 0
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if trainer.accelerator.scaler is not None and request.kind == "training":
             request.metrics.record(self, ("loss_scale", "skipped_updates"))
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._skipped = 0
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._skipped += trainer.update_was_skipped
         if trainer.accelerator.scaler is not None:
             trainer.step_metrics["loss_scale"] = trainer.accelerator.scaler.get_scale()
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             trainer.run_history.update_metric("loss_scale", scaler.get_scale())
             trainer.run_history.update_metric("skipped_updates", self._skipped)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the count of the epoch so far."""
         return {"skipped": self._skipped}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         self._skipped = state["skipped"]
 
@@ -188,17 +188,17 @@ class DeviceMemoryCallback(TrainerCallback):
     ``memory_resident_mib``, the peak resident size since the process started.
     """
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.metrics.record(self, [f"memory_{kind}_mib" for kind in ("allocated", "reserved", "resident")])
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        memory = module_of(trainer.device)
-        if hasattr(memory, "reset_peak_memory_stats"):
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        memory = getattr(torch, trainer.device.type, None)
+        if memory is not None and hasattr(memory, "reset_peak_memory_stats"):
             memory.reset_peak_memory_stats(trainer.device)
 
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        memory = module_of(trainer.device)
-        if hasattr(memory, "reset_peak_memory_stats"):
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        memory = getattr(torch, trainer.device.type, None)
+        if memory is not None and hasattr(memory, "reset_peak_memory_stats"):
             used = {
                 "memory_allocated_mib": memory.max_memory_allocated(trainer.device) / _MIB,
                 "memory_reserved_mib": memory.max_memory_reserved(trainer.device) / _MIB,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.attributes import modules as other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -15,8 +13,8 @@ class MoveModulesToDeviceCallback(TrainerCallback):
     The model is excluded: Accelerate places it.
     """
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        for module in attributes.modules(trainer).values():
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        for module in other_modules(trainer).values():
             module.to(trainer.device)
 
     on_evaluation_run_start = on_predict_run_start = on_training_run_start

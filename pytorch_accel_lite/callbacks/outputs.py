@@ -6,13 +6,16 @@ import os
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
+
+from torch import nn
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import in_notebook, warn_outside
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.paths import as_file_name, folder_path
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.files import write_bytes
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.inference import inference
@@ -23,6 +26,14 @@ from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 _MAX_SHOWN = 100
+
+
+class Shown(TypedDict):
+    """What was shown after an update: the texts by name, of pictures their paths, and these paths alone."""
+
+    update: int
+    texts: dict[str, str]
+    pictures: NotRequired[dict[str, str]]
 
 
 @suggest_arguments
@@ -52,7 +63,7 @@ class ShowOutputsCallback(TrainerCallback):
 
     def __init__(
         self,
-        function: Callable[[Any], Any],
+        function: Callable[[nn.Module], object],
         every: str | Interval = "1 epochs",
         *,
         name: str = "outputs",
@@ -66,22 +77,22 @@ class ShowOutputsCallback(TrainerCallback):
         self.name = name
         self.show = show
         self.folder = folder_path("folder", folder)
-        self.shown: list[dict[str, Any]] = []
+        self.shown: list[Shown] = []
         self._has_warned = False
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self.every.start(trainer.current_run, "every")
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self.every.start(trainer.run, "every")
         self.shown = []
 
-    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._show_if_due(trainer, ends_epoch=False)
 
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._show_if_due(trainer, ends_epoch=True)
 
     def _show_if_due(self, trainer: TrainerLike, ends_epoch: bool) -> None:
-        if self.every.is_due(trainer.current_run, ends_epoch=ends_epoch):
-            self.every.advance(trainer.current_run, ends_epoch=ends_epoch)
+        if self.every.is_due(trainer.run, ends_epoch=ends_epoch):
+            self.every.advance(trainer.run, ends_epoch=ends_epoch)
             update, values = trainer.progress.update, self._compute(trainer)
             pictures = self._find_pictures(values)
             paths = {name: os.fspath(self.folder / f"{as_file_name(name)}-{update:06d}.png") for name in pictures}
@@ -89,14 +100,16 @@ class ShowOutputsCallback(TrainerCallback):
                 for name, picture in pictures.items():
                     write_bytes(Path(paths[name]), picture.png)
             texts = {name: paths[name] if name in paths else str(value) for name, value in values.items()}
-            shown = {"update": update, "texts": texts} | ({"pictures": paths} if paths else {})
+            shown: Shown = {"update": update, "texts": texts}
+            if paths:
+                shown["pictures"] = paths
             self.shown = [*self.shown, shown][-_MAX_SHOWN:]
             if self.show:
                 trainer.print(_as_lines(update, texts))
                 self._display(trainer, pictures)
             trainer.call_event("on_outputs", outputs=texts, pictures=pictures)
 
-    def _find_pictures(self, values: Mapping[str, Any]) -> dict[str, Picture]:
+    def _find_pictures(self, values: Mapping[str, object]) -> dict[str, Picture]:
         """Return the values that are pictures, by name, and warn once if one cannot be shown as it is."""
         pictures = {}
         for name, value in values.items():
@@ -117,7 +130,7 @@ class ShowOutputsCallback(TrainerCallback):
 
             display(*(Image(data=picture.png) for picture in pictures.values()))
 
-    def _compute(self, trainer: TrainerLike) -> dict[str, Any]:
+    def _compute(self, trainer: TrainerLike) -> dict[str, object]:
         model = trainer.get_model()
         sync_ddp_buffers(trainer.model, trainer.ranks)
         with (
@@ -127,16 +140,16 @@ class ShowOutputsCallback(TrainerCallback):
             mixed_precision(trainer.accelerator),
         ):
             model.eval()
-            seed_all(mix(trainer.current_run.data.seed or 0, trainer.progress.update))
+            seed_all(mix(trainer.run.data.seed or 0, trainer.progress.update))
             value = self.function(model)
         values = value if isinstance(value, Mapping) else {self.name: value}
         return {str(name): part for name, part in values.items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what was shown."""
         return {"shown": self.shown}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         self.shown = list(state["shown"])
 

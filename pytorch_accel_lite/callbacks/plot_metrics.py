@@ -44,7 +44,7 @@ class PlotMetricsCallback(TrainerCallback):
         self.every = optional(parse_interval, "every", every)
         self._restart()
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.claim_path(self, "path", self.path, "curves")
 
     def _restart(self) -> None:
@@ -52,26 +52,26 @@ class PlotMetricsCallback(TrainerCallback):
         self._is_outdated = False
         self._budget = TimeBudget(1 / 10, expected=0.2) if in_notebook() else TimeBudget(1 / 50, expected=0.5)
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._restart()
         if self.every is not None:
-            self.every.start(trainer.current_run, "every")
+            self.every.start(trainer.run, "every")
         set_listening(trainer, self, self.every is not None, "on_train_step_checkpoint")
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self.every is not None and self.every.is_due(trainer.current_run):
-            self.every.advance(trainer.current_run)
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if self.every is not None and self.every.is_due(trainer.run):
+            self.every.advance(trainer.run)
             self._is_outdated = trainer.accelerator.is_main_process
             self._draw(trainer)
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._is_outdated = trainer.accelerator.is_main_process
         if self.every is not None:
             self.on_train_step_checkpoint(trainer)
         elif self._budget.is_due:
             self._draw(trainer)
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._draw(trainer)
 
     def _draw(self, trainer: TrainerLike) -> None:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+
+import torch
 
 from pytorch_accel_lite.base.text import format_metric, visible
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
-from pytorch_accel_lite.run.history import NewMetrics
+from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.state import TrainerLike
 
 
 class PrintProgressCallback(TrainerCallback):
     """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.print("Starting training run")
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.print(f"Starting epoch {epoch_of(trainer)}")
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.end.is_regular:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.end.is_regular:
             trainer.print("Finishing training run")
 
-    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.print("Starting evaluation run")
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.print("Finishing evaluation run")
 
 
@@ -44,24 +45,24 @@ class LogMetricsCallback(TrainerCallback):
     def _new(self) -> NewMetrics:
         return NewMetrics()  # here, as subclasses need not have called a constructor
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.skip(trainer.run_history)
 
     on_evaluation_run_start = on_training_run_start
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.follow(trainer.run_history)  # a subclass may have overridden the start event
         set_listening(trainer, self, False, "on_train_step_checkpoint")
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         # An evaluation within an epoch is logged after the update at which it was made.
         set_listening(trainer, self, True, "on_train_step_checkpoint")
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.end.is_regular:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.end.is_regular:
             self._log_new(trainer)
 
-    def _log_new(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
         set_listening(trainer, self, False, "on_train_step_checkpoint")
         metrics = self._new_metrics(trainer)
         if metrics:
@@ -70,10 +71,10 @@ class LogMetricsCallback(TrainerCallback):
     on_train_epoch_end = on_train_step_checkpoint = on_epoch_checkpoint = _log_new
     on_stop_training_error = on_exception = on_evaluation_run_end = _log_new
 
-    def _new_metrics(self, trainer: TrainerLike) -> dict[str, Any]:
+    def _new_metrics(self, trainer: TrainerLike) -> dict[str, MetricValue]:
         return self._new.take(trainer.run_history)
 
-    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Print metrics on one line.
 
         :param metrics: new values by name
@@ -91,6 +92,12 @@ def epoch_of(trainer: TrainerLike) -> str:
 
 def shown_rates(trainer: TrainerLike) -> dict[str, float]:
     """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
+    return {name: float(rate) for name, rate in rates_of(trainer).items()}
+
+
+def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
+    """Return the same as numbers, or as copies of tensors, which it does not read."""
     parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
-    return {name: float(group["lr"]) for name, group in first.items() if group.get("lr") is not None}
+    rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
+    return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}

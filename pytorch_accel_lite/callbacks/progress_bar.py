@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from pytorch_accel_lite.base.bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
-from pytorch_accel_lite.callbacks.bars import NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.callbacks.printing import epoch_of, shown_rates
+from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 from pytorch_accel_lite.run.state import TrainerLike
@@ -72,8 +72,9 @@ class ProgressBarCallback(TrainerCallback):
         self.show_always = show_always
         self.refresh_seconds = refresh_seconds
         self.line_every_seconds = line_every_seconds
-        self.pbar: Any = None
-        self.eval_pbar: Any = None
+        #: The bars of the epoch and of the evaluation, once there is one.
+        self.pbar: Bar = None  # type: ignore[assignment]
+        self.eval_pbar: Bar = None  # type: ignore[assignment]
         self._config: TrainerRunConfig | None = None
         self._run_start = self._eval_start = self._next_refresh = 0.0
         self._updates_before = 0
@@ -81,7 +82,7 @@ class ProgressBarCallback(TrainerCallback):
         self._speed = _Speed()
         self._copy: AsyncCopy | None = None  # of the running loss
 
-    def _start(self, trainer: TrainerLike, loader: Any, description: str, previous: Any) -> Any:
+    def _start(self, trainer: TrainerLike, loader: ShardedLoader | None, description: str, previous: Bar | None) -> Bar:
         """Return a new bar, in place of the previous one, which an evaluation that failed has left open."""
         if previous is not None:
             previous.close()
@@ -103,7 +104,7 @@ class ProgressBarCallback(TrainerCallback):
         }
         return NotebookBar(NotebookOutput.of(trainer), **arguments) if in_notebook() else TerminalBar(**arguments)
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
         self._copy = None
         now = time.monotonic()
@@ -117,14 +118,14 @@ class ProgressBarCallback(TrainerCallback):
         if not self.pbar.disable:
             self.pbar.update(trainer.progress.step)
 
-    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         now = time.monotonic()
         if now >= self._next_refresh and (loss := self._read_loss(trainer)) is not None:
             self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now, loss), now)
 
     def _read_loss(self, trainer: TrainerLike) -> float | None:
         """Return the running loss; on a device, ``None`` until a copy has arrived that no step waits for."""
-        tracker = trainer.current_run.loss_trackers["loss"]
+        tracker = trainer.run.loss_trackers["loss"]
         total = tracker.total_loss
         if not isinstance(total, torch.Tensor) or not is_asynchronous(total.device):
             return float(tracker.average)
@@ -136,7 +137,7 @@ class ProgressBarCallback(TrainerCallback):
         self._copy = None
         return loss
 
-    def _refresh(self, trainer: TrainerLike, bar: Any, step: int, numbers: dict[str, str], now: float) -> None:
+    def _refresh(self, trainer: TrainerLike, bar: Bar, step: int, numbers: dict[str, str], now: float) -> None:
         """Show how far an epoch or an evaluation is, on its bar or as a line."""
         self._next_refresh = now + self._interval
         if bar.disable:
@@ -165,15 +166,15 @@ class ProgressBarCallback(TrainerCallback):
             numbers["eval_loss"] = f"{float(evaluated[-1]):.4g}"
         return numbers | {name: f"{rate:.3g}" for name, rate in shown_rates(trainer).items()}
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self.pbar.disable:
             now = time.monotonic()
-            loss = trainer.current_run.loss_trackers["loss"].average
+            loss = trainer.run.loss_trackers["loss"].average
             self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now, loss), now)
         self.pbar.close()
 
-    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        name = trainer.current_run.data.eval_dataset_name
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        name = trainer.run.data.eval_dataset_name
         self._start_inference(trainer, "Evaluating" if name is None else f"Evaluating {visible(name)}")
 
     def _start_inference(self, trainer: TrainerLike, description: str) -> None:
@@ -181,7 +182,7 @@ class ProgressBarCallback(TrainerCallback):
         self._eval_start = time.monotonic()
         self._eval_step = 0
 
-    def on_eval_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self._eval_step += 1
         now = time.monotonic()
         if now >= self._next_refresh:
@@ -192,24 +193,24 @@ class ProgressBarCallback(TrainerCallback):
                 numbers["ETA"] = tqdm.format_interval(remaining)
             self._refresh(trainer, self.eval_pbar, self._eval_step, numbers, now)
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.eval_pbar.close()
         self._speed.mark(trainer.progress.samples, time.monotonic())
 
-    def on_predict_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_predict_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._start_inference(trainer, "Predicting")
 
     on_predict_step_end = on_eval_step_end
 
-    def on_predict_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_predict_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.eval_pbar.close()
         self.on_evaluation_run_end(trainer)
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not trainer.is_running or trainer.train_dataloader is None:  # outside a training run
             self._close(trainer)
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._close(trainer)
 
     on_stop_training_error = on_exception = on_training_run_end

@@ -33,7 +33,7 @@ from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.run_page import ShownPicture, pages, shown_outputs
 from pytorch_accel_lite.checkpoint.files import write_text
-from pytorch_accel_lite.optimizers.operations import parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -77,10 +77,10 @@ class RunLogCallback(TrainerCallback):
         self._start = time.monotonic()
         self._budget = TimeBudget(1 / 50, expected=0.5)
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.claim_path(self, "directory", self.directory, "page of the run")
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def _begin(self, trainer: TrainerLike) -> None:
@@ -88,7 +88,7 @@ class RunLogCallback(TrainerCallback):
         self._budget = TimeBudget(1 / 50, expected=0.5)
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
-        request = trainer.current_run.request
+        request = trainer.run.request
         self._record = {
             "name": self.name,
             "command": launch_command(trainer),
@@ -118,21 +118,20 @@ class RunLogCallback(TrainerCallback):
             )
             return []
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.accelerator.is_main_process and self._budget.is_due:
             self._write(trainer)
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._record and trainer.accelerator.is_main_process and (not self._is_running or self._budget.is_due):
             self._write(trainer)
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        error = kwargs["exception"]
-        outcome, *_ = f"failed: {type(error).__name__}: {error}".splitlines()
-        self._end(trainer, outcome[:200], "".join(traceback.format_exception(error)))
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
+        outcome, *_ = f"failed: {type(exception).__name__}: {exception}".splitlines()
+        self._end(trainer, outcome[:200], "".join(traceback.format_exception(exception)))
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        reason = trainer.current_run.end.reason
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        reason = trainer.run.end.reason
         self._end(trainer, "finished" if reason is None else f"stopped: {reason}")
 
     def _end(self, trainer: TrainerLike, outcome: str, trace: str | None = None) -> None:
@@ -159,7 +158,7 @@ class RunLogCallback(TrainerCallback):
         self._record |= {
             "progress": trainer.progress.state_dict(),
             "metrics": rows,
-            "goodput": trainer.current_run.goodput.to_dict(),
+            "goodput": trainer.run.goodput.to_dict(),
             "outputs": sorted(chain.from_iterable(each.shown for each in sources), key=itemgetter("update")),
         }
         with self._budget.measured():
@@ -255,7 +254,8 @@ def launch_command(trainer: TrainerLike) -> list[str] | None:
 def describe(trainer: TrainerLike) -> dict[str, str]:
     """Return one-line descriptions of the model, the loss, the optimizer and the schedule."""
     loss = trainer.loss_func
-    optimizers = parts_of(trainer.optimizer) or {"": getattr(trainer.optimizer, "optimizer", trainer.optimizer)}
+    single: TrainerOptimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizers = parts_of(trainer.optimizer) or {"": single}
     schedulers = {name: getattr(part, "scheduler", part) for name, part in schedulers_in(trainer.scheduler).items()}
     schedules = {name: _describe_scheduler(part) for name, part in schedulers.items() if part is not None}
     described = {name: describe_optimizer(part) for name, part in optimizers.items() if part is not None}

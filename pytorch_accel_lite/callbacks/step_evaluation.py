@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
@@ -23,13 +21,13 @@ class StepBasedEvaluationCallback(TrainerCallback):
     def __init__(self, eval_every_n_steps: int) -> None:
         self.eval_every_n_steps = check_positive_int("eval_every_n_steps", eval_every_n_steps)
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.metrics.within_epochs = True
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not trainer.eval_dataloaders:
             raise ValueError("StepBasedEvaluationCallback needs evaluation data. Pass eval_dataset to train().")
 
-    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.progress.update % self.eval_every_n_steps == 0:
             trainer.run_evaluation()

@@ -8,14 +8,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int, optional
 from pytorch_accel_lite.data.batches import is_number
 from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -129,28 +131,28 @@ class StepLogger(TrainerCallback, ABC):
             self._background = BackgroundWorker()
         self._background.submit(job)
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._trainer = trainer
         self._background = None
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
         if self.every is not None:
-            self.every.start(trainer.current_run, self._argument)
+            self.every.start(trainer.run, self._argument)
 
-    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._begin_row_if_due(trainer):
             self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
 
     def _begin_row_if_due(self, trainer: TrainerLike, ends_epoch: bool = False) -> bool:
-        if self.every is None or not self.every.is_due(trainer.current_run, ends_epoch=ends_epoch):
+        if self.every is None or not self.every.is_due(trainer.run, ends_epoch=ends_epoch):
             return False
-        self.every.advance(trainer.current_run, ends_epoch=ends_epoch)
+        self.every.advance(trainer.run, ends_epoch=ends_epoch)
         self._pending.append(self._begin_row(trainer))
         return True
 
     def _begin_row(self, trainer: TrainerLike) -> _Row:
         """Begin a row, copying numbers on a device to host memory asynchronously."""
-        tracker = trainer.current_run.loss_trackers["loss"]
+        tracker = trainer.run.loss_trackers["loss"]
         metrics = sorted(trainer.step_metrics.items())
         values = [("", tracker.total_loss), ("", tracker.running_count), *metrics]
         numbers = [_number(name, value) for name, value in values]
@@ -199,7 +201,7 @@ class StepLogger(TrainerCallback, ABC):
         if self._trainer is not None and self._trainer.ranks.rank == 0:
             self.in_background(lambda: self.write_row(row.update, row.epoch, values))
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._begin_row_if_due(trainer, ends_epoch=True)
         self._average(keep=0)
         if self.every is not None:
@@ -208,12 +210,12 @@ class StepLogger(TrainerCallback, ABC):
             total, count, _ = self._averaged(row)
             self._sums = row.epoch + 1, total_before - total, count_before - count
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._average(keep=0)
         self._end_background()
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.ranks.world_size == 1 or isinstance(kwargs["exception"], NonFiniteLossError):
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
+        if trainer.ranks.world_size == 1 or isinstance(exception, NonFiniteLossError):
             self._average(keep=0)
             self._end_background()
         else:  # the other processes may not be there to average the pending rows
@@ -225,7 +227,7 @@ class StepLogger(TrainerCallback, ABC):
             background.close()
             background.wait(seconds)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Wait for all rows, and return what the next row needs. Must be called on every process.
 
         :raises RuntimeError: if a row could not be written, because no training state may be saved without it
@@ -249,7 +251,7 @@ class StepLogger(TrainerCallback, ABC):
         gathered: list[dict[str, float]] = trainer.ranks.all_gather_object(local)
         return gathered
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         epoch, total, count = state["sums"]
         self._sums = (int(epoch), total, count)
@@ -259,7 +261,7 @@ class StepLogger(TrainerCallback, ABC):
             trainer.step_metrics.update(latest[trainer.ranks.rank])
 
 
-def _number(name: str, value: Any) -> float | None:
+def _number(name: str, value: MetricValue) -> float | None:
     """Return the value of a step metric, or ``None`` if it is on a device, from which it must not be read yet."""
     if name in _COLUMNS:
         raise ValueError(

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
+_CLEAR_CHANGE = 0.01  # of the value before: one that nobody means to ignore in a small loss
+
 
 @suggest_arguments
 class EarlyStoppingCallback(MetricWatcher):
     """Stop the run when a metric has stopped improving.
 
-    The defaults are those of pytorch-accelerated: the run stops at the first epoch whose loss is not lower than the
-    best by more than 0.01. For a loss that is itself as small as that, pass ``early_stopping_threshold=0``, or
-    ``threshold_mode="relative"``.
+    The defaults are those of pytorch-accelerated: the run stops at the first epoch whose loss is not lower by more than
+    0.01. For a loss that is itself as small as that, pass ``early_stopping_threshold=0``, or
+    ``threshold_mode="relative"``. The reason of the stop says by how much the metric has improved.
 
     :param early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops;
         those without a value of the metric do not count
@@ -36,6 +39,7 @@ class EarlyStoppingCallback(MetricWatcher):
         within an epoch, see ``evaluate_every`` of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`. An epoch
         counts as an improvement if any of its values is one.
     :param baseline: what the first value must improve on, such as that of an earlier model; ``None`` for nothing
+    :ivar best_metric: the best value so far, also if it was better by less than the threshold
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class EarlyStoppingCallback(MetricWatcher):
     def _reset(self) -> None:
         """Forget the best value and the patience used."""
         self.best_metric = None
+        self._reference = self.baseline  # what a value must improve on: the best when patience was last renewed
         self.early_stopping_patience_counter = 0
         self._begin_epoch()
 
@@ -73,31 +78,28 @@ class EarlyStoppingCallback(MetricWatcher):
         self._has_improved = False  # whether a value of the epoch was an improvement
         self._without_improvement: float | None = None  # the latest value that was not
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._run = trainer.current_run
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._run = trainer.run
         self._stops_at_once = False
         super().on_training_run_start(trainer)
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_step_start(trainer)
         if self._stops_at_once:
             self._stops_at_once = False
             self._stop_if_patience_is_used_up()
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_step_checkpoint(trainer)
         self._print_message(trainer)
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         """Note whether a value is an improvement, and stop the run when patience is used up."""
-        best = self.baseline if self.best_metric is None else self.best_metric
-        if best is None:
-            improvement = math.inf if math.isfinite(metric) else -math.inf
-        else:
-            improvement = metric - best if self._watched.greater_is_better else best - metric
-        unit = abs(best) if self.threshold_mode == "relative" and best is not None else 1
-        if improvement > self.early_stopping_threshold * unit:
+        if self._improvement(metric, self.best_metric) > 0:
             self.best_metric = metric
+        unit = 1.0 if self._reference is None else self._unit(self._reference)
+        if self._improvement(metric, self._reference) > self.early_stopping_threshold * unit:
+            self._reference = metric
             self.early_stopping_patience_counter = 0
             self._has_improved = True
             return
@@ -105,7 +107,17 @@ class EarlyStoppingCallback(MetricWatcher):
         if self.patience_in == "evaluations":
             self._use_patience(metric)
 
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def _improvement(self, metric: float, on: float | None) -> float:
+        """Return by how much a value is better than another, or than none; negative if it is worse."""
+        if on is None:
+            return math.inf if math.isfinite(metric) else -math.inf
+        return metric - on if self._watched.greater_is_better else on - metric
+
+    def _unit(self, reference: float) -> float:
+        """Return what the threshold is a multiple of."""
+        return abs(reference) if self.threshold_mode == "relative" else 1.0
+
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_epoch_end(trainer)
         metric = None if self._has_improved or self.patience_in == "evaluations" else self._without_improvement
         self._begin_epoch()
@@ -114,39 +126,63 @@ class EarlyStoppingCallback(MetricWatcher):
 
     def _use_patience(self, metric: float) -> None:
         self.early_stopping_patience_counter += 1
-        used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
-        self._message = (
-            f"{self.watch_metric}: {metric:.6g} has not improved by more than {self._describe_threshold()} "
-            f"({self._describe_best()}); {used} of patience used."
-        )
         self._stop_if_patience_is_used_up()
+        used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
+        self._message = f"{self.watch_metric}: {metric:.6g} {self._compare(metric)}; {used} of patience used."
 
-    def _describe_threshold(self) -> str:
-        threshold = self.early_stopping_threshold
-        return f"{100 * threshold:.6g} %" if self.threshold_mode == "relative" else f"{threshold:.6g}"
-
-    def _describe_best(self) -> str:
-        name, value = ("baseline", self.baseline) if self.best_metric is None else ("best", self.best_metric)
-        return f"{'best none' if value is None else f'{name} {value:.6g}'}, {self._watched.direction}"
+    def _compare(self, metric: float) -> str:
+        """Return what a value is beside the one that it should have improved on."""
+        reference = self._reference
+        if reference is None:
+            return "is not finite"
+        compared = f"{'the baseline ' if self._is_baseline(reference) else ''}{reference:.6g}"
+        gain = self._improvement(metric, reference)
+        if gain > 0:
+            return f"is better than {compared} by {self._describe_gain(gain, reference)}"
+        return f"is no better than {compared} ({self._watched.direction})"
 
     def _stop_if_patience_is_used_up(self) -> None:
         patience = self.early_stopping_patience
-        if self.early_stopping_patience_counter >= patience:
-            units = self.patience_in if patience > 1 else self.patience_in[:-1]
-            raise StopTrainingError(
-                f"{self.watch_metric} has not improved by more than {self._describe_threshold()} "
-                f"(early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
-                f"{self._describe_best()}."
-            )
+        if self.early_stopping_patience_counter < patience:
+            return
+        during = f"{patience} {self.patience_in if patience > 1 else self.patience_in[:-1]} (early_stopping_patience)"
+        best, reference = self.best_metric, self._reference
+        gain = -math.inf if best is None or reference is None else self._improvement(best, reference)
+        if reference is not None and gain > 0:
+            reason = f"has improved by {self._describe_gain(gain, reference)}, in {during}"
+        else:
+            on = f" on the baseline {reference:.6g}" if reference is not None and self._is_baseline(reference) else ""
+            reason = f"has not improved{on} for {during}"
+        value = "none" if best is None else f"{best:.6g}"
+        advice = "" if reference is None else self._advise(gain, reference)
+        raise StopTrainingError(f"{self.watch_metric} {reason}. Best {value}, {self._watched.direction}.{advice}")
 
-    def _print_message(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def _is_baseline(self, reference: float) -> bool:
+        return reference == self.baseline and reference != self.best_metric
+
+    def _describe_gain(self, gain: float, reference: float) -> str:
+        """Return how large an improvement is that is too small, and what it should have exceeded."""
+        threshold, change = self.early_stopping_threshold, f"{100 * gain / abs(reference or 1):.2g} %"
+        below = "less" if gain < threshold * self._unit(reference) else "not more"
+        if self.threshold_mode == "relative":
+            return f"{change}, {below} than {100 * threshold:.6g} % (early_stopping_threshold)"
+        share = f" ({change})" if reference else ""
+        return f"{gain:.3g}{share}, {below} than {threshold:.6g} (early_stopping_threshold)"
+
+    def _advise(self, gain: float, reference: float) -> str:
+        """Return advice if a metric that clearly improves is too small for the threshold."""
+        if self.threshold_mode == "relative" or gain <= _CLEAR_CHANGE * abs(reference):
+            return ""
+        return ' To train on while it improves, pass early_stopping_threshold=0, or threshold_mode="relative".'
+
+    def _print_message(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._message:
             trainer.print(wrapped(self._message))
         self._message = ""
 
     on_epoch_checkpoint = on_stop_training_error = _print_message
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the best value, the patience used so far, and whether the run has been stopped for good."""
         end = None if self._run is None else self._run.end
         stopped = end is not None and end.reason is not None and end.pause is None
@@ -155,12 +191,15 @@ class EarlyStoppingCallback(MetricWatcher):
             "patience_counter": self.early_stopping_patience_counter,
             "stopped": stopped,
             "of_epoch": [self._has_improved, self._without_improvement],
+            "reference": self._reference,
         }
 
-    def _load_progress(self, state: dict[str, Any]) -> None:
+    def _load_progress(self, state: StateDict) -> None:
         """Load the patience used so far; a run that was stopped for good is to be trained further, with all of it."""
         self.early_stopping_patience_counter = state["patience_counter"]
         self._has_improved, self._without_improvement = state.get("of_epoch", (False, None))
+        best = self.baseline if self.best_metric is None else self.best_metric
+        self._reference = state.get("reference", best)  # older states have no other
         if not state.get("stopped"):
             self._stops_at_once = True
         elif self.early_stopping_patience_counter >= self.early_stopping_patience:
@@ -180,10 +219,10 @@ class TimeLimitCallback(TrainerCallback):
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
         self.seconds = check_positive_number("limit", seconds)
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.clock >= self.seconds:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.clock >= self.seconds:
             raise RunPausedError(f"Stopping: the time limit of {timedelta(seconds=self.seconds)} is reached.")
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not trainer.current_run.is_finished:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if not trainer.run.is_finished:
             self.on_train_step_checkpoint(trainer)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,7 +20,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
     :raises ValueError: at the start of the run, for a subclass of batch norm with its own forward pass
     """
 
-    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.accelerator.num_processes == 1 or trainer.train_dataloader is None:  # None: evaluate()
             return
         if trainer.device.type in ("cpu", "mps"):

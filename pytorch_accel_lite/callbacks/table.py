@@ -10,16 +10,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+import torch
+
+from pytorch_accel_lite.base.bars import NotebookOutput
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reprs import table
+from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.bars import NotebookOutput
-from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, shown_rates
+from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, rates_of, shown_rates
 from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
+from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -30,7 +32,7 @@ _NOTEBOOK_WIDTH = 120
 _LONG_RUN = 60  # seconds of a run after which the summary shows how its time was spent
 _NOTEBOOK_ROWS = 100  # as a notebook gets the whole table again after every epoch
 
-Row = dict[str, Any]  # values by column, among them "epoch" and "time"
+Row = dict[str, MetricValue]  # values by column, among them "epoch" and "time"
 
 
 class ProgressTableCallback(LogMetricsCallback):
@@ -69,7 +71,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._running_means: dict[str, float] = {}
         self._evaluation_start = 0.0
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         for name in self.metrics or ():
             request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
 
@@ -82,7 +84,7 @@ class ProgressTableCallback(LogMetricsCallback):
 
     # ------------------------------------------------------------------------------------------ training
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_start(trainer)
         self._choose_form()
         self._announce(trainer, "Starting training run")
@@ -92,38 +94,58 @@ class ProgressTableCallback(LogMetricsCallback):
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
             self._row_every = None  # on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
-        trainer.current_run.end.messages.append(lambda: self._end(trainer))
+        each_update = trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"
+        set_listening(trainer, self, each_update, "on_optimizer_step_start")
+        trainer.run.end.messages.append(lambda: self._end(trainer))
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_epoch_start(trainer)
         self._announce(trainer, f"Starting epoch {epoch_of(trainer)}")
         if self._table is not None:
             self._table.begin_epoch(trainer)
 
-    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if self._table is not None:  # the schedule sets the next rate before an epoch ends
+            self._table.rates_used = rates_of(trainer)
+
+    def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None or self._row_every is None or trainer.progress.update % self._row_every:
             return
-        if not trainer.current_run.is_finished:
+        if not trainer.run.is_finished:
             self._running_means = self._table.means_since_last_row(trainer)
             # An evaluation at this update belongs to the same row.
             set_listening(trainer, self, True, "on_train_step_checkpoint")
 
-    def _new_metrics(self, trainer: TrainerLike) -> dict[str, Any]:
+    def _new_metrics(self, trainer: TrainerLike) -> dict[str, MetricValue]:
         means, self._running_means = self._running_means, {}
         return means | super()._new_metrics(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is not None:
             self._table.note_training(trainer)
         if not self._shows_table:
             super().on_train_epoch_end(trainer)
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_epoch_checkpoint(trainer)
-        if self._table is not None:
-            self._announce(trainer, f"  {self._table.times_and_rates()}")
+        self._show_times(trainer)
 
-    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
+        super().on_stop_training_error(trainer)
+        end = trainer.run.end
+        if end.is_regular and self._table is not None and not self._table.is_within_epoch(trainer):
+            self._show_times(trainer)
+
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        super().on_training_run_end(trainer)
+        if trainer.run.end.is_regular:  # of an epoch that was stopped within
+            self._show_times(trainer)
+
+    def _show_times(self, trainer: TrainerLike) -> None:
+        if self._table is not None and (times := self._table.times_and_rates(trainer)):
+            self._announce(trainer, f"  {times}")
+
+    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Show metrics as a row of the table or as a line."""
         if self._table is None:
             duration = format_duration(time.monotonic() - self._evaluation_start)
@@ -135,7 +157,7 @@ class ProgressTableCallback(LogMetricsCallback):
             step = {"step": trainer.progress.step} if self._table.is_within_epoch(trainer) else {}
             super().log_metrics(trainer, step | metrics)
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_exception(trainer)
         name = type(kwargs["exception"]).__name__
         self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
@@ -147,14 +169,14 @@ class ProgressTableCallback(LogMetricsCallback):
 
     # ---------------------------------------------------------------------------------------- evaluation
 
-    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None:  # within a training run, metrics belong to the next row
             super().on_evaluation_run_start(trainer)
             self._choose_form()
             self._announce(trainer, "Starting evaluation run")
             self._evaluation_start = time.monotonic()
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None:
             super().on_evaluation_run_end(trainer)
 
@@ -169,12 +191,14 @@ class _RunTable:
     def __init__(self, trainer: TrainerLike, chosen: list[str] | None, is_drawn: bool) -> None:
         self._chosen = chosen
         self._is_drawn = is_drawn
-        self._expected = trainer.current_run.request.metrics
+        self._expected = trainer.run.request.metrics
         self._marked_metric, self._greater_is_better = self._choose_marked()
         self._marked_column = _title(self._marked_metric)
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
+        #: Those that the latest update used, if the schedule sets a rate after each.
+        self.rates_used: dict[str, float | torch.Tensor] = {}
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten
         self._names = dict.fromkeys(self._expected.directions)  # of the metrics that are expected or recorded
@@ -184,11 +208,11 @@ class _RunTable:
         self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
         self._start = self._epoch_start = time.monotonic()
         self._first = replace(trainer.progress)
-        self._trained_epoch = 0
-        self._trained: list[tuple[int, float]] = []  # samples and seconds of training, by epoch
+        self._trained_epoch = self._timed_epoch = 0
+        self._speed = ""  # of the training part of the latest epoch
         self._samples_before = 0  # the current epoch
         self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights at the previous row
-        self._times_before = {path: _modification_time(path) for path in trainer.current_run.request.paths}
+        self._times_before = {path: _modification_time(path) for path in trainer.run.request.paths}
         self._output: NotebookOutput | None = None
         if is_drawn and in_notebook() and trainer.accelerator.is_local_main_process:
             NotebookOutput.leave(trainer)
@@ -207,13 +231,13 @@ class _RunTable:
 
     def _find_earlier_best(self, trainer: TrainerLike) -> None:
         """Find the best value of the epochs before a resumed run."""
-        history: Any = trainer.run_history
+        history = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
         for row in history.rows() if hasattr(history, "rows") else ():
             if row["epoch"] > offset:
                 self._update_best(row, f"epoch {row['epoch'] - offset}")
 
-    def _update_best(self, metrics: dict[str, Any], position: str) -> bool:
+    def _update_best(self, metrics: dict[str, MetricValue], position: str) -> bool:
         """Return whether the value of the marked metric is the best so far, and remember it if so."""
         value = float(metrics.get(self._marked_metric, math.nan))
         worst = -math.inf if self._greater_is_better else math.inf
@@ -250,8 +274,12 @@ class _RunTable:
     def note_training(self, trainer: TrainerLike) -> None:
         """Note the learning rates and the speed at the end of the training part of an epoch."""
         self._trained_epoch = trainer.progress.epoch
-        self._rates = shown_rates(trainer)
-        self._trained.append((trainer.progress.samples - self._samples_before, time.monotonic() - self._epoch_start))
+        self._rates = self._current_rates(trainer)
+        self._speed = _speed(trainer.progress.samples - self._samples_before, time.monotonic() - self._epoch_start)
+
+    def _current_rates(self, trainer: TrainerLike) -> dict[str, float]:
+        """Return the learning rates of the latest update."""
+        return {name: float(rate) for name, rate in self.rates_used.items()} or shown_rates(trainer)
 
     def is_within_epoch(self, trainer: TrainerLike) -> bool:
         """Return whether the training part of the current epoch is not over."""
@@ -259,7 +287,7 @@ class _RunTable:
 
     def means_since_last_row(self, trainer: TrainerLike) -> dict[str, float]:
         """Return the means of the training losses since the previous row of this epoch. A collective operation."""
-        sums = trainer.current_run.loss_trackers.summed(trainer.ranks)
+        sums = trainer.run.loss_trackers.summed(trainer.ranks)
         means = {}
         for name, (total, weight) in sums.items():
             total_before, weight_before = self._sums.get(name, (0.0, 0.0))
@@ -268,13 +296,22 @@ class _RunTable:
         self._sums = sums
         return means
 
-    def times_and_rates(self) -> str:
-        """Return the time of the epoch, the samples per second of its training part, and the learning rates."""
+    def times_and_rates(self, trainer: TrainerLike) -> str:
+        """Return the time of an epoch, the samples per second of its training part, and the learning rates.
+
+        Empty if the epoch has had them already, or no update.
+        """
+        epoch, is_trained = trainer.progress.epoch, trainer.progress.samples > self._samples_before
+        if self._timed_epoch == epoch or not (is_trained or trainer.progress.epochs_completed == epoch):
+            return ""
+        if self.is_within_epoch(trainer):
+            self.note_training(trainer)
+        self._timed_epoch = epoch
         duration = format_duration(time.monotonic() - self._epoch_start)
         rates = [f"{name}: {format_metric(rate)}" for name, rate in self._rates.items()]
-        return ", ".join([f"time: {duration}", f"samples/s: {_speed(self._trained[-1:])}", *rates])
+        return ", ".join([f"time: {duration}", f"samples/s: {self._speed}", *rates])
 
-    def add_row(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
+    def add_row(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Add the new metrics of an epoch, or of an evaluation within one, and show them as a row of the table."""
         step = f"step {trainer.progress.step}" if self.is_within_epoch(trainer) else ""
         is_best = self._update_best(metrics, f"epoch {trainer.progress.epoch}" + (f", {step}" if step else ""))
@@ -286,7 +323,7 @@ class _RunTable:
         if not step:  # a metric that the first epoch lacks can only come from an evaluation
             possible = self._recorded | self._expected.evaluated.keys()
             self._names = {name: None for name in self._names if name in possible}
-        row: Row = {**(shown_rates(trainer) if step else self._rates)}
+        row: Row = {**(self._current_rates(trainer) if step else self._rates)}
         row |= {_title(name): value for name, value in numbers.items()}  # may include the rate of the last update
         row["epoch"] = step or epoch_of(trainer)
         row["time"] = format_duration(time.monotonic() - self._epoch_start)
@@ -357,7 +394,7 @@ class _RunTable:
         if self._best_row in rows and self._marked_column in columns:
             bold = rows.index(self._best_row), columns.index(self._marked_column)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
-        output.html = table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
+        output.html = html_table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
         lines = (self._line(row, layout) for row in rows)
         output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
         output.refresh()
@@ -380,21 +417,21 @@ class _RunTable:
 
     def _summary(self, trainer: TrainerLike, outcome: str) -> list[str]:
         progress = trainer.progress
-        if self.is_within_epoch(trainer):
-            self.note_training(trainer)
         if outcome == "Trained":
             first, last = self._first.epochs_completed + 1, progress.epochs_completed
             epochs = f"{last} epoch{'s' * (last > 1)}" if first == 1 else f"epochs {first} to {last}"
-            summary = f"Trained {epochs}, {progress.update:,} updates,"
+            summary = f"Trained {epochs}, {progress.update - self._first.update:,} updates,"
         else:
             summary = f"{outcome} in epoch {progress.epoch}, after update {progress.update:,},"
-        duration = format_duration(time.monotonic() - self._start)
-        lines = [f"{summary} in {duration} ({_speed(self._trained)} samples/s)."]
+        seconds = time.monotonic() - self._start
+        speed = _speed(progress.samples - self._first.samples, seconds)
+        lines = [f"{summary} in {format_duration(seconds)} ({speed} samples/s)."]
         if self._best is not None:
-            lines.append(f"Best: {self._best[1]}, {self._marked_column} {format_value(self._best[0])}.")
-        goodput = trainer.current_run.goodput
+            value = format_value(self._best[0]) if self._is_drawn else format_metric(self._best[0])  # as it was shown
+            lines.append(f"Best: {self._best[1]}, {self._marked_column} {value}.")
+        goodput = trainer.run.goodput
         if goodput.is_resumed or sum(goodput.seconds.values()) >= _LONG_RUN:
-            lines.append(f"Time: {goodput}.")
+            lines.append(f"Time{' of all attempts' if goodput.is_resumed else ''}: {goodput}.")
         return [wrapped(line) for line in lines]
 
     def _written_files(self, trainer: TrainerLike) -> list[str]:
@@ -402,45 +439,40 @@ class _RunTable:
         is_resumed = self._first.update > 0
         rows = [
             (f"  {content}:", path)
-            for path, content in trainer.current_run.request.paths.items()
+            for path, content in trainer.run.request.paths.items()
             if (changed := _modification_time(path)) and (is_resumed or changed != self._times_before.get(path))
         ]
         width = max((len(content) for content, _ in rows), default=0)
         return [f"{content:<{width}} {visible(path)}" for content, path in rows]
 
 
-def _speed(trained: Sequence[tuple[int, float]]) -> str:
-    """Return the samples per second of some epochs.
-
-    :param trained: the samples and seconds of each
-    """
-    seconds = sum(seconds for _, seconds in trained)
-    return f"{sum(samples for samples, _ in trained) / seconds:,.0f}" if seconds else "0"
+def _speed(samples: int, seconds: float) -> str:
+    return f"{samples / seconds:,.0f}" if seconds else "0"
 
 
 def _default_interval(trainer: TrainerLike) -> int | None:
     """Return the number of updates between rows within an epoch of unknown length; ``None`` for other epochs."""
     if find_length(trainer.train_dataloader) is not None:
         return None
-    updates = trainer.current_run.request.max_num_train_steps
+    updates = trainer.run.request.max_num_train_steps
     return 500 if updates is None else max(int(float(f"{updates / 20:.0e}")), 10)
 
 
 def _num_steps(trainer: TrainerLike) -> int:
     """Return an upper bound of the steps of an epoch if it is known, or else a usual number."""
-    request = trainer.current_run.request
-    limit = (request.max_num_train_steps or 0) * trainer.current_run.accumulation.largest
+    request = trainer.run.request
+    limit = (request.max_num_train_steps or 0) * trainer.run.accumulation.largest
     return max(find_length(trainer.train_dataloader) or limit, 100)
 
 
-def _needs_power(value: Any) -> bool:
+def _needs_power(value: MetricValue) -> bool:
     """Return whether a value has to be written with a power of ten."""
     text = "" if isinstance(value, str) else format_value(value)
     return len(text) > _WIDTH or "e" in text
 
 
 def _outcome(trainer: TrainerLike) -> str:
-    end = trainer.current_run.end
+    end = trainer.run.end
     if end.pause is not None:
         return "Interrupted" if isinstance(end.pause, RunInterruptedError) else "Paused"
     return "Trained" if end.reason is None else "Stopped"

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import DeviceTimer, module_of
+from pytorch_accel_lite.base.devices import DeviceTimer, Moment
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
-from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import find_batch_size
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, split_into_parts
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.snapshot import StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.step import loss_of
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.window import Count
 
 # Peak TFLOPs per second by part of the device's name, the most specific first: of 16-bit floats, TF32 and float32,
 # without sparsity, as in the vendors' data sheets. A device without TF32 computes in float32 instead.
@@ -119,14 +114,14 @@ class ThroughputCallback(TrainerCallback):
         self._restart(0)
 
     def _restart(self, samples: int) -> None:
-        self._recent: deque[tuple[float, int, Any]] = deque(maxlen=self.window)
-        self._items: Any = None
-        self._samples: Any = 0  # of this process
+        self._recent: deque[tuple[float, int, Count]] = deque(maxlen=self.window)
+        self._items: Count | None = None
+        self._samples: Count = 0  # of this process
         self._first = samples
         self._start = time.perf_counter()
-        self._forward_start: Any = None
+        self._forward_start: Moment | None = None
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         names = ["samples_per_second_epoch", "items_per_second_epoch"]
         with_flops = self.count_flops or self.flops_per_sample is not None
         if with_flops:
@@ -153,13 +148,13 @@ class ThroughputCallback(TrainerCallback):
         self._must_count = False
         _warn(trainer, f"ThroughputCallback counts no FLOPs: {reason}. Pass flops_per_sample=... instead.")
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         # The part of the epoch that was trained before resuming takes no time now.
         self._restart(trainer.progress.samples_in_epoch)
         self._timer = DeviceTimer(trainer.device)
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if self._must_count and trainer.current_run.step.num_microbatches != self._failed_parts:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if self._must_count and trainer.run.step.num_microbatches != self._failed_parts:
             start = time.perf_counter()
             self._count(trainer)
             self._start += time.perf_counter() - start
@@ -168,46 +163,36 @@ class ThroughputCallback(TrainerCallback):
 
     def _count(self, trainer: TrainerLike) -> None:
         """Count the FLOPs of a forward and a backward pass on the current batch, and agree with the other processes."""
-        run = trainer.current_run
-        counted, samples, failure, is_full = 0, 0, "", False
-        if run.batch is not None and not run.batch.is_filler and not isinstance(run.batch.data, FailedRead):
-            try:
-                part = split_into_parts(run.batch, run.step.num_microbatches)[0]
-                with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
-                    counted = _count_flops(trainer, part)
-                samples = find_batch_size(part.data, part.num_samples)
-            except Exception as error:  # unless the counter caused it, the step itself will fail as well
-                failure, is_full = f"{type(error).__name__}: {error}", is_out_of_memory(error)
-        results = trainer.all_gather_object((counted, samples, failure, is_full))
-        if run.request.auto_microbatch and any(full for *_, full in results):
+        run = trainer.run
+        counts = trainer.all_gather_object(try_counting_flops(trainer))
+        if run.request.auto_microbatch and any(count.is_out_of_memory for count in counts):
             self._failed_parts = run.step.num_microbatches  # count again once batches are split further
-            return
-        all_flops, all_samples, failures, _ = zip(*results, strict=True)
-        if sum(all_samples):
+        elif samples := sum(count.samples for count in counts):
             self._must_count = False
-            self._flops = sum(all_flops) / sum(all_samples)
-        elif any(failures):
-            reason = next(filter(None, failures)).rstrip(".")
-            self._stop_counting(trainer, f"torch's counter has failed with {reason}")
+            self._flops = sum(count.flops for count in counts) / samples
+        elif failures := [count.failure for count in counts if count.failure]:
+            self._stop_counting(trainer, f"torch's counter has failed with {failures[0].rstrip('.')}")
 
-    def on_backward_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._forward_start is not None:
             self._timer.add("forward", self._forward_start, self._timer.now())
             self._forward_start = None  # a step may have further backward passes
 
-    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         self._samples = self._samples + batch_output["batch_size"]
         items = batch_output.get("num_items_in_batch")
         if items is not None:
             items = items.detach() if isinstance(items, torch.Tensor) else items
             self._items = items if self._items is None else self._items + items
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         now = time.perf_counter()
         samples = trainer.progress.samples_in_epoch
         start, first, first_items = self._recent[0] if self._recent else (self._start, self._first, 0)
         self._recent.append((now, samples, 0 if self._items is None else self._items))
-        rates = self._rates(samples - first, None, now - start, trainer.ranks.world_size)
+        rates: dict[str, Count] = {**self._rates(samples - first, None, now - start, trainer.ranks.world_size)}
         if self._items is not None:  # on a GPU a tensor that is not read; those of this step are counted at its end
             rates["items_per_second"] = (self._items - first_items) / (now - start)
         trainer.step_metrics.update(rates)
@@ -223,11 +208,11 @@ class ThroughputCallback(TrainerCallback):
                 rates["mfu"] = rates["flops_per_second"] / (devices * self._peak)
         return rates
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         seconds = time.perf_counter() - self._start
         items = None if self._items is None else float(self._items)
         world_size = trainer.ranks.world_size
-        sharing = world_size / trainer.current_run.data.ranks.world_size  # processes that share each batch
+        sharing = world_size / trainer.run.data.ranks.world_size  # processes that share each batch
         local = self._rates(float(self._samples), items, seconds, sharing)
         forward_seconds = self._timer.take().get("forward", 0.0)  # without waiting: the losses have already been read
         per_rank = trainer.all_gather_object((local, seconds, items, forward_seconds))
@@ -246,18 +231,6 @@ class ThroughputCallback(TrainerCallback):
             trainer.run_history.update_metric("slowest_rank_factor_epoch", longest / others if others else 1.0)
 
 
-def _count_flops(trainer: TrainerLike, batch: Batch) -> int:
-    """Return the FLOPs of a forward and a backward pass on a batch, without compiled code."""
-    from torch.utils.flop_counter import FlopCounterMode  # which imports triton
-
-    has_compiled = "torch._dynamo" in sys.modules  # else importing it would take a second
-    eager = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
-    counter = FlopCounterMode(display=False)
-    with eager, replaced(trainer, compiled_forward=None), unwrapped_model(trainer), counter:
-        trainer.backward_step(loss_of(trainer, batch))
-    return int(counter.get_total_flops())
-
-
 def _reason_not_to_count(trainer: TrainerLike) -> str | None:
     """Return why a forward and a backward pass cannot be tried, if so."""
     if trainer.is_sharded:
@@ -271,7 +244,7 @@ def _reason_not_to_count(trainer: TrainerLike) -> str | None:
 
 def _find_peak(trainer: TrainerLike) -> float | None:
     """Return the peak of the trainer's device in FLOPs per second in the precision that it trains with, if known."""
-    name = getattr(module_of(trainer.device), "get_device_name", lambda device: "")(trainer.device)
+    name = getattr(getattr(torch, trainer.device.type, None), "get_device_name", lambda device: "")(trainer.device)
     peaks = next((peaks for model, peaks in _PEAKS.items() if re.search(rf"\b{model}\b{_VARIANTS}", name)), None)
     precision = _precision(trainer)
     if peaks is None or "MIG" in name or precision not in ("float16", "bfloat16", "float32"):
@@ -288,7 +261,7 @@ def _precision(trainer: TrainerLike) -> str:
 
 
 def _describe(trainer: TrainerLike) -> str:
-    get_name = getattr(module_of(trainer.device), "get_device_name", None)
+    get_name = getattr(getattr(torch, trainer.device.type, None), "get_device_name", None)
     name = f"{trainer.device.type!r}" if get_name is None else f"{get_name(trainer.device)!r}"
     return f"the device {name} with {_precision(trainer)}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import DeviceTimer, is_asynchronous
+from pytorch_accel_lite.base.devices import DeviceTimer, Moment, is_asynchronous
 from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.base.text import align
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
@@ -50,16 +50,16 @@ class TimingCallback(TrainerCallback):
         self._callbacks: dict[str, float] = defaultdict(float)
         #: All seconds counted so far, so that nested times are not counted twice.
         self._counted = 0.0
-        self._device_mark: Any = None
+        self._device_mark: Moment | None = None
         self._mark = self._mark_counted = self._epoch_start = 0.0
         self._callbacks_before = 0.0
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if sum(isinstance(callback, TimingCallback) for callback in trainer.callback_handler) > 1:
             raise ValueError("callbacks holds more than one TimingCallback. One measures all: leave the others out.")
         request.metrics.record(self, [f"time_{name}" for name in (*_PHASES, "data_max", "callbacks", "epoch")])
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
         self._is_running = True
@@ -103,32 +103,32 @@ class TimingCallback(TrainerCallback):
         self._device_mark = now
         self._lap(None)
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._lap(None)
 
     on_eval_epoch_start = on_train_epoch_start
 
-    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self._lap(None)
 
-    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._lap("data")
         if self._timer is not None:
             self._device_mark = self._timer.now()
 
-    def on_backward_start(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self._lap_of_device("forward")
 
-    def on_backward_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_backward_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self._lap_of_device("backward")
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._lap_of_device("optimizer")
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._lap("evaluation")
 
-    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         for name, seconds in self._count(trainer).items():
             trainer.run_history.update_metric(f"time_{name}", seconds)
 
@@ -151,7 +151,7 @@ class TimingCallback(TrainerCallback):
         self._phases.clear()
         return measured | {"callbacks": in_callbacks, "epoch": epoch}
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._is_running:  # an error ended the run before it began
             return
         self._is_running = False
@@ -161,7 +161,7 @@ class TimingCallback(TrainerCallback):
         if self.show:
             trainer.print(self)
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.callback_handler.timer = None
 
     def __str__(self) -> str:
@@ -206,17 +206,17 @@ class ProfilerCallback(TrainerCallback):
         self._skipped = wait + warmup
         self._profiler: torch.profiler.profile | None = None
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.ranks.run_together(lambda: self.output_dir.mkdir(parents=True, exist_ok=True), only_first=True)
         write = torch.profiler.tensorboard_trace_handler(os.fspath(self.output_dir), f"rank{trainer.ranks.rank}")
         self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
         self._profiler.start()
 
-    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._profiler is not None and self._profiler.step_num <= self._skipped:
             trainer.print(
                 f"ProfilerCallback has written no trace: the run had {self._profiler.step_num} steps, and the first "
@@ -224,7 +224,7 @@ class ProfilerCallback(TrainerCallback):
             )
         self._stop()
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._stop()
 
     def _stop(self) -> None:

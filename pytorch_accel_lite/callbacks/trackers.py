@@ -16,10 +16,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoar
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.paths import parse_location
 from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.plotting.pictures import Picture
-from pytorch_accel_lite.run.history import NewMetrics
+from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -64,8 +65,8 @@ class TrackerCallback(StepLogger):
         project_name: str = "training",
         project_dir: str | os.PathLike[str] = "runs",
         every_n_updates: int | None = 50,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
+        init_kwargs: Mapping[str, object] | None = None,
         *,
         every: str | Interval | None = None,
     ) -> None:
@@ -89,7 +90,7 @@ class TrackerCallback(StepLogger):
         self._keys: dict[str, str] = {}  # names of metrics by key
         self._first_update = 0
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_training_run_start(trainer)
         self._active = None
         self._logged_steps = {}
@@ -138,7 +139,7 @@ class TrackerCallback(StepLogger):
             )
         self._note_run()
 
-    def _create(self, trainer: TrainerLike) -> Any:
+    def _create(self, trainer: TrainerLike) -> GeneralTracker:
         if not isinstance(self.tracker, str):
             return self.tracker
         tracker_class = LOGGER_TYPE_TO_CLASS[self.tracker]
@@ -180,28 +181,24 @@ class TrackerCallback(StepLogger):
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         self._log({"epoch": epoch, **values}, update)
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._evaluated = True
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._evaluated:  # within the epoch
             self._log_new(trainer)
 
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._is_finished:
             self._log_new(trainer)
 
     def on_outputs(
-        self,
-        trainer: TrainerLike,
-        outputs: Mapping[str, str],
-        pictures: Mapping[str, Picture] | None = None,
-        **kwargs: Any,
+        self, trainer: TrainerLike, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
     ) -> None:
         """Log what a :class:`ShowOutputsCallback` shows; the texts of pictures are the paths of their files."""
-        self._log_after_rows(trainer, dict(outputs), dict(pictures or {}))
+        self._log_after_rows(trainer, dict(outputs), dict(pictures))
 
-    def _log_new(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._evaluated = False
         new = self._new.take(trainer.run_history)
         self._log_after_rows(trainer, {name: as_number_or_text(value) for name, value in new.items()})
@@ -209,14 +206,14 @@ class TrackerCallback(StepLogger):
     on_epoch_checkpoint = _log_new
 
     def _log_after_rows(
-        self, trainer: TrainerLike, values: dict[str, Any], pictures: Mapping[str, Picture] = _NO_PICTURES
+        self, trainer: TrainerLike, values: dict[str, MetricValue], pictures: Mapping[str, Picture] = _NO_PICTURES
     ) -> None:
         self._average(keep=0)  # trackers do not accept rows of earlier updates afterwards
         update = trainer.progress.update
         if values and trainer.accelerator.is_main_process:
             self.in_background(lambda: self._log(values, update, pictures))
 
-    def _log(self, values: dict[str, Any], step: int, pictures: Mapping[str, Picture] = _NO_PICTURES) -> None:
+    def _log(self, values: dict[str, MetricValue], step: int, pictures: Mapping[str, Picture] = _NO_PICTURES) -> None:
         """Log values that the tracker does not have yet, also not from an earlier attempt. Runs in the background.
 
         :param pictures: those of the values that are paths of pictures, by name
@@ -257,7 +254,7 @@ class TrackerCallback(StepLogger):
         log_images({name: picture.pixels[None] for name, picture in pictures.items()}, step=step, **layout)
         return pictures
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._is_finished:
             return
         try:
@@ -266,11 +263,11 @@ class TrackerCallback(StepLogger):
         finally:
             self._finish(trainer)
 
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         if self._is_finished:
             return
         try:
-            super().on_exception(trainer, **kwargs)
+            super().on_exception(trainer, exception=exception)
             if trainer.ranks.world_size == 1:
                 self.on_training_run_end(trainer)
         finally:
@@ -284,7 +281,7 @@ class TrackerCallback(StepLogger):
             trainer.accelerator.trackers.remove(tracker)
             tracker.finish()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Write pending rows, and return the run's id and what was logged last."""
         trainer = None if self._is_finished else self._trainer
         if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
@@ -297,7 +294,7 @@ class TrackerCallback(StepLogger):
             run_id = self._trainer.ranks.broadcast_object(lambda: self.run_id)
         return state | {"run_id": run_id}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         super().load_state_dict(state)
         self.run_id = state["run_id"]

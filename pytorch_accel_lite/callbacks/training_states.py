@@ -8,20 +8,22 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import add_note, wrapped
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
-from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.remote import open_store
+from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
-from pytorch_accel_lite.run.events import RunPausedError, TrainerCallback, set_listening
-from pytorch_accel_lite.run.intervals import Interval, parse_interval
+from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.run.events import RunInterruptedError, RunPausedError, TrainerCallback, set_listening
+from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
+from pytorch_accel_lite.run.job_queues import JOB_QUEUES
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -45,12 +47,12 @@ class SavingPace(Interval):
         self._share = share
         self._paused = 0.0
 
-    def start(self, run: Any, argument: str = "") -> None:
+    def start(self, run: CountedRun, argument: str = "") -> None:
         """Start counting in a run that has not saved yet."""
         super().start(run)
         self._paused = 0.0
 
-    def note_pause(self, seconds: float, run: Any) -> None:
+    def note_pause(self, seconds: float, run: CountedRun) -> None:
         """Record how long training has waited for a state, and choose when the next one is due."""
         self.pauses = [*self.pauses, seconds][-_NUM_PAUSES:]
         self._paused += seconds
@@ -123,6 +125,8 @@ class SaveTrainingStateCallback(TrainerCallback):
     ) -> None:
         if requeue and not save_on_signal:
             raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
+        if requeue and not JOB_QUEUES:
+            raise ValueError(f"requeue=True {is_not_there('slurm')}")
         if not isinstance(sharded, bool) and sharded != "auto":
             raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
         self.save_dir = parse_location(save_dir, "save_dir")
@@ -151,7 +155,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        self._saved: dict[str, Any] | None = None  # the progress that was saved last
+        self._saved: StateDict | None = None  # the progress that was saved last
         self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
@@ -160,7 +164,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         """The newest state that the run in progress has saved or resumed from; ``None`` if there is none."""
         return None if self._complete is None else self._complete[0]
 
-    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.saves_training_states = True
         request.ends_at_signals = request.ends_at_signals or self.save_on_signal
         request.state_sources.append(self)
@@ -180,14 +184,14 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._store.unlock()
             raise
 
-    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None:
             return
         self._claim(trainer)
         if self.trainable_only and trainer.run_config is None:  # no state has been restored yet
             self._created_weights = model_fingerprints(trainer.get_model(keep_torch_compile=False))
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         check_states_are_possible(trainer.accelerator)
         if self.sharded is True and not _has_shards(trainer):
             raise ValueError(
@@ -195,15 +199,15 @@ class SaveTrainingStateCallback(TrainerCallback):
                 'with fully_shard for example, or pass sharded="auto", which saves shards if there are any.'
             )
         self._clear()
-        path, resumed = self._store.path_for(trainer.progress.update), trainer.current_run.resumed
+        path, resumed = self._store.path_for(trainer.progress.update), trainer.run.resumed
         if resumed is not None and resumed.directory == path:
             self._complete = path, trainer.progress.update
             if self._store.alive_at is not None:
-                trainer.current_run.goodput.note_sign_of_life(resumed.metadata["saved_at"], self._store.alive_at)
+                trainer.run.goodput.note_sign_of_life(resumed.metadata["saved_at"], self._store.alive_at)
         self._newest_time = trainer.ranks.broadcast_object(self._store.newest_time)
         self._resumed_at = trainer.progress.samples or None
         for interval in self._intervals:
-            interval.start(trainer.current_run, "save_every" if interval is self.save_every else "")
+            interval.start(trainer.run, "save_every" if interval is self.save_every else "")
         is_within_epochs = any(interval.is_within_epochs for interval in self._intervals)
         set_listening(trainer, self, is_within_epochs, "on_train_step_checkpoint")
         if self.asynchronous:
@@ -217,34 +221,36 @@ class SaveTrainingStateCallback(TrainerCallback):
         return self._newest_time
 
     def _check_requeue(self, trainer: TrainerLike) -> None:
-        slurm.check_requeue()
-        if slurm.was_requeued() and trainer.progress.update == 0 and self._store.names():
-            raise RuntimeError(
-                f"Slurm has started this job again, and there are training states in {os.fspath(self.save_dir)!r}, but "
-                "train() was not asked to resume: it would start over each time. Pass resume_from='latest'."
-            )
+        for name, queue in JOB_QUEUES.items():
+            queue.check()
+            if queue.was_requeued() and trainer.progress.update == 0 and self._store.names():
+                raise RuntimeError(
+                    f"{name} has started this job again, and there are training states in "
+                    f"{os.fspath(self.save_dir)!r}, but train() was not asked to resume: it would start over each "
+                    "time. Pass resume_from='latest'."
+                )
 
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._resumed_at = None
 
-    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if any(interval.is_due(trainer.current_run) for interval in self._intervals):
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if any(interval.is_due(trainer.run) for interval in self._intervals):
             self._save(trainer)
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        is_due = any(interval.is_due(trainer.current_run) for interval in self._intervals if not interval.is_time)
-        if is_due or (self.save_at_end and trainer.current_run.is_finished):
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        is_due = any(interval.is_due(trainer.run) for interval in self._intervals if not interval.is_time)
+        if is_due or (self.save_at_end and trainer.run.is_finished):
             self._save(trainer)
 
-    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None:  # an evaluation
             return
-        if not (self.save_at_end or trainer.current_run.end.pause is not None):
+        if not (self.save_at_end or trainer.run.end.pause is not None):
             return
         if trainer.progress.samples == self._resumed_at:  # the state that it resumed from remains
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
             return
-        if not trainer.current_run.window.is_between_updates:
+        if not trainer.run.window.is_between_updates:
             trainer.print(
                 "No training state was saved: the run was stopped within an accumulation window or a step, after "
                 f"update {trainer.progress.update}. To stop after one, raise StopTrainingError in "
@@ -253,7 +259,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         self._save(trainer)
 
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         try:
             with self._handling_errors(trainer):
                 if self._writer is not None:
@@ -264,18 +270,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._writer = None
             self._store.unlock()
-        end = trainer.current_run.end
+        end = trainer.run.end
         complete, self._complete = self._complete, None
         if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
-                end.messages.append(lambda: self._requeue(trainer))
+                end.messages.append(lambda: _requeue(trainer, pause))
             end.messages.append(lambda: _explain_how_to_resume(trainer, complete, pause))
 
-    def _requeue(self, trainer: TrainerLike) -> None:
-        if message := slurm.requeue_after(trainer.current_run.end.pause):
-            trainer.print(message)
-
-    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         try:
             if self._writer is not None and trainer.ranks.world_size == 1:  # other processes may have failed
                 with self._handling_errors(trainer):
@@ -283,22 +285,22 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._store.unlock()
             complete, self._complete = self._complete, None
-            _explain_how_to_resume(trainer, complete, kwargs["exception"])
+            _explain_how_to_resume(trainer, complete, exception)
 
     def _save(self, trainer: TrainerLike) -> None:
         begin = time.monotonic()
         for interval in self._intervals:
-            interval.advance(trainer.current_run)
-        progress = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
+            interval.advance(trainer.run)
+        progress = trainer.progress.state_dict() | {"stop_reason": trainer.run.end.reason}
         if progress == self._saved:
             return
         trainer.check_weights()
         if self._writer is not None:
-            with trainer.current_run.goodput.counting("saving"), self._handling_errors(trainer):
+            with trainer.run.goodput.counting("saving"), self._handling_errors(trainer):
                 self._writer.wait()
         update = trainer.progress.update
         path = self._store.path_for(update)
-        options: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
+        options: StateDict = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
             options["sharded"] = True
 
@@ -313,7 +315,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.save_training_state(path, writer=self._writer, then=finish, **options)
         if self._pace is not None:
             (pause,) = trainer.ranks.max([time.monotonic() - begin])
-            self._pace.note_pause(pause, trainer.current_run)
+            self._pace.note_pause(pause, trainer.run)
 
     def _rotate(self, update: int) -> None:
         self._store.rotate(self.max_checkpoints, {state_name(update)})
@@ -329,14 +331,20 @@ class SaveTrainingStateCallback(TrainerCallback):
                 raise
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return how long training waited for the latest states, with ``save_every="auto"``."""
         return {} if self._pace is None else {"pauses": self._pace.pauses}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`; that of an earlier version is ignored."""
         if self._pace is not None:
             self._pace.expect(state.get("pauses", ()))
+
+
+def _requeue(trainer: TrainerLike, pause: RunPausedError) -> None:
+    for queue in JOB_QUEUES.values():
+        if message := queue.requeue_after(pause):
+            trainer.print(message)
 
 
 def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:
@@ -345,7 +353,8 @@ def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] |
     :param complete: path and update of the state
     :param error: what has ended the run
     """
-    if complete is None:
+    is_interrupt = isinstance(error, (RunInterruptedError, KeyboardInterrupt))
+    if complete is None or (is_interrupt and trainer.ranks.rank > 0):  # all end in the same way, and one says so
         return
     path, update = complete
     is_failure = isinstance(error, Exception) and not isinstance(error, RunPausedError)

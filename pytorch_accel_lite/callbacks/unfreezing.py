@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -11,7 +10,7 @@ from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
 from pytorch_accel_lite.optimizers.freezing import ModelFreezer, parameters_by_group
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
-from pytorch_accel_lite.optimizers.operations import is_created
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -49,7 +48,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         self.freeze_batch_norms = freeze_batch_norms
         self.groups = groups
 
-    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
             return
         model = trainer.get_model(keep_torch_compile=False)
@@ -61,7 +60,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         else:  # it will be created from the parameters that require gradients, and the epoch freezes them afterwards
             self._unfreeze(model, len(groups))
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not trainer.can_rewrap_model:
             raise RuntimeError(
                 "GradualUnfreezingCallback cannot change which parameters are trained: the model is sharded "
@@ -77,7 +76,7 @@ class GradualUnfreezingCallback(TrainerCallback):
             )
             trainer.print(wrapped(message))
 
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         # Depends on the epoch alone, so a resumed run needs no state.
         if self._unfreeze(trainer.get_model(keep_torch_compile=False), self._num_trained(trainer.progress.epoch)):
             trainer.rewrap_model()
@@ -97,7 +96,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         freezer.unfreeze(first, -1)
         return before != [parameter.requires_grad for parameter in model.parameters()]
 
-    def _add_to_optimizer(self, optimizer: Any, groups: list[list[nn.Parameter]]) -> None:
+    def _add_to_optimizer(self, optimizer: TrainerOptimizer, groups: list[list[nn.Parameter]]) -> None:
         existing = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         head = next((existing[parameter] for parameter in groups[-1] if parameter in existing), None)
         if head is None:

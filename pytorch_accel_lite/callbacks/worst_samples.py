@@ -77,18 +77,20 @@ class WorstSamplesCallback(TrainerCallback):
         self._kept: tuple[Any, ...] | None = None  # indices, losses, predictions and targets
         self._gathered: list[WorstSample] = []
 
-    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.eval_dataloader is not None:
             self._loss = self.loss or _without_reduction(trainer.loss_func)
 
-    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._kept = None
         self._name = trainer.run_history.metric_name_prefix.removesuffix("_")
         if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
             self._gathered = []
 
-    def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        indices = trainer.current_run.batch_indices
+    def on_eval_step_end(
+        self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: object
+    ) -> None:
+        indices = trainer.run.batch_indices
         if indices == []:  # a filler batch, which only keeps the processes in step
             return
         outputs, targets = self.transform(batch, batch_output)
@@ -103,7 +105,7 @@ class WorstSamplesCallback(TrainerCallback):
         largest = ranking.topk(min(self.k, len(ranking))).indices
         self._kept = tuple(_select(column, largest) for column in columns)
 
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         local_samples: list[WorstSample] = []
         if self._kept is not None:
             columns = send_to_device(self._kept, "cpu")

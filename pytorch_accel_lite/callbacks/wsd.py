@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from pytorch_accel_lite.base.paths import folder_path, local_path
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -47,7 +46,7 @@ class WSDCheckpointCallback(TrainerCallback):
         )
         self._due: set[tuple[int, str]] = set()  # updates after which to save, and kinds of checkpoints
 
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not hasattr(trainer.scheduler, "get_decay_info"):
             raise ValueError(
                 f"WSDCheckpointCallback needs a WSDLrScheduler, not {trainer.scheduler!r}: pass "
@@ -70,19 +69,19 @@ class WSDCheckpointCallback(TrainerCallback):
         trainer.scheduler.continue_from(checkpoint.get("scheduler_state_dict"))
         trainer.print(f"Starting from the weights in {os.fspath(path)!r}")
 
-    def _save_due(self, trainer: TrainerLike, **kwargs: Any) -> None:
+    def _save_due(self, trainer: TrainerLike, **kwargs: object) -> None:
         for kind in (_POST, _PRE):
             if (trainer.scheduler.num_updates, kind) in self._due:
                 self._save(trainer, kind)
 
     on_train_step_checkpoint = _save_due
 
-    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.is_finished:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.is_finished:
             self._save_last(trainer)
 
-    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.end.pause is None:  # a paused run will be resumed
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.end.pause is None:  # a paused run will be resumed
             self._save_last(trainer)
 
     def _save_last(self, trainer: TrainerLike) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.paths import StrPath
+from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.checkpoint.trainability import lacks_groups
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
@@ -23,6 +24,9 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import TrainerLike
+
+#: What is saved with a trainer. The state of a tensor is itself.
+Owner: TypeAlias = HasStateDict | torch.Tensor
 
 
 def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
@@ -67,7 +71,7 @@ def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     }
 
 
-def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrPath) -> None:
+def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> None:
     """Restore the result of :func:`loss_state`; for a different loss function, restore what fits and warn."""
     loss_func = trainer.loss_func
     current = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
@@ -76,7 +80,7 @@ def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrP
         for name, value in state.items()
         if name in current and (is_lazy(current[name]) or current[name].shape == value.shape)
     }
-    if fitting:
+    if isinstance(loss_func, nn.Module) and fitting:
         # All of it, as hooks of its parts, such as those of gpytorch, take for granted that each has some.
         whole = {name: value for name, value in current.items() if not is_lazy(value)} | fitting
         loss_func.load_state_dict(whole, strict=False)
@@ -95,7 +99,7 @@ def names_beside_model(trainer: TrainerLike) -> list[str]:
     return [*learned, *parts, *attributes.hidden(trainer)]
 
 
-def _included(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> dict[str, Any]:
+def _included(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> dict[str, Owner]:
     """Return the attributes that are saved with a trainer, by name, with or without optimizers and schedulers."""
     return {
         name: owner
@@ -111,7 +115,7 @@ def attribute_states(
     optimizers: bool = True,
     schedulers: bool = True,
     others: Mapping[str, nn.Module] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Tree]:
     """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
 
     :param keep: ``False`` on processes that will not write them
@@ -123,7 +127,7 @@ def attribute_states(
     return {name: _state_of(owner, keep) for name, owner in included.items()}
 
 
-def _state_of(owner: Any, keep: bool) -> Any:
+def _state_of(owner: Owner, keep: bool) -> Tree:
     if isinstance(owner, nn.Module):
         return model_state(owner, keep)
     return full_state_dict(owner.detach() if isinstance(owner, torch.Tensor) else owner.state_dict(), keep)
@@ -131,7 +135,7 @@ def _state_of(owner: Any, keep: bool) -> Any:
 
 def load_attribute_states(
     trainer: TrainerLike,
-    states: Mapping[str, Any],
+    states: Mapping[str, Tree],
     source: StrPath,
     optimizers: bool = True,
     schedulers: bool = True,
@@ -155,7 +159,7 @@ def load_attribute_states(
         load_each("attribute", included, states, load, is_final)
 
 
-def load_state(name: str, owner: Any, state: Any, source: StrPath, strict: bool = True) -> None:
+def load_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> None:
     """Load the state of a module, an optimizer or a scheduler.
 
     :raises ValueError: if it does not fit; names it
@@ -188,8 +192,8 @@ def _load_tensor(tensor: torch.Tensor, saved: torch.Tensor) -> None:
 def load_each(
     kind: str,
     owners: Mapping[str, Any],
-    states: Mapping[str, Any],
-    load: Callable[[str, Any, Any], None] = lambda name, owner, state: owner.load_state_dict(state),
+    states: Mapping[str, Tree],
+    load: Callable[[str, Any, Tree], object] = lambda name, owner, state: owner.load_state_dict(state),
     is_final: bool = True,
 ) -> None:
     """Restore all owners of a kind that have a state; finally, warn of owners without a state, and the reverse."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.devices import is_asynchronous, module_of, record_event
+from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.files import map_nested
 from pytorch_accel_lite.distributed import Ranks
 
@@ -36,17 +37,17 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, list[_Buffer]] = {}
-        self._arrival: Any = None
+        self._buffers: dict[object, list[_Buffer]] = {}
+        self._arrival: torch.Event | None = None
 
-    def copy(self, state: Any) -> Any:
+    def copy(self, state: Tree) -> Tree:
         """Return a state with its tensors copied to host memory. Overwrites the previous copy."""
         self.wait()
         free, self._buffers = self._buffers, {}
         pinned = sum(buffer.pinned_bytes for buffers in free.values() for buffer in buffers)
         late: set[torch.device] = set()
 
-        def copy_tensor(path: tuple[Any, ...], value: Any) -> Any:
+        def copy_tensor(path: Keys, value: Tree) -> Tree:
             nonlocal pinned
             if not isinstance(value, torch.Tensor):
                 return value
@@ -68,7 +69,7 @@ class HostMemory:
             return buffer.tensor
 
         copied = map_nested(copy_tensor, state)
-        self._arrival = record_event(*late) if late else None  # all are on the current device
+        self._arrival = record_event(late.pop()) if late else None  # all are on the current device
         return copied
 
     def wait(self) -> None:
@@ -81,7 +82,7 @@ class HostMemory:
 def _new_copy(tensor: torch.Tensor, spare: int) -> _Buffer:
     """Return a copy in new memory, which torch pins for a copy that does not block, if that much may be pinned."""
     device = tensor.device
-    is_late = is_asynchronous(device) and module_of(device).current_device() == device.index
+    is_late = is_asynchronous(device) and torch.get_device_module(device).current_device() == device.index
     if is_late and _Buffer(tensor, True).pinned_bytes <= spare:
         return _Buffer(tensor.to("cpu", non_blocking=True), True)
     return _Buffer(torch.empty_like(tensor, device="cpu").copy_(tensor), False)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 #: The kind of the items, the names or the class that they have in common, and the columns.
-Columns = tuple[str, Any, list[Any]]
+Columns: TypeAlias = tuple[str, Any, list["_Column"]]
 #: What tells whether items are alike, and their parts.
+#: The kind of the values of a column, and what they are.
+_Column: TypeAlias = tuple[Any, ...]
+Device: TypeAlias = torch.device | str
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in _NUMBERS}
 
 
-def pack_columns(items: Sequence[Any]) -> Columns | None:
+def pack_columns(items: Iterable[Any]) -> Columns | None:
     """Return like items as columns; ``None`` if they are not alike, or hold more than numbers, arrays and tensors."""
     items = [*items]
     first = items[0]
@@ -31,7 +35,7 @@ def pack_columns(items: Sequence[Any]) -> Columns | None:
             return None
         if any(tuple(item) != names for item in items):
             return None
-        rows: Iterable[Any] = ([*item.values()] for item in items)
+        rows: Iterable[Sequence[object]] = ([*item.values()] for item in items)
         columns = _pack_all(rows)
         return None if columns is None else ("dict", [*names], columns)
     if len({*map(len, items)}) != 1 or (kind is not tuple and not hasattr(kind, "_fields")):
@@ -41,7 +45,9 @@ def pack_columns(items: Sequence[Any]) -> Columns | None:
     return None if columns is None else ("tuple", name, columns)
 
 
-def unpack_columns(columns: Columns, place: Callable[[str], Any], find_class: Callable[[str], type]) -> Iterable[Any]:
+def unpack_columns(
+    columns: Columns, place: Callable[[str], Device], find_class: Callable[[str], type]
+) -> Iterable[object]:
     """Return the items of columns.
 
     :param place: returns the device for tensors that were on a device of a type
@@ -56,11 +62,11 @@ def unpack_columns(columns: Columns, place: Callable[[str], Any], find_class: Ca
     rows = zip(*values, strict=True)
     if shared is None:
         return rows
-    cls: Any = find_class(shared)
+    cls: type[tuple[object, ...]] = find_class(shared)
     return [tuple.__new__(cls, row) for row in rows]
 
 
-def _pack_all(rows: Iterable[Any]) -> list[Any] | None:
+def _pack_all(rows: Iterable[Sequence[object]]) -> list[_Column] | None:
     columns = []
     for values in zip(*rows, strict=True):
         column = _pack(values)
@@ -70,7 +76,7 @@ def _pack_all(rows: Iterable[Any]) -> list[Any] | None:
     return columns or None
 
 
-def _pack(values: Sequence[Any]) -> Any:
+def _pack(values: Sequence[Any]) -> _Column | None:
     """Return the values of a column as one tensor, and what they are; ``None`` if they differ."""
     kind = type(values[0])
     if {*map(type, values)} != {kind}:
@@ -87,7 +93,7 @@ def _pack(values: Sequence[Any]) -> Any:
     return None
 
 
-def _pack_tensors(values: Sequence[torch.Tensor]) -> Any:
+def _pack_tensors(values: Sequence[torch.Tensor]) -> _Column | None:
     """Return tensors of one shape as one, each of them once, and its place for each value."""
     distinct = list({id(value): value for value in values}.values())
     kinds = {(v.dtype, v.shape, v.device, v.layout, v.requires_grad, v.is_quantized) for v in distinct}
@@ -101,7 +107,7 @@ def _pack_tensors(values: Sequence[torch.Tensor]) -> Any:
     return "tensor", distinct[0].device.type, torch.stack(distinct), _places(values, distinct)
 
 
-def _pack_arrays(values: Sequence[Any]) -> Any:
+def _pack_arrays(values: Sequence[npt.NDArray[np.generic]]) -> _Column | None:
     distinct = list({id(value): value for value in values}.values())
     dtype = distinct[0].dtype
     if {(v.dtype, v.shape) for v in distinct} != {(dtype, distinct[0].shape)} or dtype.kind not in "biufc":
@@ -112,17 +118,17 @@ def _pack_arrays(values: Sequence[Any]) -> Any:
     return kind, dtype.str, list(stacked.shape), content, _places(values, distinct)
 
 
-def _places(values: Sequence[Any], distinct: list[Any]) -> torch.Tensor | None:
+def _places(values: Sequence[object], distinct: Sequence[object]) -> torch.Tensor | None:
     if len(distinct) == len(values):
         return None
     places = {id(value): place for place, value in enumerate(distinct)}
     return torch.tensor([places[id(value)] for value in values])
 
 
-def _unpack(column: Any, place: Callable[[str], Any]) -> Sequence[Any]:
+def _unpack(column: _Column, place: Callable[[str], Device]) -> Sequence[object]:
     kind, *parts = column
     if kind in _TYPES:
-        numbers: list[Any] = parts[0].tolist()
+        numbers: list[float] = parts[0].tolist()
         return numbers
     if kind == "tensor":
         device, stacked, places = parts

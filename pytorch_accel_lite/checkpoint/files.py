@@ -27,6 +27,7 @@ import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, local_path, name_of
+from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, sealed, verify, verify_content
 from pytorch_accel_lite.distributed import Ranks
 
@@ -174,7 +175,7 @@ def replacing(target: Path) -> Iterator[Path]:
         raise
 
 
-def try_lock(file: IO[Any]) -> bool:
+def try_lock(file: IO[str] | IO[bytes]) -> bool:
     """Lock an open file until it is closed; return ``False`` if another process has locked it, and warn if unknown."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked workers
@@ -210,7 +211,7 @@ def _remove_stale_files(target: Path) -> None:
                     path.unlink()
 
 
-def storable(value: Any, path: str) -> Any:
+def storable(value: Tree, path: str) -> Tree:
     """Convert a value to types that ``torch.load(weights_only=True)`` can load; numpy numbers become Python numbers.
 
     :param path: name of the value in the error
@@ -232,11 +233,11 @@ def storable(value: Any, path: str) -> Any:
 
 
 def map_nested(
-    function: Callable[[tuple[Any, ...], Any], Any],
-    value: Any,
-    path: tuple[Any, ...] = (),
-    is_leaf: Callable[[Any], bool] = lambda value: False,
-) -> Any:
+    function: Callable[[Keys, Tree], Tree],
+    value: Tree,
+    path: Keys = (),
+    is_leaf: Callable[[object], bool] = lambda value: False,
+) -> Tree:
     """Return nested dicts, lists and tuples, as :func:`storable` returns them, with a function of the others in them.
 
     Does what ``tree_map_with_path`` of torch does, at a fraction of the cost.
@@ -252,13 +253,13 @@ def map_nested(
     return function(path, value)
 
 
-def write_plain(value: Any, path: Path) -> None:
+def write_plain(value: Tree, path: Path) -> None:
     """Write a value to be loaded with :func:`load_plain`, without syncing the file."""
     with naming(path), open(path, "wb") as file:
         torch.save(value, file)
 
 
-def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None = None) -> Any:
+def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None = None) -> Tree:
     """Load a file written by ``torch.save`` onto the CPU, without running code from the file.
 
     :param mapped: whether to leave the tensors in the file until they are used
@@ -275,7 +276,7 @@ def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None =
         ) from error
 
 
-def load_verified(path: Path) -> Any:
+def load_verified(path: Path) -> Tree:
     """Load a file written by ``torch.save`` that stands alone, once its content has matched its own checksums.
 
     :raises ValueError: if it is damaged, or cannot be loaded without running code
@@ -286,7 +287,7 @@ def load_verified(path: Path) -> Any:
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return tensors with tied ones under a single name, and a dict from their other names to that name."""
-    kept: dict[Any, str] = {}
+    kept: dict[object, str] = {}
     tied = {}
     for name, tensor in tensors.items():
         start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
@@ -360,7 +361,7 @@ def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
     return file, file.metadata() or {}
 
 
-def write_checkpoint(checkpoint: Mapping[str, Any], path: PathOrFile) -> None:
+def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
     """Write a checkpoint atomically: even if the process is killed, ``path`` holds either the old or the new one.
 
     :param path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left
@@ -379,7 +380,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: PathOrFile) -> None:
         write_plain(content, temporary)
 
 
-def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict:
     """Read a checkpoint, or weights alone, in a safetensors file or one of torch, onto the CPU, without running code.
 
     :param path: the path, or an open binary file, which is read from its position to its end into memory, verified, and
@@ -402,7 +403,7 @@ def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> dict[str,
     return _entries_of(load_plain(Path(path)), os.fspath(path))
 
 
-def _read_open(file: IO[bytes]) -> dict[str, Any]:
+def _read_open(file: IO[bytes]) -> StateDict:
     """Read a checkpoint from the position of an open file to its end. What it begins with tells the format."""
     name, content = name_of(file), file.read()
     length = int.from_bytes(content[:8], "little")
@@ -425,7 +426,7 @@ def _read_open(file: IO[bytes]) -> dict[str, Any]:
     return _entries_of(load_plain(io.BytesIO(content), name=name), name)
 
 
-def _entries_of(checkpoint: Any, name: str) -> dict[str, Any]:
+def _entries_of(checkpoint: Tree, name: str) -> StateDict:
     """Return the entries of a checkpoint that torch has read.
 
     :raises ValueError: if it is none; names the file

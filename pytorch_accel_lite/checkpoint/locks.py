@@ -8,7 +8,7 @@ import re
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.checkpoint.files import hidden_name, no_link, try_lock
@@ -68,7 +68,7 @@ class FileLock:
     def _key(self) -> tuple[int, int]:
         return _identity(os.fstat(self._file.fileno()))
 
-    def _open(self) -> IO[Any]:
+    def _open(self) -> IO[str]:
         """Open the file and lock it."""
         with suppress(FileNotFoundError):
             if _held.get(_identity(os.lstat(self.path))) == os.getpid():
@@ -84,7 +84,7 @@ class FileLock:
             raise
         return file
 
-    def _is_in_place(self, file: IO[Any]) -> bool:
+    def _is_in_place(self, file: IO[str]) -> bool:
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(file.fileno()), os.lstat(self.path))
         return False
@@ -120,7 +120,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _content(file: IO[Any]) -> bytes:
+def _content(file: IO[str]) -> bytes:
     return os.pread(file.fileno(), 1 << 10, 0)
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.backends import describe_settings, deterministic_kernels
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.run.state import TrainerLike
 
 
-def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
+def fingerprint(trainer: TrainerLike) -> JsonObject:
     """Return the device, the versions and the settings with which a trainer computes, in JSON types."""
     device = trainer.device
     with deterministic_kernels(trainer.deterministic):
         settings = describe_settings(device.type == "cuda")
     name = device.type
-    versions: dict[str, Any] = {}
+    versions: dict[str, object] = {}
     if device.type == "cuda":
         cudnn: Any = torch.backends.cudnn
         name = torch.cuda.get_device_name(device)
@@ -28,7 +28,7 @@ def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
     return {"device": name, "torch": str(torch.__version__), **settings, **versions}
 
 
-def describe_changes(trainer: TrainerLike, metadata: Mapping[str, Any]) -> str:
+def describe_changes(trainer: TrainerLike, metadata: JsonObject) -> str:
     """Return what differs from the machine on which a state was saved, if that may change the run's last bits.
 
     Empty if nothing does, or if the run differs anyway because the number of processes has changed.

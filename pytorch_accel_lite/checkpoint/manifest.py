@@ -6,15 +6,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import TypeGuard, TypeVar
 
 import accelerate
 import torch
 
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, checksum, hash_files
 from pytorch_accel_lite.checkpoint.files import hidden_name
 from pytorch_accel_lite.run.progress import Progress
@@ -31,7 +32,7 @@ class DamagedStateError(ValueError):
     """A training state is damaged. The message names the file."""
 
 
-def manifest_text(entries: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
+def manifest_text(entries: list[JsonObject], metadata: JsonObject) -> str:
     """Return the manifest of a state.
 
     :param entries: entries of each rank's files
@@ -57,12 +58,12 @@ def recover(directory: Path) -> None:
         os.rename(previous_path(directory), directory)
 
 
-def _manifest_checksum(manifest: dict[str, Any]) -> str:
+def _manifest_checksum(manifest: JsonObject) -> str:
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path) -> JsonObject:
     """Return the manifest of a state.
 
     :raises FileNotFoundError: if the directory does not exist
@@ -99,33 +100,33 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-def _is_integer_or_none(value: Any) -> bool:
+def _is_integer_or_none(value: object) -> bool:
     return value is None or _is_integer(value)
 
 
-def _is_text_or_none(value: Any) -> bool:
+def _is_text_or_none(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 2**40
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and type(value) is not bool and math.isfinite(value) and abs(value) < 2**40
 
 
-def _is_dict(value: Any) -> bool:
+def _is_dict(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_progress(value: Any) -> bool:
+def _is_progress(value: object) -> bool:
     names = vars(Progress()).keys()
     return isinstance(value, dict) and value.keys() == names and all(_is_integer(v) and v >= 0 for v in value.values())
 
 
 #: The checks of the fields that every state has, and of those that only newer ones have.
-_REQUIRED: dict[str, Callable[[Any], bool]] = {
+_REQUIRED: dict[str, Callable[[object], bool]] = {
     "saved_at": _is_time,
     "progress": _is_progress,
     "world_size": lambda value: _is_integer(value) and value > 0,
@@ -134,7 +135,7 @@ _REQUIRED: dict[str, Callable[[Any], bool]] = {
     "stop_reason": _is_text_or_none,
     "run_config": _is_dict,
 }
-_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+_OPTIONAL: dict[str, Callable[[object], bool]] = {
     "versions": _is_dict,
     "goodput": lambda value: isinstance(value, dict) and all(map(_is_time, value.values())),
     "machine": _is_dict,
@@ -146,7 +147,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _find_odd_field(manifest: Mapping[str, Any]) -> str:
+def _find_odd_field(manifest: JsonObject) -> str:
     """Return what is wrong with a field of a manifest whose checksum fits; empty if nothing is."""
     checks = {**_REQUIRED, **{name: check for name, check in _OPTIONAL.items() if name in manifest}}
     for name, check in checks.items():
@@ -163,11 +164,11 @@ def _find_odd_field(manifest: Mapping[str, Any]) -> str:
     return ""
 
 
-def _has_checksum(entry: Mapping[str, Any]) -> bool:
+def _has_checksum(entry: JsonObject) -> bool:
     return isinstance(entry.get(CHECKSUM) or entry.get(_FILE_CHECKSUM), str)
 
 
-def _odd(name: str, manifest: Mapping[str, Any]) -> str:
+def _odd(name: str, manifest: JsonObject) -> str:
     return f"its {name!r} is {short(manifest[name])}" if name in manifest else f"it has no {name!r}"
 
 
@@ -185,7 +186,7 @@ def _no_manifest(directory: Path) -> ValueError:
     return DamagedStateError(f"{name!r} is not a training state: it has no {MANIFEST}.{advice}")
 
 
-def verify_state(directory: StrPath) -> dict[str, Any]:
+def verify_state(directory: StrPath) -> JsonObject:
     """Check that a state is complete and every byte is intact, and return its manifest.
 
     :raises DamagedStateError: if it is damaged; names the file
@@ -206,7 +207,7 @@ def verify_state(directory: StrPath) -> dict[str, Any]:
     return manifest
 
 
-def stored_checksum(entry: Mapping[str, Any]) -> str:
+def stored_checksum(entry: JsonObject) -> str:
     """Return the checksum of a file from its entry in the manifest."""
     stored: str = entry.get(CHECKSUM) or entry[_FILE_CHECKSUM]
     return stored

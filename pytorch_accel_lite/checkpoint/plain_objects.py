@@ -19,19 +19,27 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from pytorch_accel_lite.base.inspection import sums_by_position
 from pytorch_accel_lite.base.randomness import restore_state
+from pytorch_accel_lite.base.reachable import RandomGenerator
+from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.checkpoint.columns import Columns, pack_columns, unpack_columns
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
 
 #: A value of one of ``_SCALARS``, or a tuple: the name of its kind and what it consists of.
-Node = Any
+Node: TypeAlias = Any
+#: What a program has where an object is restored; :class:`NoPlaceError` if it has nothing.
+Current: TypeAlias = Any
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, deque)}
@@ -69,15 +77,17 @@ class Encoder:
     :ivar left_out: the paths to parts that cannot be stored, with their classes
     """
 
-    def __init__(self, is_saved: Callable[[Any], bool] = lambda value: False, most_parts: float = float("inf")) -> None:
+    def __init__(
+        self, is_saved: Callable[[object], bool] = lambda value: False, most_parts: float = float("inf")
+    ) -> None:
         self.left_out: dict[str, str] = {}
         self._is_saved = is_saved
         self._parts_left = most_parts
         self._numbers: dict[int, int] = {}
-        self._held: list[Any] = []  # so that no two have the same id
+        self._held: list[object] = []  # so that no two have the same id
         self._cells: list[list[Any]] = []  # that hold the tensors in nodes
 
-    def encode(self, value: Any, path: str) -> Node:
+    def encode(self, value: Tree, path: str) -> Node:
         """Return the value as a node.
 
         :param path: how to call it where it, or a part of it, cannot be stored
@@ -109,15 +119,15 @@ class Encoder:
                 content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
                 cell[:] = [content, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
-    def _note(self, value: Any) -> int:
+    def _note(self, value: object) -> int:
         self._held.append(value)
         return self._numbers.setdefault(id(value), len(self._numbers))
 
-    def _leave_out(self, value: Any, path: str) -> Node:
+    def _leave_out(self, value: Tree, path: str) -> Node:
         self.left_out[path] = type(value).__name__
         return SAME
 
-    def _encode_container(self, value: Any, path: str) -> Node:
+    def _encode_container(self, value: Tree, path: str) -> Node:
         kind = type(value)
         if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
             items = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -138,7 +148,7 @@ class Encoder:
             return kind.__name__, number, pairs, factory if factory in _FACTORIES else None
         return None
 
-    def _encode_tensor(self, value: Any, path: str) -> Node:
+    def _encode_tensor(self, value: Tree, path: str) -> Node:
         if isinstance(value, torch.Tensor):
             full = full_state_dict(value.detach(), keep=True)
             flags = {"device": value.device.type, "grad": value.requires_grad, "parameter": type(value) is nn.Parameter}
@@ -151,7 +161,7 @@ class Encoder:
             return "array", number, value.dtype.str, list(value.shape), content
         return None
 
-    def _encode_state(self, value: Any, path: str) -> Node:
+    def _encode_state(self, value: Tree, path: str) -> Node:
         if (generator := _generator_state(value)) is not None:
             kind, state = generator
             return "generator", self._note(value), kind, self.encode(state, path)
@@ -179,7 +189,7 @@ class Encoder:
         }
         return "module", number, state, running
 
-    def _encode_object(self, value: Any, path: str) -> Node:
+    def _encode_object(self, value: Tree, path: str) -> Node:
         if isinstance(value, (enum.Enum, PurePath)):
             return ("enum", _name_of(type(value)), value.name) if isinstance(value, enum.Enum) else ("path", str(value))
         if _package(type(value)) in _LIBRARIES or isinstance(value, torch.utils.data.Dataset):
@@ -201,11 +211,11 @@ class Decoder:
     def __init__(self, device: torch.device, source: str) -> None:
         self._device = device
         self._source = source
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[int, object] = {}
         self._used: set[int] = set()
-        self._copied: dict[int, Any] = {}
+        self._copied: dict[int, object] = {}
 
-    def decode(self, node: Node, current: Any) -> Any:
+    def decode(self, node: Node, current: Current) -> Any:
         """Return the object of a node: the current one, changed in place, or a new one.
 
         :param current: what the program has in this place; :class:`NoPlaceError` if it has nothing
@@ -225,20 +235,20 @@ class Decoder:
             return (self._sequence if kind in _SEQUENCES else self._dict)(kind, current, *parts)
         return getattr(self, f"_{kind.replace(' ', '_')}")(current, *parts)
 
-    def _target(self, number: int, current: Any, fits: bool, create: Callable[[], Any]) -> Any:
+    def _target(self, number: int, current: Current, fits: bool, create: Callable[[], object]) -> Any:
         """Return the object to restore, which holds what is restored before its own parts are."""
         fits = fits and current is not NoPlaceError and id(current) not in self._used
         target = self._objects[number] = current if fits else create()
         self._used.add(id(target))
         return target
 
-    def _must_exist(self, number: int, current: Any, fits: bool) -> Any:
+    def _must_exist(self, number: int, current: Current, fits: bool) -> Current:
         if not fits:
             raise NoPlaceError
         self._objects[number] = current
         return current
 
-    def _sequence(self, kind: str, current: Any, number: int, nodes: list[Node], maxlen: int | None) -> Any:
+    def _sequence(self, kind: str, current: Current, number: int, nodes: list[Node], maxlen: int | None) -> object:
         cls = _SEQUENCES[kind]
         if kind == "frozenset":
             result = self._objects[number] = frozenset(self.decode(node, NoPlaceError) for node in nodes)
@@ -252,7 +262,7 @@ class Decoder:
         (target.update if cls is set else target.extend)(values)
         return target
 
-    def _columns(self, current: Any, number: int, kind: str, maxlen: int | None, columns: Columns) -> Any:
+    def _columns(self, current: Current, number: int, kind: str, maxlen: int | None, columns: Columns) -> object:
         options = {"maxlen": maxlen} if kind == "deque" else {}
         cls = _SEQUENCES[kind]
         fits = type(current) is cls and getattr(current, "maxlen", None) == maxlen
@@ -264,7 +274,9 @@ class Decoder:
         target.extend(items)
         return target
 
-    def _dict(self, kind: str, current: Any, number: int, pairs: list[tuple[Node, Node]], factory: str | None) -> Any:
+    def _dict(
+        self, kind: str, current: Current, number: int, pairs: list[tuple[Node, Node]], factory: str | None
+    ) -> object:
         cls = _DICTS[kind]
         target = self._target(number, current, type(current) is cls, cls)
         held = {self.decode(key, NoPlaceError): node for key, node in pairs}
@@ -275,18 +287,18 @@ class Decoder:
             target.default_factory = _FACTORIES[factory]
         return target
 
-    def _tuple(self, current: Any, nodes: list[Node]) -> Any:
+    def _tuple(self, current: Current, nodes: list[Node]) -> tuple[object, ...]:
         held = current if isinstance(current, tuple) else ()
         return tuple(self.decode(node, held[i] if i < len(held) else NoPlaceError) for i, node in enumerate(nodes))
 
-    def _named_tuple(self, current: Any, name: str, nodes: list[Node]) -> Any:
+    def _named_tuple(self, current: Current, name: str, nodes: list[Node]) -> tuple[object, ...]:
         values = self._tuple(current, nodes)
         cls = type(current) if _name_of(type(current)) == name else _find_class(name)
         if not issubclass(cls, tuple):
             raise NoPlaceError
         return tuple.__new__(cls, values)
 
-    def _tensor(self, current: Any, number: int, flags: Mapping[str, Any], cell: list[Any]) -> Any:
+    def _tensor(self, current: Current, number: int, flags: StateDict, cell: list[Any]) -> torch.Tensor:
         device = self._device if flags["device"] == self._device.type else torch.device("cpu")
         saved = cell[0] if len(cell) == 1 else _unpack(*cell)
 
@@ -294,7 +306,7 @@ class Decoder:
             tensor = copy.deepcopy(saved, self._copied).to(device)  # views of one tensor stay so
             return nn.Parameter(tensor, flags["grad"]) if flags["parameter"] else tensor
 
-        target = self._target(number, current, _can_be_filled(current, saved, flags["device"]), create)
+        target: torch.Tensor = self._target(number, current, _can_be_filled(current, saved, flags["device"]), create)
         if target is current:
             with torch.no_grad():
                 target.copy_(saved)
@@ -306,29 +318,31 @@ class Decoder:
             target.requires_grad_(flags["grad"])
         return target
 
-    def _array(self, current: Any, number: int, dtype: str, shape: list[int], content: Any) -> Any:
+    def _array(
+        self, current: Current, number: int, dtype: str, shape: list[int], content: bytes | torch.Tensor
+    ) -> npt.NDArray[Any]:
         data = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content.numpy()
         saved = data.view(np.dtype(dtype)).reshape(shape)
         fits = type(current) is np.ndarray and (current.dtype, current.shape) == (saved.dtype, saved.shape)
-        target = self._target(number, current, fits and current.flags.writeable, saved.copy)
+        target: npt.NDArray[Any] = self._target(number, current, fits and current.flags.writeable, saved.copy)
         if target is current:
             target[...] = saved
         return target
 
-    def _generator(self, current: Any, number: int, kind: str, node: Node) -> Any:
+    def _generator(self, current: Current, number: int, kind: str, node: Node) -> object:
         state = self.decode(node, NoPlaceError)
         fits = current is not NoPlaceError and (_generator_state(current) or ("",))[0] == kind
         target = self._target(number, current, fits, lambda: _create_generator(kind))
         restore_state(target, state)
         return target
 
-    def _state(self, current: Any, number: int, node: Node) -> Any:
+    def _state(self, current: Current, number: int, node: Node) -> object:
         owner = self._must_exist(number, current, hasattr(current, "load_state_dict"))
         owner.load_state_dict(self.decode(node, NoPlaceError))
         return owner
 
-    def _module(self, current: Any, number: int, nodes: dict[str, Any], running: dict[str, Node]) -> Any:
-        module = self._must_exist(number, current, isinstance(current, nn.Module))
+    def _module(self, current: Current, number: int, nodes: dict[str, Node], running: dict[str, Node]) -> nn.Module:
+        module: nn.Module = self._must_exist(number, current, isinstance(current, nn.Module))
         state = {name: self.decode(node, NoPlaceError) for name, node in nodes.items()}
         module.load_state_dict(fit_model_state(module, state, self._source))
         metrics = dict(module.named_modules())
@@ -338,20 +352,21 @@ class Decoder:
             metrics[name]._computed = None  # noqa: SLF001
         return module
 
-    def _enum(self, current: Any, name: str, member: str) -> Any:
+    def _enum(self, current: Current, name: str, member: str) -> object:
         cls = type(current) if _name_of(type(current)) == name else _find_class(name)
-        members: Mapping[str, Any] = getattr(cls, "__members__", {}) if issubclass(cls, enum.Enum) else {}
+        members: Mapping[str, object] = getattr(cls, "__members__", {}) if issubclass(cls, enum.Enum) else {}
         if member not in members:
             raise NoPlaceError
         return members[member]
 
-    def _path(self, current: Any, text: str) -> Any:
+    def _path(self, current: Current, text: str) -> PurePath:
         return current if isinstance(current, PurePath) and str(current) == text else Path(text)
 
-    def _number(self, current: Any, dtype: str, content: bytes) -> Any:
-        return np.frombuffer(content, np.dtype(dtype))[0]
+    def _number(self, current: Current, dtype: str, content: bytes) -> np.generic:
+        number: np.generic = np.frombuffer(content, np.dtype(dtype))[0]
+        return number
 
-    def _object(self, current: Any, number: int, name: str, held: dict[str, Node]) -> Any:
+    def _object(self, current: Current, number: int, name: str, held: dict[str, Node]) -> object:
         fits = current is not NoPlaceError and _name_of(type(current)) == name
         target = self._target(number, current, fits, lambda: object.__new__(_find_class(name)))
         attributes = vars(target)
@@ -366,7 +381,7 @@ def digest(node: Node) -> str | None:
     text = hashlib.sha256()
     on_devices: list[torch.Tensor] = []
 
-    def add(value: Any) -> None:
+    def add(value: Node) -> None:
         if isinstance(value, torch.Tensor):
             text.update(f"{value.dtype}{tuple(value.shape)}".encode())
             if value.device.type == "cpu":
@@ -437,20 +452,20 @@ def _is_metric(module: nn.Module) -> bool:
     return isinstance(module, metric)
 
 
-def _states_of(metric: Any) -> list[str]:
+def _states_of(metric: Metric) -> list[str]:
     """Return the names of what a metric has added up, which is not in its ``state_dict()``."""
     return [*metric.metric_state, "_update_count"]
 
 
-def _encode_number(value: Any, path: str) -> Node:
+def _encode_number(value: Tree, path: str) -> Node:
     return ("number", value.dtype.str, value.tobytes()) if isinstance(value, np.generic) else None
 
 
-def _as_tensor(flat: np.ndarray[Any, Any]) -> torch.Tensor:
+def _as_tensor(flat: npt.NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(flat if flat.flags.writeable else flat.copy())
 
 
-def _can_be_filled(current: Any, saved: torch.Tensor, device: str) -> bool:
+def _can_be_filled(current: Current, saved: torch.Tensor, device: str) -> bool:
     """Whether a tensor of the program can take the values of one that was saved."""
     return (
         isinstance(current, torch.Tensor)
@@ -465,7 +480,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else (1,) * tensor.ndim
 
 
-def _generator_state(value: Any) -> tuple[str, Any] | None:
+def _generator_state(value: object) -> tuple[str, object] | None:
     """Return the kind and the state of a random generator; ``None`` for anything else."""
     if isinstance(value, torch.Generator):
         return f"torch {value.device.type}", value.get_state()
@@ -476,7 +491,7 @@ def _generator_state(value: Any) -> tuple[str, Any] | None:
     return ("python", value.getstate()) if type(value) is random.Random else None
 
 
-def _create_generator(kind: str) -> Any:
+def _create_generator(kind: str) -> RandomGenerator:
     library, _, name = kind.partition(" ")
     if library == "torch":
         return torch.Generator(name)
@@ -490,7 +505,7 @@ def _package(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _has_only_attributes(kind: Any) -> bool:
+def _has_only_attributes(kind: type) -> bool:
     """Whether the instances of a class hold nothing but attributes: it is written in Python, and not Python's own."""
     bases = [vars(base) for base in kind.__mro__ if base is not object]
     special = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import reachable_from
+from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.files import naming, open_tensors, replacing, write_tensors
@@ -94,7 +94,7 @@ def _is_a(model: nn.Module, package: str, kind: str) -> bool:
     return package in sys.modules and isinstance(model, getattr(sys.modules[package], kind, ()))
 
 
-def _trained_beside_adapters(model: Any) -> list[str]:
+def _trained_beside_adapters(model: nn.Module) -> list[str]:
     """Return the parameters that are trained, and modules that follow the data, which PEFT does not save."""
     saved = set(adapter_names(model).values())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import takewhile
 from types import CodeType
@@ -20,19 +20,24 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import class_of
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed, to_number
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.optimizers.operations import is_created, parts_of, schedulers_in
-from pytorch_accel_lite.optimizers.rates import initial_options
+from pytorch_accel_lite.data.sources import Source
+from pytorch_accel_lite.optimizers.operations import TrainerScheduler, is_created, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.rates import Options, initial_options
 from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
@@ -78,7 +83,7 @@ def tells_where(name: str) -> bool:
     return _ELSEWHERE.fullmatch(name) is not None
 
 
-def saved_optimizers(trainer: TrainerLike) -> dict[str, Any]:
+def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
     """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
     named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
     return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
@@ -87,7 +92,7 @@ def saved_optimizers(trainer: TrainerLike) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- recording
 
 
-def record_settings(trainer: TrainerLike, reads_data: bool = True) -> dict[str, Any]:
+def record_settings(trainer: TrainerLike, reads_data: bool = True) -> JsonObject:
     """Return the settings of the current run by name, as texts, and what identifies its data.
 
     :param reads_data: whether to read a few samples
@@ -121,7 +126,7 @@ def _of_train(trainer: TrainerLike) -> dict[str, str]:
     return {name: described(getattr(config, name, None)) for name in _OF_TRAIN}
 
 
-def describe_optimizers(trainer: TrainerLike, initial: list[dict[str, Any]] | None = None) -> dict[str, str]:
+def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) -> dict[str, str]:
     """Return the options of all parameter groups, with rates as they were before any schedule.
 
     :param initial: these rates of the trainer's optimizer, if they are known
@@ -139,7 +144,7 @@ def describe_optimizers(trainer: TrainerLike, initial: list[dict[str, Any]] | No
     return result
 
 
-def _running(optimizer: Any) -> set[str]:
+def _running(optimizer: Optimizer) -> set[str]:
     """Return what an optimizer keeps in its groups although it is no argument: its own progress."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     return set(getattr(optimizer, "defaults", {})) - _parameters(type(optimizer))  # type: ignore[arg-type]
@@ -153,7 +158,7 @@ def _schedule(trainer: TrainerLike) -> dict[str, str]:
     return {"create_scheduler_fn": class_name(type(scheduler)) if own else described(trainer.create_scheduler_fn)}
 
 
-def _modules(name: str, value: Any) -> dict[str, str]:
+def _modules(name: str, value: object) -> dict[str, str]:
     """Return the class and the arguments of each module in a module; or those of a function."""
     if not isinstance(value, nn.Module):
         return {name: described(value)}
@@ -173,7 +178,7 @@ def _callbacks(trainer: TrainerLike) -> dict[str, str]:
     return result
 
 
-def _arguments(callback: Any) -> Iterator[tuple[str, Any]]:
+def _arguments(callback: TrainerCallback) -> Iterator[tuple[str, object]]:
     """Yield the arguments with which a callback was created, and the defaults of the others."""
     args, kwargs = vars(callback).get("_constructor_arguments", ((), {}))
     try:
@@ -193,7 +198,7 @@ def _order(trainer: TrainerLike) -> dict[str, str]:
     return {f"the loader's {name}": described(getattr(source, name)) for name in names if hasattr(source, name)}
 
 
-def _datasets(trainer: TrainerLike) -> dict[str, Any]:
+def _datasets(trainer: TrainerLike) -> dict[str, Source]:
     data = trainer.current_run.data
     loaders = {"train_dataset": data.train_loader}
     loaders |= {f"eval_dataset[{name!r}]": loader for name, loader in data.eval_loaders.items()}
@@ -205,7 +210,7 @@ def _datasets(trainer: TrainerLike) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- describing a value
 
 
-def described(value: Any, name: str = "", depth: int = 0) -> str:
+def described(value: object, name: str = "", depth: int = 0) -> str:
     """Return a text that is equal for equal settings, in any process; secrets are hidden.
 
     :param name: name of the setting, which shows whether it is a secret
@@ -241,7 +246,7 @@ def class_of_module(kind: type) -> type:
     return kind.__mro__[2] if is_derived else kind
 
 
-def _array(value: Any) -> str:
+def _array(value: torch.Tensor | npt.NDArray[Any]) -> str:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta or value.is_quantized or hasattr(value, "device_mesh"):
             return f"tensor{tuple(value.shape)}"
@@ -251,7 +256,7 @@ def _array(value: Any) -> str:
     return f"array{value.shape} ({crc32(np.ascontiguousarray(value).tobytes()):08x})"
 
 
-def _container(value: Any, depth: int) -> str:
+def _container(value: Collection[object], depth: int) -> str:
     if isinstance(value, range):
         return repr(value)
     if isinstance(value, Mapping):
@@ -262,7 +267,7 @@ def _container(value: Any, depth: int) -> str:
     return f"[{text}]" if len(value) < 20 else f"[{len(value)} items] ({crc32(text.encode()):08x})"
 
 
-def _object(value: Any, depth: int) -> str:
+def _object(value: object, depth: int) -> str:
     """Describe an object by its class and those of its attributes that are arguments of the class."""
     kind = class_of(value) if isinstance(value, nn.Module) else type(value)
     if isinstance(value, nn.Module):
@@ -286,9 +291,9 @@ def _parameters(kind: type) -> set[str]:
         return set()
 
 
-def _function(value: Any, depth: int) -> str:
+def _function(value: Callable[..., object], depth: int) -> str:
     """Describe a function by its name and, if it is the user's, its code and the variables around it."""
-    function = getattr(value, "__func__", value)
+    function: Any = getattr(value, "__func__", value)
     name = getattr(function, "__name__", type(value).__name__)
     code = getattr(function, "__code__", None)
     if code is None or os.path.realpath(code.co_filename).startswith(_LIBRARIES):
@@ -306,7 +311,7 @@ def _function(value: Any, depth: int) -> str:
     return f"{name}{arguments} #{version}-{number:08x}"
 
 
-def _code(code: CodeType) -> list[Any]:
+def _code(code: CodeType) -> list[object]:
     constants = [_code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
     return [code.co_code, constants, code.co_names]
 
@@ -322,8 +327,8 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
     :param state: what the run has loaded
     """
     run = trainer.current_run
-    now: dict[str, Any] = run.settings or {}
-    before: dict[str, Any] = json.loads(state.shared.get("settings") or "{}")
+    now: JsonObject = run.settings or {}
+    before: JsonObject = json.loads(state.shared.get("settings") or "{}")
     if not before or not now:
         return ""
     changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
@@ -354,7 +359,7 @@ def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str
     return f"{source!r} has set options of the optimizer: {shown}." if changes else ""
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], is_elastic: bool) -> list[str]:
+def _changed(before: JsonObject, now: JsonObject, is_elastic: bool) -> list[str]:
     """Return the names of settings that differ; of what was added or removed only the name above all others."""
     names = [key for key in {**before, **now} if key != _DATA and not _is_same(before.get(key), now.get(key))]
     heads = tuple(f"{key}." for key in names)
@@ -396,7 +401,7 @@ def _is_restored(trainer: TrainerLike, key: str) -> bool:
     return key == "seed" or key.startswith(tuple(f"{name}." for name in saved_optimizers(trainer)))
 
 
-def _restores_arguments(scheduler: Any) -> bool:
+def _restores_arguments(scheduler: TrainerScheduler) -> bool:
     """Whether the state of a scheduler has its arguments, as those of torch, rather than only its position."""
     kinds = (PlannedLrScheduler, LambdaLR, MultiplicativeLR)  # the latter without their functions
     return not all(isinstance(part, kinds) for part in schedulers_in(scheduler).values())
@@ -419,7 +424,7 @@ def _change(key: str, other: str, holds: str, word: str = "was") -> str:
     return f"{key}={_shown(holds, other)} ({word} {_shown(other, holds)})"
 
 
-def _changed_data(trainer: TrainerLike, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changed_data(trainer: TrainerLike, before: JsonObject, now: JsonObject) -> list[str]:
     datasets = _datasets(trainer)
     names = [name for name in now if name in before] if before else []
     changes = {name: difference(before[name], now[name], datasets[name]) for name in names}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
     load_attribute_states,
@@ -32,6 +33,7 @@ from pytorch_accel_lite.checkpoint.files import (
     write_sealed,
     write_tensors,
 )
+from pytorch_accel_lite.checkpoint.locations import open_folder, read_state, store_of, write_state
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.pretrained import (
     Form,
@@ -42,7 +44,6 @@ from pytorch_accel_lite.checkpoint.pretrained import (
     write_own_form,
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
-from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_learned
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
@@ -105,29 +106,14 @@ def _agree(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
 def save_checkpoint(
     self: TrainerLike,
     save_path: PathOrFile,
-    checkpoint_kwargs: dict[str, Any] | None = None,
+    checkpoint_kwargs: StateDict | None = None,
     save_optimizer: bool = True,
     save_scheduler: bool = True,
     save_per_node: bool = True,
     *,
     trainable_only: bool = False,
 ) -> None:
-    """Save the weights as one portable file, written atomically. Call it on every process.
-
-    The file includes what the loss function has learned, and what else is trained, such as heads and critics, wherever
-    it lives, and modules in attributes that the run has changed (unless ``saves_attributes = False`` in the trainer's
-    class).
-
-    :param save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary file
-        or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open; what the
-        others pass in its place is ignored.
-    :param checkpoint_kwargs: further entries of the file
-    :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
-    :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
-    :param save_per_node: whether to save once on every machine, instead of once in the job
-    :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
-    :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
-    """
+    """Save the weights as one portable file, written atomically. Call it on every process."""
     target: PathOrFile = save_path
     if isinstance(save_path, (str, os.PathLike)):
         target = file_path("save_path", save_path, "a checkpoint")
@@ -142,7 +128,7 @@ def save_checkpoint(
     with _timed(self), attributes.evaluating_optimizers(self):
         _warn_of_weights(self, "save_checkpoint")
         weights = model_state(model, writes)
-        checkpoint: dict[str, Any] = {"model_state_dict": weights}
+        checkpoint: StateDict = {"model_state_dict": weights}
         if trainable_only and writes:
             checkpoint[FROZEN] = leave_out_frozen(model, weights)
         state = None if self.optimizer is None or not save_optimizer else self.optimizer.state_dict()
@@ -166,23 +152,8 @@ def load_checkpoint(
     load_scheduler: bool = True,
     *,
     strict: bool = True,
-) -> dict[str, Any]:
-    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file.
-
-    Also loads the states of the loss function and of the trainer's attributes, if both the file and the trainer have
-    them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ from
-    those of the saved model.
-
-    :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads only
-        its own shards if the model is sharded. What :meth:`save_model` wrote may be named by its URL. Or a training
-        state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``. Or an open
-        binary file, which each process reads from the position of its own.
-    :param load_optimizer: whether to load the state of the optimizer, if it was saved
-    :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
-    :param strict: ``False`` to load only the weights that fit, and warn of the others
-    :return: the full content of the file
-    :raises ValueError: if it does not fit the model; lists missing and unexpected keys
-    """
+) -> StateDict:
+    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file."""
     with naming(self.ranks, "load_checkpoint()"):
         self.ranks.barrier()
     model, source = self.get_model(keep_torch_compile=False), name_of(checkpoint_path)
@@ -229,7 +200,7 @@ def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str
         )
 
 
-def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> dict[str, Any]:
+def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> StateDict:
     """Return the content of a checkpoint, of a directory of weights for a model, or of a training state.
 
     Call it on every process.
@@ -240,7 +211,7 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
         return _read_open_file(trainer, path)
     location = parse_location(path, "checkpoint_path")
     if isinstance(location, str):
-        with fetched_weights(location) as directory:
+        with store_of(location).fetch_weights(location) as directory:
             for file in directory.glob("*.safetensors"):
                 verify(file)
             return read_pretrained(directory, model)
@@ -255,9 +226,9 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
-def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> dict[str, Any]:
+def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
     """Return the content of an open file of this process, if those of all can be read. Call it on every process."""
-    checkpoint: dict[str, Any] = {}
+    checkpoint: StateDict = {}
 
     def read() -> None:
         check_open_file("checkpoint_path", file, to_write=False)
@@ -316,7 +287,7 @@ def _write_weights(
     metadata: Mapping[str, str],
     describe: Callable[[Path], object] | None,
     form: Form | None,
-    preprocessors: Iterator[Any],
+    preprocessors: Iterator[object],
 ) -> None:
     """Write weights as a safetensors file, or into a directory with a description.
 
@@ -360,33 +331,14 @@ def check_weights(self: TrainerLike) -> None:
 def save_training_state(
     self: TrainerLike,
     output_dir: StrPath,
-    checkpoint_kwargs: dict[str, Any] | None = None,
+    checkpoint_kwargs: StateDict | None = None,
     *,
     writer: BackgroundWriter | None = None,
     then: Callable[[], None] | None = None,
     created_weights: Mapping[str, int] | None = None,
     sharded: bool = False,
 ) -> None:
-    """Save everything needed to resume the run, as a directory that is either complete or does not exist.
-
-    Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after a
-    run.
-
-    :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
-        :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`); an existing state is replaced once the new
-        one is complete
-    :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
-    :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
-    :param then: called on every process once the state is complete
-    :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
-        still have them are left out. By default, all weights are saved.
-    :param sharded: whether each process writes its own shards of sharded weights and of the optimizer's state for them.
-        By default, they are gathered in the host memory of the first process, which writes them.
-    :raises TypeError: if a value cannot be stored without pickle; names the path to it
-    :raises OSError: if the state cannot be written
-    :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
-        whose order does not follow from a seed
-    """
+    """Save everything needed to resume the run, as a directory that is either complete or does not exist."""
     location = parse_location(output_dir, "output_dir")
     if not self.current_run.window.is_between_updates:
         raise RuntimeError(
@@ -417,14 +369,8 @@ def save_training_state(
             writer.start(write)
 
 
-def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]:
-    """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
-
-    :param input_dir: directory or URL of the state
-    :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
-    :raises DamagedStateError: if the state is damaged; names the file
-    :raises ValueError: if it does not fit the model or the optimizer
-    """
+def load_training_state(self: TrainerLike, input_dir: StrPath) -> StateDict:
+    """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this."""
     resumed, location = self.current_run.resumed, parse_location(input_dir, "input_dir")
     if resumed is not None and resumed.directory == location:  # the run has read it, and finishes it
         state = resumed

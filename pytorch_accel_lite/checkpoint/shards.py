@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.files import map_nested, open_tensors, write_tensors
 from pytorch_accel_lite.run.parts import OpenTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
@@ -29,18 +33,18 @@ _LARGE = 1 << 16  # minimum size in bytes of a tensor that is moved to a file of
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 
 
-def is_sharded(value: Any) -> bool:
+def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a tensor of which each process holds a part."""
     return hasattr(value, "full_tensor")
 
 
-def fits_safetensors(value: Any) -> bool:
+def fits_safetensors(value: Tree) -> bool:
     """Whether safetensors supports a value, unlike, for example, a sparse tensor."""
     is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
     return is_plain and value.dtype != torch.complex128
 
 
-def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.Tensor]) -> Any:
+def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, torch.Tensor]) -> Tree:
     """Return nested dicts, lists and tuples with each sharded or large tensor replaced by a mark.
 
     Files of tensors are written and read faster than pickled ones, but cannot represent shared memory, strides or rare
@@ -51,11 +55,11 @@ def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.
     """
     owners: Counter[int] = Counter()
 
-    def count(path: tuple[Any, ...], value: Any) -> None:
+    def count(path: Keys, value: Tree) -> None:
         if type(value) is torch.Tensor and fits_safetensors(value):
             owners[value.untyped_storage().data_ptr()] += 1
 
-    def is_large(value: Any) -> bool:
+    def is_large(value: Tree) -> bool:
         return (
             type(value) is torch.Tensor
             and fits_safetensors(value)
@@ -66,7 +70,7 @@ def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.
             and owners[value.untyped_storage().data_ptr()] == 1
         )
 
-    def extract(path: tuple[Any, ...], value: Any) -> Any:
+    def extract(path: Keys, value: Tree) -> Tree:
         if not is_sharded(value) and not is_large(value):
             return value
         name = ".".join(map(str, path))
@@ -80,25 +84,25 @@ def extract_tensors(state: Any, sharded: dict[str, Any], large: dict[str, torch.
 
 
 def restore_tensors(
-    state: Any, stored: Mapping[str, OpenTensor], find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None
-) -> Any:
+    state: Tree, stored: Mapping[str, OpenTensor], find_like: Callable[[Keys], torch.Tensor | None] = lambda keys: None
+) -> Tree:
     """Return the state that was passed to :func:`extract_tensors`.
 
     :param find_like: returns, for a path of keys, the tensor whose sharding to use, if any; by default, tensors are not
         sharded
     """
 
-    def restore(path: tuple[Any, ...], value: Any) -> Any:
+    def restore(path: Keys, value: Tree) -> Tree:
         return stored[value[_MARK]].read(find_like(path)) if _is_mark(value) else value
 
     return map_nested(restore, state, is_leaf=_is_mark)
 
 
-def _is_mark(value: Any) -> bool:
+def _is_mark(value: object) -> bool:
     return isinstance(value, Mapping) and value.keys() == {_MARK}
 
 
-def local_parts(tensors: Mapping[str, Any]) -> Parts:
+def local_parts(tensors: Mapping[str, DTensor]) -> Parts:
     """Return the parts of sharded tensors that this process writes; only the first of several copies is written.
 
     Call it on every process.
@@ -107,31 +111,34 @@ def local_parts(tensors: Mapping[str, Any]) -> Parts:
     for name, sharded in tensors.items():
         tensor = _with_one_part(sharded)
         start, shape = _bounds(tensor)
-        coordinate = tensor.device_mesh.get_coordinate()
-        repeats = any(placement.is_replicate() and coordinate[dim] for dim, placement in enumerate(tensor.placements))
+        coordinate = tensor.device_mesh.get_coordinate() or ()
+        pairs = zip(tensor.placements, coordinate, strict=True)
+        repeats = any(placement.is_replicate() and index for placement, index in pairs)
         if 0 not in shape and not repeats:
             parts[name] = start, tensor.to_local().detach()
     return parts
 
 
-def _with_one_part(tensor: Any) -> Any:
+def _with_one_part(tensor: DTensor) -> DTensor:
     """Return a sharded tensor of which each process holds one contiguous part. May communicate.
 
     With ``fully_shard`` over a tensor-parallel dimension, processes hold several parts.
     """
     from torch.distributed.tensor import Shard
 
-    strided = [type(placement).__name__ == "_StridedShard" for placement in tensor.placements]
+    placements: Sequence[Any] = tensor.placements
+    strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
     if not any(strided):
         return tensor
-    pairs = zip(tensor.placements, strided, strict=True)
+    pairs = zip(placements, strided, strict=True)
     return tensor.redistribute(placements=[Shard(p.dim) if is_strided else p for p, is_strided in pairs])
 
 
-def _bounds(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the offsets and the shape of this process's part of a sharded tensor."""
     shape = tuple(tensor.to_local().shape)
-    chunks = tensor.__create_chunk_list__() if 0 not in shape else []  # the protocol of torch.distributed.checkpoint
+    # The protocol of torch.distributed.checkpoint.
+    chunks = tensor.__create_chunk_list__() if 0 not in shape else []  # type: ignore[no-untyped-call]
     return tuple(chunks[0].offsets) if chunks else (0,) * len(shape), shape
 
 
@@ -168,7 +175,7 @@ class StoredTensor:
         sample = file.get_slice(self.name)[:0] if self.shape else file.get_tensor(self.name)
         return sample.dtype  # type: ignore[no-any-return]
 
-    def read(self, like: Any = None) -> Any:
+    def read(self, like: torch.Tensor | None = None) -> torch.Tensor:
         """Read the tensor, sharded like another one of its shape: each process reads only its own part.
 
         Reads the full tensor if the other is not sharded or has another shape. May communicate.
@@ -177,7 +184,8 @@ class StoredTensor:
             return self._read((0,) * len(self.shape), self.shape)
         from torch.distributed.tensor import DTensor
 
-        target = _with_one_part(torch.empty_like(like, dtype=self.dtype))
+        empty: Any = torch.empty_like(like, dtype=self.dtype)
+        target = _with_one_part(empty)
         part = self._read(*_bounds(target)).to(like.device)
         tensor = DTensor.from_local(part, like.device_mesh, target.placements, shape=like.shape, stride=like.stride())
         return tensor if tensor.placements == like.placements else tensor.redistribute(placements=like.placements)

@@ -6,14 +6,14 @@ A run may change this, by unfreezing for example. What it has changed is restore
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.optimizers.freezing import keep_in_eval, release_from_eval, stays_in_eval
-from pytorch_accel_lite.optimizers.operations import is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -26,7 +26,7 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
     }
 
 
-def capture_trainability(trainer: TrainerLike) -> dict[str, Any]:
+def capture_trainability(trainer: TrainerLike) -> StateDict:
     """Return what the run has changed of :func:`trainability`, what it was, and the parameters of each group."""
     now, before = trainability(trainer), trainer.current_run.created.trainability
     changed = {
@@ -49,12 +49,12 @@ def _groups(trainer: TrainerLike) -> dict[str, dict[str, list[list[str | None]]]
     }
 
 
-def lacks_groups(optimizer: Any, state: Mapping[str, Any]) -> bool:
+def lacks_groups(optimizer: TrainerOptimizer, state: StateDict) -> bool:
     """Whether an optimizer has fewer groups of parameters than its state."""
     return is_created(optimizer) and len(optimizer.param_groups) < len(state.get("param_groups", ()))
 
 
-def add_missing_groups(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
+def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
     """Give the optimizers the groups that the run had added to them, if their parameters are known by name."""
     parameters = dict(_parameters(trainer))
     for name, owner in _optimizers(trainer).items():
@@ -67,7 +67,7 @@ def add_missing_groups(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
                     optimizer.add_param_group({"params": [parameters[name] for name in group if name is not None]})
 
 
-def restore_trainability(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
+def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     """Restore which parameters are trained, as far as the run had changed it. Call it on every process."""
     if "changed" not in saved:  # by an earlier version
         return
@@ -88,7 +88,7 @@ def restore_trainability(trainer: TrainerLike, saved: Mapping[str, Any]) -> None
     _say_what_differs(trainer, saved, now)
 
 
-def _say_what_differs(trainer: TrainerLike, saved: Mapping[str, Any], now: Mapping[str, bool]) -> None:
+def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, bool]) -> None:
     frozen = {*saved["frozen"]} & now.keys()
     thawed = listed(sorted(name for name in frozen if now[name]), 10)
     others = listed(sorted(name for name, is_trained in now.items() if not is_trained and name not in frozen), 10)
@@ -114,10 +114,10 @@ def _roots(trainer: TrainerLike) -> dict[str, nn.Module]:
     return {"": trainer.get_model(keep_torch_compile=False), **others}
 
 
-def _optimizers(trainer: TrainerLike) -> dict[str, Any]:
+def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
     own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
     return own | attributes.optimizers(trainer)
 
 
-def _parts(optimizer: Any) -> dict[str, Any]:
+def _parts(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:
     return parts_of(optimizer) or {"": optimizer}

@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
+from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
     load_attribute_states,
@@ -24,9 +25,9 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     loss_state,
 )
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
+from pytorch_accel_lite.checkpoint.locations import read_state
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
-from pytorch_accel_lite.checkpoint.remote import read_state
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
 from pytorch_accel_lite.checkpoint.trainability import (
     add_missing_groups,
@@ -52,9 +53,10 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.optimizers.operations import class_names, group_names
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import named_callbacks
+from pytorch_accel_lite.run.events import callbacks_with
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.settings import StateSource
 from pytorch_accel_lite.run.state import TrainerLike
 
 
@@ -69,7 +71,7 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
 
 
 def capture(
-    trainer: TrainerLike, extra: dict[str, Any], created: Mapping[str, int] | None = None, sharded: bool = False
+    trainer: TrainerLike, extra: StateDict, created: Mapping[str, int] | None = None, sharded: bool = False
 ) -> CapturedState:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
@@ -104,14 +106,14 @@ def capture(
     return CapturedState(local, parts, *untie(tensors), large, shared, _collect_metadata(trainer))
 
 
-def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict[str, Any]:
+def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> StateDict:
     """Return the state shared by all ranks, without the weights, gathered unless it is to be saved in shards."""
 
-    def gather(state: Any) -> Any:
+    def gather(state: Tree) -> Tree:
         return state if sharded else full_state_dict(state, is_first)
 
     run = trainer.current_run
-    callbacks = named_callbacks(trainer.callback_handler, "state_dict")
+    callbacks = callbacks_with("state_dict", trainer.callback_handler)
     return {
         **{
             name: None if owner is None else gather(owner.state_dict())
@@ -129,15 +131,15 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         "evaluations": None if run.evaluations is None else run.evaluations.state_dict(run),
-        "set_apart": {name: sorted(numbers) for name, numbers in run.set_apart.items()},
+        "set_apart": {name: sorted(numbers) for name, numbers in run.recorded_by_evaluate.items()},
         **_position(trainer, is_local=False),
     }
 
 
-def _position(trainer: TrainerLike, is_local: bool) -> dict[str, Any]:
+def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
     """Return what the loader needs to resume, also in the middle of an epoch; it may differ between processes."""
     loader = trainer.current_run.data.train_loader
-    if getattr(loader, "has_own_position", None) != is_local:
+    if loader is None or getattr(loader, "has_own_position", None) != is_local:
         return {}
     if not trainer.progress.is_mid_epoch:
         return {"epoch_read": loader.epoch_read()}
@@ -149,7 +151,7 @@ def _position(trainer: TrainerLike, is_local: bool) -> dict[str, Any]:
     }
 
 
-def _updated_objects(trainer: TrainerLike) -> dict[str, Any]:
+def _updated_objects(trainer: TrainerLike) -> StateDict:
     """Return the objects that an update steps, with ``None`` for those that the trainer does not have."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
@@ -183,7 +185,7 @@ def _is_saved(history: object) -> bool:
     return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
 
 
-def _collect_metadata(trainer: TrainerLike) -> dict[str, Any]:
+def _collect_metadata(trainer: TrainerLike) -> StateDict:
     """Return the facts about the run for the manifest of a state, in JSON types."""
     run = trainer.current_run
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
@@ -207,7 +209,7 @@ def _collect_metadata(trainer: TrainerLike) -> dict[str, Any]:
     }
 
 
-def find_state(trainer: TrainerLike, sources: list[Any], resume_from: StrPath) -> TrainingState | None:
+def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: StrPath) -> TrainingState | None:
     """Find, verify and read the state to resume from; ``None`` means a fresh start.
 
     :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
@@ -237,11 +239,11 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     """Restore the weights, optimizer, progress, history and, unless disabled, the scheduler."""
     _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
-    current = without_compile(model.state_dict())
+    current: dict[str, torch.Tensor] = without_compile(model.state_dict())
     groups = getattr(trainer.optimizer, "param_groups", ())
-    optimized = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+    optimized: dict[int, torch.Tensor] = dict(enumerate(parameter for group in groups for parameter in group["params"]))
 
-    def find_like(keys: tuple[Any, ...]) -> Any:
+    def find_like(keys: Keys) -> torch.Tensor | None:
         if keys[:2] == ("optimizer", "state"):
             return optimized.get(keys[2])
         return current.get(keys[-1])  # averaged weights, for example
@@ -281,12 +283,14 @@ def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_fina
     restore_attributes(trainer, saved, own, os.fspath(state.directory), is_final)
 
 
-def _restore_history(trainer: TrainerLike, shared: Mapping[str, Any]) -> None:
+def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     """Restore the history and what refers to its values, or only the epoch of a history that is not saved."""
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
-        trainer.current_run.set_apart |= {name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()}
+        trainer.current_run.recorded_by_evaluate |= {
+            name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()
+        }
         return
     for _ in range(history.current_epoch, trainer.progress.epochs_completed + 1):
         history._increment_epoch()
@@ -305,7 +309,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     load_each("registered object", attributes.registered(trainer), state.shared["objects"])
-    load_each("callback", named_callbacks(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
+    load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))
     if state.local is not None and trainer.logical is None:
@@ -321,12 +325,12 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     loader = trainer.current_run.data.train_loader
     has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
     saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
-    if hasattr(loader, "has_own_position"):
+    if loader is not None and hasattr(loader, "has_own_position"):
         loader.recall(saved.get("epoch_read"))
-    if has_epoch_left and hasattr(loader, "has_own_position"):
-        loader.batch_size_before = saved.get("source_batch_size")
-        if message := loader.move_to(saved.get("position")):
-            trainer.print(message)
+        if has_epoch_left:
+            loader.batch_size_before = saved.get("source_batch_size")
+            if message := loader.move_to(saved.get("position")):
+                trainer.print(message)
     for name, loss in losses.items():
         trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
     if trainer.logical is not None:

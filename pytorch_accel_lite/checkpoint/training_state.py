@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -21,6 +20,7 @@ import torch
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.files import (
@@ -60,7 +60,7 @@ _IN_LOCAL = ("losses", "generators")
 _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 
 
-def read_weights(state: TrainingState, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_weights(state: TrainingState, like: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return the state of the model, by name.
 
     :param like: the weights of a model, whose sharding is used for weights saved in shards; by default, none is sharded
@@ -74,7 +74,7 @@ def read_weights(state: TrainingState, like: Mapping[str, Any] | None = None) ->
     return {**weights, **sharded, **state.shared["model_extra"]}
 
 
-def read_tensors(state: TrainingState, find_like: Callable[[tuple[Any, ...]], Any] = lambda keys: None) -> None:
+def read_tensors(state: TrainingState, find_like: Callable[[Keys], torch.Tensor | None] = lambda keys: None) -> None:
     """Read the large and the sharded tensors in ``shared``.
 
     :param find_like: returns, for a path of keys, the tensor whose sharding to use; by default, none is sharded
@@ -93,13 +93,13 @@ class CapturedState:
     :param tensors: large tensors by name, marked in ``shared``
     """
 
-    local: dict[str, Any]
+    local: StateDict
     parts: Parts | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    shared: StateDict = field(default_factory=dict)
+    metadata: JsonObject = field(default_factory=dict)
 
     def to_host(self, memory: HostMemory) -> CapturedState:
         """Return a copy in host memory, which updates do not change, but the next copy to that memory overwrites."""
@@ -119,7 +119,7 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
         remove(temporary)
         temporary.mkdir(parents=True)
 
-    def write() -> dict[str, dict[str, Any]]:
+    def write() -> dict[str, JsonObject]:
         require_shared(temporary, repr(os.fspath(directory.parent)))
         return write_files(temporary, ranks.rank, captured)
 
@@ -135,7 +135,7 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
         raise
 
 
-def write_files(directory: Path, rank: int, captured: CapturedState) -> dict[str, dict[str, Any]]:
+def write_files(directory: Path, rank: int, captured: CapturedState) -> dict[str, JsonObject]:
     """Write this rank's files and return their entries in the manifest."""
     writes: dict[str, Callable[[Path], None]] = {RANK.format(rank): partial(write_plain, captured.local)}
     if captured.parts is not None:
@@ -156,7 +156,7 @@ def write_files(directory: Path, rank: int, captured: CapturedState) -> dict[str
     return {path.name: {"size": path.stat().st_size, CHECKSUM: checksums[path.name]} for path in paths}
 
 
-def _commit(temporary: Path, directory: Path, entries: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
+def _commit(temporary: Path, directory: Path, entries: list[JsonObject], metadata: JsonObject) -> None:
     with naming(temporary / MANIFEST):
         (temporary / MANIFEST).write_text(manifest_text(entries, metadata))
     sync(temporary / MANIFEST)
@@ -181,7 +181,7 @@ def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
     return read_verified(directory, manifest, ranks)
 
 
-def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> TrainingState:
+def read_verified(directory: Path, metadata: JsonObject, ranks: Ranks) -> TrainingState:
     """Read everything except the weights of a state whose files are intact. All ranks take part.
 
     :raises DamagedStateError: on all ranks, if a file does not hold what it should; names the file
@@ -200,7 +200,7 @@ def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> Tr
     return state  # type: ignore[return-value]
 
 
-def _load_part(path: Path, names: Iterable[str]) -> dict[str, Any]:
+def _load_part(path: Path, names: Iterable[str]) -> StateDict:
     """Load a file whose checksum fits, and check that it holds a dict with these keys.
 
     :raises DamagedStateError: if it does not; names the file
@@ -216,7 +216,7 @@ def _load_part(path: Path, names: Iterable[str]) -> dict[str, Any]:
     return content  # type: ignore[no-any-return]
 
 
-def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
+def open_state(directory: Path, metadata: JsonObject) -> TrainingState:
     """Read the part shared by all ranks, except the weights. Files of large tensors are opened, but not read.
 
     :raises DamagedStateError: if a file does not hold what it should; names the file
@@ -230,7 +230,7 @@ def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
     return TrainingState(directory, metadata, shared, tensors=find_tensors(directory / name for name in names))
 
 
-def read_learned(directory: StrPath) -> dict[str, Any]:
+def read_learned(directory: StrPath) -> StateDict:
     """Return the learned part of a training state, as the content of a checkpoint without optimizers and schedulers.
 
     :raises DamagedStateError: if the state is damaged; names the file
@@ -254,7 +254,7 @@ def read_model(directory: Path) -> dict[str, torch.Tensor]:
     return weights | {name: weights[kept] for name, kept in tied}
 
 
-def pack_numbers(value: Any) -> Any:
+def pack_numbers(value: Tree) -> Tree:
     """Return nested dicts in which long lists of floats or integers are tensors, which are faster to write and read."""
     if isinstance(value, Mapping):
         return {name: pack_numbers(item) for name, item in value.items()}
@@ -265,7 +265,7 @@ def pack_numbers(value: Any) -> Any:
     return value
 
 
-def unpack_numbers(value: Any) -> Any:
+def unpack_numbers(value: Tree) -> Tree:
     """Return the value that was passed to :func:`pack_numbers`."""
     if isinstance(value, Mapping):
         return {name: unpack_numbers(item) for name, item in value.items()}

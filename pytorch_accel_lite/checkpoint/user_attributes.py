@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.plain_objects import (
     Decoder,
     Encoder,
@@ -37,6 +38,8 @@ from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
 from pytorch_accel_lite.run.parts import CreatedAttributes, Key
 from pytorch_accel_lite.run.state import TrainerLike
+
+T = TypeVar("T")
 
 #: The name of the owner of an attribute, ``""`` for the trainer, and that of the attribute.
 
@@ -71,7 +74,7 @@ def note_started(trainer: TrainerLike) -> None:
     trainer.current_run.created.trainability = trainability(trainer)
 
 
-def capture_attributes(trainer: TrainerLike) -> tuple[dict[str, Any], dict[str, Any]]:
+def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
     """Return the states of the users' attributes: what all processes share, and what is this one's. A collective."""
     created: CreatedAttributes = trainer.current_run.created
     nodes: dict[Key, Node] = {}
@@ -94,7 +97,7 @@ def capture_attributes(trainer: TrainerLike) -> tuple[dict[str, Any], dict[str, 
             kept.add(key)
         encoder.pack()
     kept, own = (kept, set()) if is_alone else _compare(trainer, kept, digests)
-    of_all: dict[str, Any] = {
+    of_all: StateDict = {
         "kept": _by_owner({key: nodes[key] for key in nodes if key in kept - own}),
         "unchanged": _by_owner({key: digests[key] for key in nodes if key not in created.changed}),
         "settings": _by_owner({k: n for k, n in created.settings.items() if k in nodes and k not in created.changed}),
@@ -105,7 +108,7 @@ def capture_attributes(trainer: TrainerLike) -> tuple[dict[str, Any], dict[str, 
     return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
 
 
-def _removed(created: CreatedAttributes, owners: Mapping[str, Any]) -> dict[str, list[str]]:
+def _removed(created: CreatedAttributes, owners: Mapping[str, object]) -> dict[str, list[str]]:
     """Return the attributes that a run has removed, by owner."""
     return {name: sorted(created.names.get(name, set()) - vars(owner).keys()) for name, owner in owners.items()}
 
@@ -119,7 +122,7 @@ def _compare(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None
 
 
 def restore_attributes(
-    trainer: TrainerLike, saved: Mapping[str, Any], own: Mapping[str, Any] | None, source: str, is_final: bool
+    trainer: TrainerLike, saved: StateDict, own: StateDict | None, source: str, is_final: bool
 ) -> None:
     """Restore the users' attributes, in place where the program has created them.
 
@@ -148,7 +151,7 @@ def restore_attributes(
         _say_what_differs(trainer, saved)
 
 
-def _restore_settings(trainer: TrainerLike, saved: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
+def _restore_settings(trainer: TrainerLike, saved: StateDict, owners: Mapping[str, object]) -> None:
     """Set what the run that saved the state had not changed to what the program created: events may have changed it."""
     settings = trainer.current_run.created.settings
     for owner, digests in saved.get("unchanged", {}).items():
@@ -160,7 +163,7 @@ def _restore_settings(trainer: TrainerLike, saved: Mapping[str, Any], owners: Ma
                     held[name] = decoder.decode(settings[owner, name], held.get(name, NoPlaceError))
 
 
-def _say_what_is_lost(saved: Mapping[str, Any], own: Any, lost: list[str], source: str) -> None:
+def _say_what_is_lost(saved: StateDict, own: StateDict | None, lost: list[str], source: str) -> None:
     if lost:
         warn_outside(
             f"{source!r} holds what only the program can create, and it has not: {', '.join(lost)}. Create it in the "
@@ -175,7 +178,7 @@ def _say_what_is_lost(saved: Mapping[str, Any], own: Any, lost: list[str], sourc
         )
 
 
-def _say_what_differs(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
+def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
     """Say which attributes the program creates unlike the run that saved the state, which had not changed them."""
     created: CreatedAttributes = trainer.current_run.created
     kept = {(owner, name) for owner, states in saved.get("kept", {}).items() for name in states}
@@ -200,7 +203,7 @@ def _say_what_differs(trainer: TrainerLike, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _is_moved(trainer: TrainerLike, saved: Mapping[str, Any], key: Key) -> bool:
+def _is_moved(trainer: TrainerLike, saved: StateDict, key: Key) -> bool:
     """Whether a setting differs only in where something is."""
     before, now = _setting_before(saved, key), trainer.current_run.created.settings[key]
     return before is not NoPlaceError and _without_places(before, key[1]) == _without_places(now, key[1])
@@ -216,12 +219,12 @@ def _without_places(node: Node, name: str) -> Node:
     return node
 
 
-def _was(saved: Mapping[str, Any], key: Key) -> str:
+def _was(saved: StateDict, key: Key) -> str:
     before = _setting_before(saved, key)
     return "which was something else" if before is NoPlaceError else f"and was {_shown(before)}"
 
 
-def _setting_before(saved: Mapping[str, Any], key: Key) -> Node:
+def _setting_before(saved: StateDict, key: Key) -> Node:
     return saved.get("settings", {}).get(key[0], {}).get(key[1], NoPlaceError)
 
 
@@ -249,8 +252,8 @@ def describe_left_out(trainer: TrainerLike) -> str:
 
 
 def _description(created: CreatedAttributes, left_out: Mapping[str, str]) -> str:
-    new = {path: kind for path, kind in left_out.items() if path not in created.told}
-    created.told |= new.keys()
+    new = {path: kind for path, kind in left_out.items() if path not in created.warned_of}
+    created.warned_of |= new.keys()
     if not new:
         return ""
     return (
@@ -270,8 +273,8 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
         for name, node in states.items():
             size = sum(tensor.nbytes for tensor in tensors_in(node))
             path = _path((owner, name))
-            if size >= _LARGE and f"{path}: size" not in created.told:
-                created.told.add(f"{path}: size")
+            if size >= _LARGE and f"{path}: size" not in created.warned_of:
+                created.warned_of.add(f"{path}: size")
                 trainer.print(f"Each training state holds {path}, {size / 1e9:.1f} GB.")
 
 
@@ -288,7 +291,7 @@ def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     return changed
 
 
-def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, Any]]:
+def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
     """Yield the attributes of users, except those that are saved with the trainer and instants of the clock."""
     now = time.time()
     trained = attributes.trained(trainer)
@@ -300,26 +303,26 @@ def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, Any]]:
                 yield (owner_name, name), value
 
 
-def _owners(trainer: TrainerLike) -> dict[str, Any]:
+def _owners(trainer: TrainerLike) -> dict[str, TrainerLike | TrainerCallback]:
     """Return whose attributes are kept, by name: the trainer's, and those of callbacks without a state of their own."""
     if not trainer.saves_attributes:
         return {}
     callbacks = {
         name: callback
         for name, callback in named_callbacks(trainer.callback_handler).items()
-        if not is_ours(type(callback)) and callback.saves_attributes and not _has_own_state(callback)
+        if not is_from_this_package(type(callback)) and callback.saves_attributes and not _has_own_state(callback)
     }
     return {"": trainer, **callbacks}
 
 
-def _has_own_state(callback: Any) -> bool:
+def _has_own_state(callback: TrainerCallback) -> bool:
     method = getattr(type(callback), "state_dict", None) or getattr(callback, "state_dict", None)
-    return method is not None and not is_ours(method)
+    return method is not None and not is_from_this_package(method)
 
 
-def _library_names(owner: Any) -> set[str]:
+def _library_names(owner: TrainerLike | TrainerCallback) -> set[str]:
     """Return the attributes that are the package's: those that our classes have, or their constructors set."""
-    ours = [kind for kind in type(owner).__mro__ if is_ours(kind)]
+    ours = [kind for kind in type(owner).__mro__ if is_from_this_package(kind)]
     if isinstance(owner, TrainerCallback):
         ours_has = set(chain.from_iterable(map(vars, ours)))
         if ours != [TrainerCallback]:  # a subclass of one that is shipped, which may create private ones later
@@ -328,10 +331,10 @@ def _library_names(owner: Any) -> set[str]:
     return {*owner._library_attributes, LIBRARY_ATTRIBUTES}  # noqa: SLF001
 
 
-def _saved_elsewhere(trainer: TrainerLike) -> Callable[[Any], bool]:
+def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
     """Return whether an object is saved elsewhere in a training state, or is a part of the run."""
     optimizer = trainer.optimizer
-    roots = [trainer.model, trainer.get_model(), trainer.loss_func]
+    roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
     roots += [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
     roots += attributes.registered(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]
@@ -352,14 +355,14 @@ def _is_kept_anyway(node: Node) -> bool:
     return not is_setting(node) and sum(sizes) <= _KEPT_ANYWAY
 
 
-def _by_owner(values: Mapping[Key, Any]) -> dict[str, dict[str, Any]]:
-    result: dict[str, dict[str, Any]] = {}
+def _by_owner(values: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+    result: dict[str, dict[str, T]] = {}
     for (owner, name), value in values.items():
         result.setdefault(owner, {})[name] = value
     return result
 
 
-def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _merged(first: Mapping[str, dict[str, T]], second: Mapping[str, dict[str, T]]) -> dict[str, dict[str, T]]:
     return {owner: {**first.get(owner, {}), **second.get(owner, {})} for owner in dict.fromkeys([*first, *second])}
 
 

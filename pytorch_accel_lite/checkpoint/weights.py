@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -25,10 +24,12 @@ from torch.nn.parameter import is_lazy
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, adapter_names, has_adapters
 from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.state import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
@@ -40,13 +41,13 @@ _COMPILED = "_orig_mod."
 _PARALLEL = "module."
 
 
-def full_state_dict(state: Any, keep: bool) -> Any:
+def full_state_dict(state: Tree, keep: bool) -> Tree:
     """Return a state with every sharded tensor gathered in host memory.
 
     :param keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
     """
 
-    def gather(path: tuple[Any, ...], value: Any) -> Any:
+    def gather(path: Keys, value: Tree) -> Tree:
         if not is_sharded(value):
             return value
         full = value.full_tensor()
@@ -55,23 +56,23 @@ def full_state_dict(state: Any, keep: bool) -> Any:
     return map_nested(gather, state)
 
 
-def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
+def model_state(model: nn.Module, keep: bool = True) -> StateDict:
     """Return the full state of a model, under its names without ``torch.compile``."""
     return dict(full_state_dict(without_compile(model.state_dict()), keep))
 
 
-def without_compile(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_compile(state: StateDict) -> StateDict:
     """Remove the prefixes of ``torch.compile`` from the names in a state."""
     return {key.replace(_COMPILED, ""): value for key, value in state.items()}
 
 
 def fit_model_state(
     model: nn.Module,
-    state: Mapping[str, Any],
+    state: StateDict,
     source: str | os.PathLike[str],
     strict: bool = True,
     left_out: Collection[str] = (),
-) -> dict[str, Any]:
+) -> StateDict:
     """Convert a full state for ``model.load_state_dict``, even if the model is sharded, without loading it.
 
     Prefixes that wrappers have left in the names are ignored.
@@ -110,7 +111,7 @@ def fit_model_state(
     return fitted
 
 
-def _without_wrappers(state: Mapping[str, Any], model_names: Mapping[str, Any]) -> dict[str, Any]:
+def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
     """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel`` as fits the model best."""
     candidates = [without_compile(state)]
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
@@ -161,7 +162,7 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     return files, open_tensors(files[0])[1] if is_single_file else index.get("metadata", {})
 
 
-def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
+def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
     """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
 
     :return: the content of a checkpoint. Weights that are tied in the model have all their names. Of adapters alone,
@@ -181,7 +182,7 @@ def read_pretrained(directory: Path, model: nn.Module) -> dict[str, Any]:
     return {"model_state_dict": tied | weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
 
 
-def _read_adapters(directory: Path, model: nn.Module) -> dict[str, Any]:
+def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
     """Read the adapters of a model that PEFT, or :meth:`save_model`, has saved."""
     names = {key: name.replace(_COMPILED, "") for key, name in adapter_names(model).items()}
     weights = {}
@@ -197,7 +198,7 @@ def _read_adapters(directory: Path, model: nn.Module) -> dict[str, Any]:
     return {"model_state_dict": weights, FROZEN: dict.fromkeys(sorted(others))}
 
 
-def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     """Load the full state of an optimizer, whose parameters may be sharded.
 
     :raises ValueError: when it does not fit the optimizer's groups and parameters
@@ -217,7 +218,7 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
         raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
 
 
-def sharded_like(like: Any, value: Any) -> Any:
+def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:
     """Return a full tensor sharded like a parameter, or unchanged if the parameter is not sharded."""
     is_unsharded = isinstance(value, torch.Tensor) and value.ndim > 0 and not is_sharded(value)
     if not is_sharded(like) or not is_unsharded:  # a step count is not sharded, though its parameter is
@@ -229,7 +230,7 @@ def sharded_like(like: Any, value: Any) -> Any:
     return replicated.redistribute(placements=like.placements)  # each process keeps its shard
 
 
-def fingerprints(tensors: Mapping[str, Any]) -> dict[str, int]:
+def fingerprints(tensors: Mapping[str, object]) -> dict[str, int]:
     """Return a number for each tensor, by name, that changes with any of its bits.
 
     Skips tensors without values, and sparse ones. A collective operation if they are sharded.
@@ -257,9 +258,7 @@ def check_has_trainable(model: nn.Module) -> None:
         )
 
 
-def leave_out_frozen(
-    model: nn.Module, state: dict[str, Any], created: Mapping[str, int] | None = None
-) -> dict[str, int]:
+def leave_out_frozen(model: nn.Module, state: StateDict, created: Mapping[str, int] | None = None) -> dict[str, int]:
     """Remove the frozen parameters from the full state of a model, and return their fingerprints by name.
 
     Buffers stay, as training changes them even if everything around them is frozen.

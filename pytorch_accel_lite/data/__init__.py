@@ -1,16 +1,54 @@
 """Samplers and loaders: order, position, sharding and batched reading."""
 
+from typing import TYPE_CHECKING
+
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.composed_streams import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
-from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_choice import Data, IndexedData, NamedData, shard
+from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.packing import PackSequences, packed_attention, packed_mask, packed_mask_function, unpack
-from pytorch_accel_lite.data.token_batches import TokenBatchSampler
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
+from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extensions.packing import (
+    PackSequences,
+    TokenBatchSampler,
+    packed_attention,
+    packed_mask,
+    packed_mask_function,
+    unpack,
+)
 
 __all__ = [
-    "Batch", "Data", "FailedRead", "IndexedData", "LoaderOptions", "Mixture", "MixtureSampler", "MixtureStream",
-    "NamedData", "NamedDatasets", "NamedSampler", "OwnShard", "PackSequences", "ShardedLoader", "ShuffledStream",
-    "TokenBatchSampler", "packed_attention", "packed_mask", "packed_mask_function", "shard", "unpack",
-]  # fmt: skip
+    "Batch",
+    "BatchData",
+    "CollateFunction",
+    "Data",
+    "FailedRead",
+    "IndexedData",
+    "LoaderKwargs",
+    "LoaderOptions",
+    "Mixture",
+    "MixtureSampler",
+    "MixtureStream",
+    "NamedData",
+    "NamedDatasets",
+    "NamedSampler",
+    "OwnShard",
+    "PackSequences",
+    "Sample",
+    "ShardedLoader",
+    "ShuffledStream",
+    "Source",
+    "TokenBatchSampler",
+    "packed_attention",
+    "packed_mask",
+    "packed_mask_function",
+    "shard",
+    "unpack",
+]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        raise missing(name, "data")

@@ -8,20 +8,25 @@ import numbers
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.data.loss_shapes import check_loss, is_of_torch, shapes_are_known
+from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.data.loss_shapes import LossFunction, check_loss, is_of_torch, shapes_are_known
+from pytorch_accel_lite.data.sources import BatchData, Index
 
-BatchOutput = dict[str, Any]
+#: A loss, or several by name.
+Losses: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
+#: What a step returns: its loss, the outputs of the model and other values, by name.
+BatchOutput: TypeAlias = dict[str, Any]
 IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
-def find_batch_size(batch: Any, expected: int | None = None) -> int:
+def find_batch_size(batch: BatchData, expected: int | None = None) -> int:
     """Return the number of samples in a batch.
 
     :param expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the
@@ -47,7 +52,7 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
     return result
 
 
-def _reported_size(batch: Any, expected: int | None) -> int | None:
+def _reported_size(batch: BatchData, expected: int | None) -> int | None:
     """Return the size of a batch without tensors of its own, as an object in it tells, or the expected one.
 
     A batch of graphs has ``num_graphs`` (torch_geometric), and those of other libraries a ``batch_size``; of other
@@ -65,7 +70,7 @@ def _reported_size(batch: Any, expected: int | None) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def size_of_filler(batch: Any) -> int:
+def size_of_filler(batch: BatchData) -> int:
     """Return a size for a filler batch, which does not count, so that it need not be known."""
     try:
         return find_batch_size(batch)
@@ -73,7 +78,7 @@ def size_of_filler(batch: Any) -> int:
         return 1
 
 
-def is_single_sample(item: Any) -> bool:
+def is_single_sample(item: BatchData) -> bool:
     """Whether an item is a pair of inputs and a target that has not as many rows, as if it were no batch."""
     if type(item) not in (tuple, list) or len(item) != 2 or not isinstance(item[0], torch.Tensor) or not item[0].ndim:
         return False
@@ -83,20 +88,20 @@ def is_single_sample(item: Any) -> bool:
     return isinstance(target, numbers.Number)
 
 
-def is_packed(batch: Any) -> bool:
+def is_packed(batch: BatchData) -> bool:
     """Whether a batch is a single row of several sequences, whose positions restart with each."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     return isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) == 1
 
 
-def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+def tensors_in(data: Tree) -> Iterator[torch.Tensor]:
     """Yield the tensors with dimensions in nested data."""
     return (part for part in parts_in([data]) if isinstance(part, torch.Tensor) and part.ndim)
 
 
-def parts_in(data: Any) -> Iterator[Any]:
+def parts_in(data: Tree) -> Iterator[Tree]:
     """Yield all parts of nested data, at every level."""
-    values: Iterable[Any] = ()
+    values: Iterable[Tree] = ()
     if isinstance(data, Mapping):
         values = data.values()
     elif isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
@@ -108,12 +113,12 @@ def parts_in(data: Any) -> Iterator[Any]:
         yield from parts_in(value)
 
 
-def is_dataclass(data: Any) -> bool:
+def is_dataclass(data: object) -> bool:
     """Whether data are an instance of a dataclass."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def is_as_long(data: Any, size: int) -> bool:
+def is_as_long(data: Tree, size: int) -> bool:
     """Whether data have an element for each of ``size`` samples."""
     if isinstance(data, torch.Tensor):
         return data.ndim > 0 and len(data) == size
@@ -155,7 +160,9 @@ class BatchAdapter:
         self.is_new = True
         self._first_label = first_label(model)
 
-    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Batch | None) -> BatchOutput:
+    def outputs_and_loss(
+        self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
+    ) -> BatchOutput:
         """Return the model's outputs for a batch, their loss, and the number of items that the loss is a mean over.
 
         :param read: the batch as it was read; a step may have passed other data
@@ -171,7 +178,9 @@ class BatchAdapter:
         output["batch_size"] = size_of_filler(batch) if num_samples == 0 else find_batch_size(batch, num_samples)
         return output
 
-    def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:
+    def _other_outputs_and_loss(
+        self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData
+    ) -> BatchOutput:
         outputs, targets = self._call(model, batch)
         if loss_func is None:
             loss = self._loss_of_outputs(outputs, targets, batch)
@@ -192,7 +201,7 @@ class BatchAdapter:
             self.is_new = not shapes_are_known(loss_func, outputs, targets)
         return {"loss": loss_func(outputs, targets), "model_outputs": outputs}
 
-    def predict(self, model: nn.Module, batch: Any) -> Any:
+    def predict(self, model: nn.Module, batch: BatchData) -> Tree:
         """Return the model's outputs for a batch, ignoring its targets, if any."""
         if type(batch) in (list, tuple):  # the usual case
             return model(batch[0])
@@ -202,7 +211,7 @@ class BatchAdapter:
             batch = batch[:1]
         return self._call(model, batch)[0]
 
-    def _call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    def _call(self, model: nn.Module, batch: BatchData) -> tuple[Tree, Tree]:
         """Return the model's outputs and the targets: everything in the batch except the inputs, or ``None``."""
         if isinstance(batch, Mapping):
             inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
@@ -216,7 +225,7 @@ class BatchAdapter:
             return model(batch[0]), batch[1] if len(batch) > 1 else None
         return model(batch), None
 
-    def _targets_of(self, rest: Mapping[str, Any], batch: Mapping[str, Any], loss_func: Any) -> Any:
+    def _targets_of(self, rest: Mapping[str, Tree], batch: Mapping[str, Tree], loss_func: LossFunction) -> Tree:
         """Return the value of the one key that forward does not take, all if there are several, or a usual target key.
 
         A usual target that forward does not need (``labels=None``) comes before keys that are none. So does one that
@@ -240,7 +249,7 @@ class BatchAdapter:
                 "keys from the dataset, or override calculate_train_batch_loss to use them."
             )
 
-    def _loss_of_outputs(self, outputs: Any, ignored: Any, batch: Any) -> Any:
+    def _loss_of_outputs(self, outputs: Tree, ignored: Tree, batch: BatchData) -> torch.Tensor:
         """Return the loss from the outputs of the model."""
         if isinstance(batch, Mapping):
             self._warn_of_ignored(ignored)
@@ -252,12 +261,13 @@ class BatchAdapter:
                 "torch.nn.CrossEntropyLoss(), feed the model labels if it returns a loss then, or override "
                 "calculate_train_batch_loss and calculate_eval_batch_loss: each is only for its own phase."
             )
-        return loss
+        scalar: torch.Tensor = loss
+        return scalar
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
     """Return the model within adapters (PEFT), or one that has none as it is."""
-    get_base_model: Any = getattr(model, "get_base_model", None)
+    get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model
 
 
@@ -278,7 +288,7 @@ def first_label(model: nn.Module) -> int | None:
     return 0 if is_seq2seq or model.loss_type in ("ForMaskedLM", "ForTokenClassification") else None
 
 
-def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
+def _count_labels(batch: BatchData, first: int | None) -> torch.Tensor | None:
     """Return the number of labels that are not ignored, starting from a position in each row; ``None`` if unknown."""
     if first is None or not isinstance(batch, Mapping):
         return None
@@ -289,7 +299,7 @@ def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
     return labels[..., first:].ne(IGNORED_LABEL).sum()
 
 
-def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:
+def complete_output(output: BatchOutput, data: BatchData, num_samples: int | None, method: str, training: bool) -> None:
     """Check the output of a step and add missing entries.
 
     :param data: the batch
@@ -315,21 +325,25 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
             output["losses"] = losses
 
 
-def as_scalars(losses: Any) -> Any:
+def as_scalars(losses: Losses) -> Losses:
     """Return losses, with those of one element, such as those of shape (1,), as scalars."""
     if isinstance(losses, Mapping):
-        return {name: as_scalars(loss) for name, loss in losses.items()}
-    return losses.reshape(()) if losses.numel() == 1 else losses
+        return {name: _as_scalar(loss) for name, loss in losses.items()}
+    return _as_scalar(losses)
 
 
-def is_number(value: Any) -> bool:
+def _as_scalar(loss: torch.Tensor) -> torch.Tensor:
+    return loss.reshape(()) if loss.numel() == 1 else loss
+
+
+def is_number(value: object) -> bool:
     """Whether a value is a number, or a tensor without dimensions."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and not value.is_complex()
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def total_loss(losses: Any) -> torch.Tensor:
+def total_loss(losses: Losses) -> torch.Tensor:
     """Return the loss to minimise: the sum if there are several by name."""
     total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses
     return total
@@ -361,14 +375,14 @@ class Batch(NamedTuple):
         ``data`` are the batches of all; ``None`` without logical processes
     """
 
-    data: Any
+    data: BatchData
     num_samples: int | None
     total_samples: int | None
     is_last: bool
-    indices: Any = None
+    indices: Sequence[Index] | torch.Tensor | None = None
     share: Share | None = None
 
-    def samples(self, output: Mapping[str, Any]) -> tuple[int, int]:
+    def samples(self, output: BatchOutput) -> tuple[int, int]:
         """Return the number of samples of this process and of all processes, taken from ``output`` if unknown."""
         local = int(output["batch_size"]) if self.num_samples is None else self.num_samples
         return local, local if self.total_samples is None else self.total_samples

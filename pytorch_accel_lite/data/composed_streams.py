@@ -6,22 +6,23 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.randomness import generator_with, mix, preserving_generators, seed_generators
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.mixtures import check_are_named, check_weights
 from pytorch_accel_lite.data.position import can_return, open_stream
 from pytorch_accel_lite.data.shares import ended
+from pytorch_accel_lite.data.sources import Sample, Source, SourceState
 from pytorch_accel_lite.data.stream_shards import part_of
 
 _END = object()  # of a stream
 
 
-class ShuffledStream(IterableDataset[Any]):
+class ShuffledStream(IterableDataset[Sample]):
     """A stream whose samples are shuffled block by block, so that a resumed run rereads only one block.
 
     The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while a block is
@@ -32,15 +33,15 @@ class ShuffledStream(IterableDataset[Any]):
     :param seed: seed of the orders
     """
 
-    def __init__(self, stream: Any, block_size: int = 1000, seed: int = 0) -> None:
+    def __init__(self, stream: Source, block_size: int = 1000, seed: int = 0) -> None:
         if not isinstance(stream, IterableDataset):
             raise TypeError(f"The stream must be an IterableDataset, not {type(stream).__name__}.")
-        self.stream: Any = stream
+        self.stream: Source = stream
         self.block_size = check_positive_int("block_size", block_size)
         self.seed = seed
         self._epoch = 0
-        self._state: Mapping[str, Any] = {}  # at which the next iteration begins
-        self._position: dict[str, Any] = {}
+        self._state: StateDict = {}  # at which the next iteration begins
+        self._position: StateDict = {}
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -51,7 +52,7 @@ class ShuffledStream(IterableDataset[Any]):
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Sample]:
         start, self._state = self._state, {}
         epoch_seed = mix(self.seed, self._epoch)
         number = start.get("block", 0)
@@ -59,7 +60,7 @@ class ShuffledStream(IterableDataset[Any]):
         state = start.get("stream")
         is_stateful = can_return(self.stream)
 
-        def skip_blocks(reader: Iterator[Any]) -> None:
+        def skip_blocks(reader: Iterator[Sample]) -> None:
             for skipped in range(number):
                 _, block = self._read_block(reader, mix(skipped, after=epoch_seed))
                 if len(block) < self.block_size:
@@ -78,7 +79,7 @@ class ShuffledStream(IterableDataset[Any]):
             number, position = number + 1, 0
             state = copy.deepcopy(self.stream.state_dict()) if is_stateful else None
 
-    def _read_block(self, reader: Iterator[Any], seed: int) -> tuple[list[int], list[Any]]:
+    def _read_block(self, reader: Iterator[Sample], seed: int) -> tuple[list[int], list[Sample]]:
         """Return the order of the next samples, and the samples."""
         with preserving_generators():
             seed_generators(seed)
@@ -90,16 +91,16 @@ class ShuffledStream(IterableDataset[Any]):
         part = part_of(self.stream, rank, world_size)
         return None if part is None else ShuffledStream(part, self.block_size, mix(self.seed, rank))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the number of the block, the position in it, and the state at which it begins."""
         return dict(self._position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Make the next iteration begin at a state."""
         self._state = state
 
 
-class MixtureStream(IterableDataset[Any]):
+class MixtureStream(IterableDataset[Sample]):
     """Several streams to train on, by name, each with a share of the samples in every part of an epoch.
 
     A resumed run continues stateful streams at their states; of the others, it rereads the current pass up to the next
@@ -116,7 +117,7 @@ class MixtureStream(IterableDataset[Any]):
     has_complete_state = True
 
     def __init__(
-        self, streams: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, repeat: bool = True
+        self, streams: Mapping[str, Source], weights: Mapping[str, float] | None = None, *, repeat: bool = True
     ) -> None:
         check_are_named(streams)
         for name, stream in streams.items():
@@ -132,14 +133,14 @@ class MixtureStream(IterableDataset[Any]):
         self.weights = check_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
         self.repeat = repeat
         self._epoch = 0
-        self._state: Mapping[str, Any] = {}  # where the next iteration begins
+        self._state: StateDict = {}  # where the next iteration begins
         self._passes: list[_Passes] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, counting from 0."""
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Sample]:
         state, self._state = self._state, {}
         self._passes = passes = [
             _Passes(name, stream, self.weights[name], self._epoch, **state.get(name, {}))
@@ -157,11 +158,11 @@ class MixtureStream(IterableDataset[Any]):
         is_divisible = all(part is not None for part in parts.values())
         return MixtureStream(parts, self.weights, repeat=self.repeat) if is_divisible else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position in each stream by name, and its state if it has one."""
         return {passes.name: passes.state_dict() for passes in self._passes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Make the next iteration begin at a state.
 
         :raises ValueError: if it is that of other streams
@@ -182,21 +183,21 @@ class _Passes:
     """
 
     name: str
-    stream: Any
+    stream: Source
     weight: float
     epoch: int
     given: int = 0
     given_in_pass: int = 0
     completed: int = 0
-    state: Any = None
-    reader: Iterator[Any] | None = None
+    state: SourceState = None
+    reader: Iterator[Sample] | None = None
     returns: bool = False  # whether the stream can be restored to its states
 
     def time_of_next(self) -> float:
         """Return when the next sample is due; each stream yields ``weight`` samples per unit of time."""
         return (self.given + 0.5) / self.weight
 
-    def read(self, repeat: bool) -> Any:
+    def read(self, repeat: bool) -> Sample:
         """Return the next sample."""
         if self.reader is None:
             self.reader = self._open()
@@ -215,7 +216,7 @@ class _Passes:
             raise ValueError(f"The stream {self.name!r} is empty{again}.")
         return sample
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[Sample]:
         """Start reading the current pass at the next sample."""
         self.returns = can_return(self.stream)
         with preserving_generators():
@@ -223,12 +224,12 @@ class _Passes:
                 self.stream.set_epoch(self.epoch + self.completed)
             return open_stream(self.stream, self.state, self._skip)
 
-    def _skip(self, reader: Iterator[Any]) -> None:
+    def _skip(self, reader: Iterator[Sample]) -> None:
         skipped = sum(1 for _ in islice(reader, self.given_in_pass))
         if skipped < self.given_in_pass:
             raise ended(f"stream {self.name!r}", f"{skipped} samples", self.given_in_pass)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the constructor arguments of an instance that continues."""
         if self.reader is not None and self.returns:
             self.state = self.stream.state_dict()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import tensors_in
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of, is_table
 from pytorch_accel_lite.data.shares import WrongLengthError
+from pytorch_accel_lite.data.sources import BatchData, Index, SamplerLike, Source
 from pytorch_accel_lite.distributed import Ranks
 
 _PIECE = 1 << 16  # indices
@@ -29,7 +32,7 @@ class OtherOrderError(WrongLengthError):
     """A sampler gives a wrong order. Never skipped as a failed batch, like :class:`WrongLengthError`."""
 
 
-def check_same_data(dataset: Any, ranks: Ranks) -> None:
+def check_same_data(dataset: Source, ranks: Ranks) -> None:
     """Check that a map dataset has the same samples on all processes, as far as possible without reading them.
 
     Compares lengths, the indices of subsets, and a few rows of tensors and Hugging Face's tables, including those of
@@ -59,7 +62,7 @@ def check_same_data(dataset: Any, ranks: Ranks) -> None:
         )
 
 
-def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
+def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> int:
     """Check that a sampler has drawn the same order, or piece of one, on all processes, and return its checksum.
 
     :raises OtherOrderError: on all processes, for example if it has its own generator, or gives a part by rank
@@ -76,7 +79,7 @@ def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
 
 
 def check_order(
-    sampler: Any, order: list[Any] | None, ranks: Ranks, drawn: dict[str, Any], resumed: dict[str, Any] | None
+    sampler: SamplerLike, order: list[Index] | None, ranks: Ranks, drawn: StateDict, resumed: StateDict | None
 ) -> None:
     """Check the order of an epoch, which each process has drawn itself, and store in ``drawn`` what identifies it.
 
@@ -99,7 +102,7 @@ def check_order(
         raise WrongLengthError(f"An epoch now has {now} samples, but had {before} when {remedy}")
 
 
-def checksum(indices: Any) -> int:
+def checksum(indices: Sequence[Index] | torch.Tensor | npt.NDArray[np.generic]) -> int:
     """Return a checksum of indices, also in batches; other objects are compared by their ``repr``."""
     if isinstance(indices, torch.Tensor):
         indices = indices.detach().cpu().numpy()
@@ -111,7 +114,7 @@ def checksum(indices: Any) -> int:
     return number
 
 
-def checksum_of_batches(batches: list[Any]) -> int:
+def checksum_of_batches(batches: list[BatchData]) -> int:
     """Return a nonzero checksum of a few of the values in batches."""
     number = crc32(b"()")  # as training states have been saved with
     for tensor in tensors_in(batches):
@@ -121,28 +124,28 @@ def checksum_of_batches(batches: list[Any]) -> int:
     return number or 1
 
 
-def _as_bytes(indices: Any) -> bytes:
+def _as_bytes(indices: Iterable[Index]) -> bytes:
     try:
         return np.fromiter(indices, np.int64).tobytes()
     except (TypeError, ValueError, OverflowError):  # batches, or other keys of samples
         return b"".join(map(_bytes_of, indices))
 
 
-def _bytes_of(index: Any) -> bytes:
+def _bytes_of(index: Index) -> bytes:
     if isinstance(index, (list, tuple)) or getattr(index, "ndim", False):
         return _as_bytes(index)
     shows_address = getattr(type(index), "__repr__", None) is object.__repr__
     return (type(index).__qualname__ if shows_address else repr(index)).encode()
 
 
-def is_prepared(loader: Any) -> bool:
+def is_prepared(loader: object) -> bool:
     """Whether Accelerate has prepared a loader, which then gives each process a part of the data."""
     return any(base.__module__.startswith("accelerate.") for base in type(loader).__mro__)
 
 
-def _described(dataset: Any) -> tuple[str, Any]:
+def _described(dataset: Source) -> tuple[str, object]:
     """Return the type of a dataset, and checksums if it is a subset or a table, or consists of tensors or arrays."""
-    compared: Any = 0
+    compared: object = 0
     if isinstance(dataset, Subset):
         compared = checksum(dataset.indices)
     elif is_table(dataset):  # compared as stored, before any transform

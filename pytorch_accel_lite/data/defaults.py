@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.environment import cores_per_process
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import is_loader, options_of
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
+from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.data.workers import start_method
 
 #: Arguments with a user-defined order.
 _ORDER_ARGUMENTS = ("sampler", "batch_sampler")
 
 
-def default_num_workers(dataset: Any, processes: int) -> int:
+def default_num_workers(dataset: Source, processes: int) -> int:
     """Return the default number of worker processes of a dataloader, given the number of processes in the job.
 
     Zero for data that are in memory or read a whole batch at a time, for iterable datasets (each worker would repeat
@@ -32,12 +32,12 @@ def default_num_workers(dataset: Any, processes: int) -> int:
     return min(per_process, 8) if per_process > 1 else 0
 
 
-def _is_in_memory(dataset: Any) -> bool:
+def _is_in_memory(dataset: Source) -> bool:
     inner = inner_datasets(dataset)
     return type(dataset) in (TensorDataset, torch.Tensor) or (bool(inner) and all(map(_is_in_memory, inner)))
 
 
-def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelerator: Accelerator) -> dict[str, Any]:
+def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accelerator: Accelerator) -> LoaderKwargs:
     """Return the default arguments of a dataloader."""
     workers = default_num_workers(dataset, accelerator.num_processes)
     inner = dataset
@@ -45,7 +45,7 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
         inner = inner.dataset
     memory = tensors_in_memory(inner)
     can_be_pinned = memory is None or memory.is_on(torch.device("cpu"))
-    kwargs: dict[str, Any] = {
+    kwargs: LoaderKwargs = {
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,
@@ -59,8 +59,8 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
 
 
 def loader_for(
-    dataset: Any, collate_fn: Any, defaults: dict[str, Any], arguments: dict[str, Any] | None
-) -> tuple[Any, dict[str, Any]]:
+    dataset: Source, collate_fn: CollateFunction | None, defaults: LoaderKwargs, arguments: LoaderKwargs | None
+) -> tuple[Source, LoaderKwargs]:
     """Return a loader of a dataset, and its arguments; in place of a dataset, the user may have passed a loader.
 
     :param arguments: the user's, which override the defaults
@@ -68,10 +68,11 @@ def loader_for(
     if is_loader(dataset):
         return dataset, options_of(dataset)
     merged = _merged(dataset, defaults, arguments)
-    return DataLoader(dataset, **({"collate_fn": collate_fn} | merged)), merged
+    kwargs: LoaderKwargs = {"collate_fn": collate_fn} | merged
+    return DataLoader(dataset, **kwargs), merged
 
 
-def _merged(dataset: Any, defaults: dict[str, Any], arguments: dict[str, Any] | None) -> dict[str, Any]:
+def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | None) -> LoaderKwargs:
     """Return the user's arguments and all defaults that are compatible with them."""
     arguments = dict(arguments or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:

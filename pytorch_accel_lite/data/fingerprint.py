@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from pytorch_accel_lite.base.inspection import find_length, reachable_from
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import (
     find_generators,
     preserving_found,
@@ -21,10 +21,13 @@ from pytorch_accel_lite.base.randomness import (
     seed_found,
     seed_generators,
 )
+from pytorch_accel_lite.base.reachable import reachable_from
+from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.data.sources import Sample, Source
 
 #: What :func:`fingerprint_of` returns: plain values that a training state can keep, by ``"kind"``, ``"length"``,
 #: ``"rows"`` (checksums of what the data hold, by name) and ``"samples"`` (checksums of samples, by index).
-Fingerprint = dict[str, Any]
+Fingerprint: TypeAlias = dict[str, Any]
 
 _MOST_HELD = 100  # datasets, lists, arrays and tensors
 _MOST_PARTS = 16  # of a sample, or of a row, at each level
@@ -35,7 +38,7 @@ _MORE_READINGS = 20  # of a sample that differs
 _UNKNOWN = b"?"
 
 
-def fingerprint_of(data: Any) -> Fingerprint:
+def fingerprint_of(data: Source) -> Fingerprint:
     """Return what identifies a dataset, in a few milliseconds and without changing it or any random generator.
 
     Compares what the dataset holds, as it is stored: a few rows of the tensors, arrays, lists, data frames and tables
@@ -49,7 +52,7 @@ def fingerprint_of(data: Any) -> Fingerprint:
     return {"kind": type(data).__qualname__, "length": length, "rows": rows, "samples": samples}
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any], data: Any = None) -> str:
+def difference(before: Fingerprint, now: Fingerprint, data: Source = None) -> str:
     """Return what differs between two fingerprints, as part of a sentence; empty if nothing is known to differ.
 
     :param data: the data of the second one, whose samples are read again if they seem to be others: their augmentation
@@ -67,14 +70,14 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any], data: Any = No
     return ""
 
 
-def _can_be(checksum: int, data: Any, index: int) -> bool:
+def _can_be(checksum: int, data: Source, index: int) -> bool:
     """Whether a sample has a checksum at one of several readings."""
     return any(_read_samples(data, [index]).get(str(index)) == checksum for _ in range(_MORE_READINGS))
 
 
-def _held_by(data: Any) -> Iterator[tuple[str, Any]]:
+def _held_by(data: Source) -> Iterator[tuple[str, Tree]]:
     """Yield what a dataset holds and the datasets inside it hold, with names such as ``dataset.targets``."""
-    left: list[tuple[str, Any]] = [("the dataset", data)]
+    left: list[tuple[str, Tree]] = [("the dataset", data)]
     seen = set()
     for name, item in islice(left, _MOST_HELD):  # grows in the loop
         if id(item) in seen:
@@ -94,18 +97,18 @@ def _held_by(data: Any) -> Iterator[tuple[str, Any]]:
             left += [(f"{name}[{number}]", part) for number, part in enumerate(item) if not _is_plain(part)]
 
 
-def is_table(value: Any) -> bool:
+def is_table(value: object) -> bool:
     """Whether an object is a ``Dataset`` of Hugging Face."""
     return all(hasattr(type(value), name) for name in ("with_format", "num_rows"))
 
 
-def _has_rows(item: Any) -> bool:
+def _has_rows(item: Tree) -> bool:
     if isinstance(item, (torch.Tensor, np.ndarray)):
         return item.ndim > 0 and item.size != 0 if isinstance(item, np.ndarray) else item.ndim > 0 and item.numel() > 0
     return (isinstance(item, (list, tuple)) or hasattr(item, "iloc")) and len(item) > 0
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, (str, bytes, int, float, complex, type(None), np.generic))
 
 
@@ -113,7 +116,7 @@ def _positions(length: int) -> list[int]:
     return sorted({0, length // 4, length // 2, 3 * length // 4, length - 1})
 
 
-def _checksum_of_rows(held: Any) -> int | None:
+def _checksum_of_rows(held: Tree) -> int | None:
     """Return a checksum of a few rows as they are stored; ``None`` if they tell nothing, such as those of a cache."""
     with suppress(Exception):  # of a library's rows, which then are not compared
         if isinstance(held, torch.Tensor) and (held.layout is not torch.strided or held.is_meta or held.is_nested):
@@ -129,7 +132,7 @@ def _checksum_of_rows(held: Any) -> int | None:
     return None
 
 
-def _bytes_of(value: Any, depth: int = 4) -> bytes:
+def _bytes_of(value: Tree, depth: int = 4) -> bytes:
     """Return a few of the values in data; of objects of other kinds, nothing but that they are there."""
     if isinstance(value, torch.Tensor):
         value = _few_values(value)
@@ -152,7 +155,7 @@ def _bytes_of(value: Any, depth: int = 4) -> bytes:
     return _UNKNOWN
 
 
-def _few_values(tensor: torch.Tensor) -> Any:
+def _few_values(tensor: torch.Tensor) -> list[object] | None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return None
     flat = tensor.detach().resolve_conj().reshape(-1)
@@ -160,7 +163,7 @@ def _few_values(tensor: torch.Tensor) -> Any:
     return [str(tensor.dtype), *tensor.shape, few.view(torch.uint8).numpy().tobytes()]
 
 
-def _read_samples(data: Any, indices: list[int]) -> dict[str, int]:
+def _read_samples(data: Source, indices: list[int]) -> dict[str, int]:
     """Return checksums of the samples at a few indices: as many as can be read in a short time, at least one."""
     samples: dict[str, int] = {}
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
@@ -183,7 +186,7 @@ def _read_samples(data: Any, indices: list[int]) -> dict[str, int]:
     return samples
 
 
-def _parts_of(sample: Any) -> dict[str, bytes]:
+def _parts_of(sample: Sample) -> dict[str, bytes]:
     """Return the values of a sample by names of its parts."""
     if isinstance(sample, Mapping):
         return {str(key): _bytes_of(_rounded(sample[key])) for key in islice(sample, _MOST_PARTS)}
@@ -192,7 +195,7 @@ def _parts_of(sample: Any) -> dict[str, bytes]:
     return {"": _bytes_of(_rounded(sample))}
 
 
-def _rounded(part: Any) -> Any:
+def _rounded(part: Tree) -> Tree:
     """Return floats without their last bits, which a transform may compute differently on another machine."""
     if isinstance(part, np.ndarray) and part.dtype.kind == "f":
         return part.astype(np.float16)
@@ -200,7 +203,7 @@ def _rounded(part: Any) -> Any:
 
 
 @contextmanager
-def _preserving_attributes(objects: list[Any]) -> Iterator[None]:
+def _preserving_attributes(objects: list[object]) -> Iterator[None]:
     """Restore the attributes of objects after a block, and the elements of short lists, dicts and sets among them.
 
     Reading a sample may count, fill a cache, or open a file, which workers that are forked later must not share.
@@ -218,5 +221,5 @@ def _preserving_attributes(objects: list[Any]) -> Iterator[None]:
                 container.extend(kept) if isinstance(container, list) else container.update(kept)
 
 
-def _identities(container: Any) -> list[int]:
+def _identities(container: Iterable[object]) -> list[int]:
     return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]

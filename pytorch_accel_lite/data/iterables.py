@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 from zlib import crc32
 
 import torch
@@ -24,13 +24,14 @@ from pytorch_accel_lite.base.randomness import (
     seed_generators,
     state_of,
 )
+from pytorch_accel_lite.base.reachable import Marks, marks_of
 from pytorch_accel_lite.data.batches import Batch, find_batch_size, tensors_in
-from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
 from pytorch_accel_lite.data.position import cannot_split, last_samples, skip_batches, track_position
 from pytorch_accel_lite.data.shares import skip_samples, with_last
+from pytorch_accel_lite.data.sources import BatchData, Source, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
 #: Key, in the position in a source without a state, of what identifies the first batch of the epoch.
@@ -47,10 +48,10 @@ class OwnShard:
     is read as if it were sharded already; without this mark, a message says so.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[BatchData]) -> None:
         self.batches = batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchData]:
         return iter(self.batches)
 
     def __len__(self) -> int:
@@ -65,7 +66,7 @@ class ReadInTurn(ShardedLoader):
 
     _compares_generators: ClassVar[bool] = True
 
-    def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+    def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._may_resume = options.fill and options.seed is not None
         self._tracker = track_position(source, keeps=self._may_resume)
@@ -77,10 +78,10 @@ class ReadInTurn(ShardedLoader):
         self._draws_own = self._may_resume and self._compares_generators and _generators_differ(source, ranks)
         self._reader = ranks.rank  # the random numbers in a stream differ between readers
 
-    def position(self) -> Any:
+    def position(self) -> SourceState:
         return {_FIRST_BATCH: self._first_batch} if self._tracker is None else self._tracker.position
 
-    def move_to(self, position: Any) -> str:
+    def move_to(self, position: SourceState) -> str:
         tracker = self._tracker
         if tracker is None:
             self._resumed_first_batch = position.get(_FIRST_BATCH) if isinstance(position, dict) else None
@@ -125,7 +126,7 @@ class ReadInTurn(ShardedLoader):
                 tracker.advance()
             yield Batch(batch, None, None, is_last)
 
-    def _read_from(self, start: int) -> Iterator[Any]:
+    def _read_from(self, start: int) -> Iterator[BatchData]:
         """Read the source after what a resumed epoch has already seen, without advancing the random generators."""
         tracker = self._tracker
         if tracker is None:
@@ -139,12 +140,12 @@ class ReadInTurn(ShardedLoader):
             self._seed_held()  # a state may hold those of its generators
             return tracker.follow(tracker.reopen(position, lambda: self._start_seeded(first)))
 
-    def _read_identically(self, start: int) -> Iterator[Any]:
+    def _read_identically(self, start: int) -> Iterator[BatchData]:
         """Read the source like :meth:`_read_from`, with the same batches on processes that share them."""
         batches = self._read_from(start)
         return self._ranks.read_identically(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
 
-    def _skip_to(self, start: int) -> Iterator[Any]:
+    def _skip_to(self, start: int) -> Iterator[BatchData]:
         """Read the source and discard what has already been seen.
 
         Discards the number of samples seen, splitting the batch in which they end. A single process, however, counts
@@ -164,7 +165,7 @@ class ReadInTurn(ShardedLoader):
                 return batches
             return skip_samples(batches, start, find_batch_size, last_samples)
 
-    def _check_first_batch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _check_first_batch(self, batches: Iterator[BatchData]) -> Iterator[BatchData]:
         """Remember what identifies the first batch, and warn if a resumed epoch began with a different one."""
         if not self._may_resume or not self._is_seeded or self._tracker is not None:
             return batches
@@ -200,7 +201,7 @@ class ReadInTurn(ShardedLoader):
         if now != before and (has_no_batch_size or before[0] == rows):
             warn_outside(_describe_other_batches(self.source, f"for epoch {read['epoch']}, which it had finished"))
 
-    def epoch_read(self) -> Any:
+    def epoch_read(self) -> SourceState:
         """Return the number of the epoch, and what identifies its first batch."""
         return self._recalled or {"epoch": self._epoch, _FIRST_BATCH: self._first_batch}
 
@@ -214,7 +215,7 @@ class ReadInTurn(ShardedLoader):
                 return f"{type(part).__name__} is an iterator, which gives each batch once and cannot begin again"
         return ""
 
-    def _open(self, first: int) -> Iterator[Any]:
+    def _open(self, first: int) -> Iterator[BatchData]:
         """Start reading the source, whose next batch is number ``first`` of the epoch."""
         self._seed_held()
         return self._start_seeded(first)
@@ -233,7 +234,7 @@ class ReadInTurn(ShardedLoader):
             readers = (self._reader,) if self._draws_own else ()
             seed_found(held, mix(self.options.seed or 0, self._epoch, *readers))
 
-    def _start_seeded(self, first: int) -> Iterator[Any]:
+    def _start_seeded(self, first: int) -> Iterator[BatchData]:
         if not self._is_seeded:
             self._renew_workers()
             return self._start_reading(self.source)
@@ -288,7 +289,7 @@ class PreShardedLoader(ReadInTurn):
     _finds_filler: ClassVar[bool] = False  # whether a process can resume after its last batch
 
     def __init__(
-        self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
+        self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
     ) -> None:
         is_marked = isinstance(source, OwnShard)
         source = source.batches if is_marked else source
@@ -329,11 +330,11 @@ class PreShardedLoader(ReadInTurn):
                 tracker.position = None  # to resume, the last batch must be read again
             yield Batch(batch, step.number, step.total, step.is_last)
 
-    def _read_lazily(self, start: int) -> Iterator[Any]:
+    def _read_lazily(self, start: int) -> Iterator[BatchData]:
         """Open the source when its first batch is read, so that a failure is handled like one of reading that batch."""
         yield from self._read_identically(start)
 
-    def _filler(self, first: AgreedStep) -> Any:
+    def _filler(self, first: AgreedStep[BatchData]) -> BatchData:
         """Return a batch for a process that has none, if some processes have none in the first step."""
         raise ValueError(
             f"{first.without} of {self._ranks.world_size} processes have no training batch at all. Give every process "
@@ -348,7 +349,7 @@ def _refuse_to_split(batch: Batch, count: int) -> Batch:
     raise cannot_split("the batches of several processes")
 
 
-def _generators_differ(source: Any, ranks: Ranks) -> bool:
+def _generators_differ(source: Source, ranks: Ranks) -> bool:
     """Whether the generators that a source holds are not the same on all processes. Call it on every process."""
     if ranks.world_size == 1 or type(source) in (list, tuple):
         return False
@@ -356,7 +357,7 @@ def _generators_differ(source: Any, ranks: Ranks) -> bool:
     return any(other != local for other in ranks.all_gather_object(local))
 
 
-def _describe_other_batches(source: Any, when: str) -> str:
+def _describe_other_batches(source: Source, when: str) -> str:
     """Return the warning for a source that does not repeat the batches of the interrupted run.
 
     :param when: the epoch, as part of a sentence

@@ -7,20 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
 
 import torch
+from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data.batches import Batch, find_batch_size, is_single_sample, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
-from pytorch_accel_lite.data.placement import placed
 from pytorch_accel_lite.data.shares import Shares, whole_steps
+from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
+
+#: Keyword arguments of a ``DataLoader``.
+LoaderKwargs: TypeAlias = dict[str, Any]
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +85,7 @@ class ShardedLoader(ABC):
     batch_size_before: int | None = None
     _has_named = False
 
-    def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+    def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source
         self.options = options
         self.limit = options.limit  # callbacks may lower it
@@ -89,7 +93,7 @@ class ShardedLoader(ABC):
         self._device = device
         self._epoch = 0
         self._left: int | None = None
-        self._recalled: Any = None  # what has been read last in the run that is resumed
+        self._recalled: SourceState = None  # what has been read last in the run that is resumed
         self._steps_done = 0
         self._min_share = 1
         self._is_placed = device.type == "cpu"  # whether batches are on the device when they are read
@@ -136,26 +140,26 @@ class ShardedLoader(ABC):
         """Return the number of steps left in an epoch after ``start`` samples of all processes; ``None`` if unknown."""
         return None
 
-    def next_indices(self) -> list[Any] | None:
+    def next_indices(self) -> list[Index] | None:
         """Return the indices in the dataset of the samples being read for the next step; ``None`` if unknown."""
         return None
 
     @abstractmethod
-    def position(self) -> Any:
+    def position(self) -> SourceState:
         """Return what a training state must keep to resume in the middle of an epoch, besides the samples counted."""
 
     @abstractmethod
-    def move_to(self, position: Any) -> str:
+    def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at a position, if the training state holds one.
 
         :return: what the user should know about it
         """
 
-    def epoch_read(self) -> Any:
+    def epoch_read(self) -> SourceState:
         """Return what a training state must keep of the epoch that was read last, to continue with it or the next."""
         return None
 
-    def recall(self, read: Any) -> None:
+    def recall(self, read: SourceState) -> None:
         """Make the next epoch that is read continue after what :meth:`epoch_read` has returned in the resumed run."""
         self._recalled = read
 
@@ -182,10 +186,10 @@ class ShardedLoader(ABC):
             steps = whole_steps(steps)
         return steps
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))
 
-    def _start_reading(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _start_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)
@@ -196,7 +200,7 @@ class ShardedLoader(ABC):
             return iterator
         return self._comparing_workers(iterator)
 
-    def _naming_samples(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _naming_samples(self, items: Iterator[BatchData]) -> Iterator[BatchData]:
         """Warn if the first item of a loader of ready batches (``batch_size=None``) is a single sample."""
         for item in items:
             if not self._has_named and is_single_sample(item):
@@ -209,7 +213,7 @@ class ShardedLoader(ABC):
             self._has_named = True
             yield item
 
-    def _comparing_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _comparing_workers(self, batches: Iterator[BatchData]) -> Iterator[BatchData]:
         """Warn if the first batches of two workers are the same, as those of a stream that each reads in full."""
         first = list(islice(batches, 1))
         yield from first
@@ -250,8 +254,25 @@ class ShardedLoader(ABC):
         return getattr(self.source, name)
 
 
-def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sample]:
     """Return a copy of a loader with other attributes, which torch refuses to set as others may depend on them."""
     other = copy.copy(loader)
     vars(other).update(changes)
     return other
+
+
+def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
+    """Return steps whose data are on a device, without waiting for the copies.
+
+    :param device: ``None`` if the data are there already
+    :param channels_last: whether tensors of four dimensions are put into this memory format
+    """
+    if device is not None:
+        steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)
+    if channels_last:
+        steps = (step._replace(data=recursively_apply(_to_channels_last, step.data)) for step in steps)
+    return steps
+
+
+def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

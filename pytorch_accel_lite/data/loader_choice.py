@@ -3,55 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.data.consistency import check_same_data
 from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.order import of_all_processes
+from pytorch_accel_lite.data.sources import IndexedData, Sample, Source
 from pytorch_accel_lite.data.stream_shards import find_self_sharding, package_of, part_of_this_process
 from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
 from pytorch_accel_lite.distributed import Ranks
 
-
-class IndexedData(Protocol):
-    """Data with a length and an element for each sample: a list, an array, a dataset of another library."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
 #: What a trainer reads: a dataset, a ``DataLoader`` or :class:`OwnShard`, or anything with an element for each sample.
-Data = Dataset[Any] | DataLoader[Any] | OwnShard | IndexedData
+Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
 #: The same, or several by name.
 NamedData = Data | Mapping[str, Data]
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
 
 
-def is_loader(data: Any) -> bool:
+def is_loader(data: object) -> bool:
     """Whether the user has passed a loader, which yields batches, in place of a dataset."""
     return isinstance(data, (DataLoader, OwnShard))
 
 
-def dataset_of(data: Any) -> Any:
+def dataset_of(data: Source) -> Source:
     """Return the dataset that a loader reads; other batches, and anything but a loader, unchanged."""
     batches = data.batches if isinstance(data, OwnShard) else data
     return batches.dataset if isinstance(batches, DataLoader) else batches
 
 
-def options_of(loader: Any) -> dict[str, Any]:
+def options_of(loader: Source) -> LoaderKwargs:
     """Return the options with which a loader reads its dataset, if any."""
     batches = loader.batches if isinstance(loader, OwnShard) else loader
     return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
 
 
-def with_batch_size(data: Any, size: int) -> Any:
+def with_batch_size(data: Source, size: int) -> Source:
     """Return a copy of a loader with another ``batch_size``; data other than a loader unchanged."""
     if not isinstance(data, DataLoader):
         return data
@@ -61,7 +53,7 @@ def with_batch_size(data: Any, size: int) -> Any:
 
 
 def shard(
-    source: Any, ranks: Ranks, device: torch.device, seed: int | None, training: bool, **options: Any
+    source: Source, ranks: Ranks, device: torch.device, seed: int | None, training: bool, **options: Any
 ) -> ShardedLoader:
     """Return a loader that yields this process's share of any source of batches.
 
@@ -79,7 +71,8 @@ def shard(
     resolved = LoaderOptions(seed, training, **options)
     # Including torchdata's StatefulDataLoader, which has the same options.
     packages = ("torch", "torchdata")
-    is_of_torch = isinstance(source, DataLoader) and package_of(type(source).__iter__) in packages
+    is_own = type(source) is not DataLoader and isinstance(source, DataLoader)
+    is_of_torch = package_of(type(source).__iter__) in packages if is_own else isinstance(source, DataLoader)
     if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
         if resolved.shares is not None:
             dataset = getattr(source, "dataset", source)
@@ -95,7 +88,7 @@ def shard(
 
 
 def _read_in_turn(
-    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_of_torch: bool
+    source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions, is_of_torch: bool
 ) -> ShardedLoader:
     """Return the loader for a source that cannot be indexed.
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.batches import Batch, find_batch_size, parts_in
 from pytorch_accel_lite.data.shares import with_last
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.messages import Message, decode
 
@@ -26,7 +27,7 @@ _MIN_STEPS = 2  # one of them is computed while the processes agree
 _MAX_BYTES = 2**25
 
 
-class AgreedStep(NamedTuple):
+class AgreedStep(NamedTuple, Generic[T]):
     """A step for which any process has read something.
 
     :param item: the item that this process has read; ``None`` if its source has ended
@@ -35,7 +36,7 @@ class AgreedStep(NamedTuple):
     :param without: number of processes that have read nothing
     """
 
-    item: Any
+    item: T | None
     number: int
     total: int
     without: int
@@ -69,7 +70,7 @@ class Lockstep(Generic[T]):
         self._describe = describe
         self._error: Exception | None = None
 
-    def __iter__(self) -> Iterator[AgreedStep]:
+    def __iter__(self) -> Iterator[AgreedStep[T]]:
         """Yield the steps for which any process has read something."""
         following = _Round[T](size=1)
         self._read(following, 1)
@@ -133,7 +134,7 @@ class Lockstep(Generic[T]):
             raise self._error
 
 
-def _size_of(part: Any) -> int:
+def _size_of(part: object) -> int:
     """Return the number of bytes of a part of a batch; for a sparse tensor, that of a dense one."""
     return part.numel() * part.element_size() if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
 
@@ -141,7 +142,7 @@ def _size_of(part: Any) -> int:
 class _Dealt(NamedTuple):
     """The batches that the first process has read for a step, its own batch, and the messages to the others."""
 
-    group: list[Any]
+    group: list[BatchData]
     local: Batch
     messages: list[Message | None]
 
@@ -151,7 +152,7 @@ class _Dealt(NamedTuple):
         return max((message.size for message in self.messages if message is not None), default=1)
 
 
-def deal(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
+def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
     """Yield this process's batch of each step, and the number of batches that it has read for the step.
 
     The first process reads all batches, and sends the others theirs while they compute the previous step.
@@ -165,7 +166,7 @@ def deal(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[tupl
     return (receive() for receive, _ in with_last(begun))
 
 
-def _prepared(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator[_Dealt]:
+def _prepared(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[_Dealt]:
     sent_to_first = ranks.replicas > 1  # for processes that share its batches; it needs no message itself
     while True:
         # With processes that do not read, the generators must not be advanced, so that they stay the same on all.
@@ -181,12 +182,12 @@ def _prepared(groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> Iterator
         yield _Dealt(group, batches[0], messages)
 
 
-def _begin_receiving(step: AgreedStep, ranks: Ranks) -> Callable[[], tuple[Batch, int]]:
+def _begin_receiving(step: AgreedStep[_Dealt], ranks: Ranks) -> Callable[[], tuple[Batch, int]]:
     """Start sending and receiving the batches of a step.
 
     :return: a function that waits for this process's batch, and returns it with the number of batches it has read
     """
-    dealt: _Dealt | None = step.item
+    dealt = step.item
     pieces = None
     if dealt is not None:
         pieces = torch.empty(ranks.world_size, step.total, dtype=torch.uint8).unbind()

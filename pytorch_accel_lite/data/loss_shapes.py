@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from pytorch_accel_lite.base.types import Tree
+
+#: What computes the loss, or several by name, from the outputs of a model and the targets.
+LossFunction: TypeAlias = Callable[..., torch.Tensor | Mapping[str, torch.Tensor]]
 
 _ELEMENTWISE = {
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss),
@@ -25,14 +30,14 @@ class LossShapeError(ValueError):
     """Raised for shapes of outputs and targets that a loss function accepts, but does not compare sample by sample."""
 
 
-def is_of_torch(loss: Any) -> bool:
+def is_of_torch(loss: object) -> bool:
     """Whether a loss function or a loss module is one of torch's own, which take tensors."""
     loss = loss.func if isinstance(loss, partial) else loss
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     return str(getattr(kind, "__module__", "")).startswith("torch.nn")
 
 
-def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
+def shapes_are_known(loss: LossFunction | None, outputs: Tree, targets: Tree) -> bool:
     """Check shapes; return whether the check is conclusive, which it is not for a batch with a single element.
 
     :param loss: a loss function, or a loss module
@@ -66,7 +71,7 @@ def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> N
         )
 
 
-def check_loss(output: Any, method: str, training: bool) -> None:
+def check_loss(output: object, method: str, training: bool) -> None:
     """Check that a step returned a loss with one element, or several by name, and in training with gradients.
 
     In evaluation, a loss may have an element for each sample, or be ``None``.

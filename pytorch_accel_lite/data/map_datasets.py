@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice, starmap
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, seed_generators
+from pytorch_accel_lite.base.reachable import Marks, marks_of
 from pytorch_accel_lite.data.batches import Batch, Share
-from pytorch_accel_lite.data.changes import Marks, marks_of
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import (
     ComputedOrder,
+    Order,
     draw_order,
     in_turn,
     indices_at,
@@ -40,11 +41,12 @@ from pytorch_accel_lite.data.shares import (
     split,
     with_last,
 )
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
 #: For each batch that is being read: the seed of its share, and its numbers of samples on this process and on all,
 #: whether it is the last one, its indices, and the share of a logical process that it is.
-_Planned = deque[tuple[int | None, int, int, bool, Any, Share | None]]
+_Planned = deque[tuple[int | None, int, int, bool, Sequence[Index] | torch.Tensor, Share | None]]
 
 
 #: Samplers whose orders depend on the seed and the epoch alone.
@@ -60,10 +62,10 @@ class _EpochShares:
         epoch begins; ``None`` for other data
     """
 
-    def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
+    def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
         self._division = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
         self.is_batched = source.batch_size is None  # the user's batch sampler
-        self.sampler: Any = source.batch_sampler if self.is_batched else source.sampler
+        self.sampler: SamplerLike = source.batch_sampler if self.is_batched else source.sampler
         if type(self.sampler) not in _OF_TORCH:
             self.sampler = of_all_processes(self.sampler, self._division.total)
         self.per_step = (source.batch_size or 1) * self._division.total  # samples, or the user's batches
@@ -71,8 +73,8 @@ class _EpochShares:
         self._ranks = ranks
         self._options = options
         self.rows = rows
-        self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
-        self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
+        self.drawn: SourceState = {}  # what identifies the order of the epoch, see check_order
+        self.resumed: SourceState | None = None  # the same of the state that the next epoch resumes
         self.read: EpochRead = {}  # what identifies the epoch that was begun last
         self.recalled: EpochRead | None = None  # the same of the state that is resumed
         self.planned = _Planned()
@@ -116,7 +118,7 @@ class _EpochShares:
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
-    def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def _global_batches(self, epoch: int, start: int) -> Iterator[BatchData]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
         order = self._draw_order(epoch)
         if self.is_batched:
@@ -139,7 +141,7 @@ class _EpochShares:
             return map(torch.Tensor.tolist, rows) if self.rows is None else rows
         return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
 
-    def _draw_order(self, epoch: int) -> Any:
+    def _draw_order(self, epoch: int) -> Order:
         seed = self._options.seed
         before = self._bring_sampler_to(epoch)
         state = None if seed is None else state_of_sampler(self.sampler)
@@ -178,7 +180,7 @@ class _EpochShares:
 class _Idle(NamedTuple):
     """A loader that is not in use, with its workers and what the data were like when these started."""
 
-    loader: DataLoader[Any]
+    loader: DataLoader[Sample]
     batches: Any
     marks: Marks
 
@@ -191,14 +193,14 @@ class MapLoader(ShardedLoader):
     memory are indexed a whole batch at a time.
     """
 
-    def __init__(self, source: DataLoader[Any], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+    def __init__(self, source: DataLoader[Sample], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._marks: Marks = []  # of data in memory
         self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
         self._idle: _Idle | None = None  # kept with its workers for the next iteration
-        self._collate: Any = source.collate_fn
+        self._collate: CollateFunction = source.collate_fn
         if self._memory is not None or options.seed is None:
             self._reader = reader_of(source.dataset)
         else:
@@ -218,8 +220,9 @@ class MapLoader(ShardedLoader):
         """Tell the datasets which epoch begins, and find what has been changed since the last one."""
         source = self.source
         for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
-            if callable(getattr(dataset, "set_epoch", None)):
-                dataset.set_epoch(self.options.reported_epoch(epoch))
+            set_epoch = getattr(dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.options.reported_epoch(epoch))
         if self._memory is None:
             if isinstance(self._reader, SeededReader):
                 self._reader.forget_generators()
@@ -227,7 +230,7 @@ class MapLoader(ShardedLoader):
             self._memory = self._find_memory()
             self._shares.rows = len(source.dataset)
 
-    def _create_inner(self) -> DataLoader[Any]:
+    def _create_inner(self) -> DataLoader[Sample]:
         source = self.source
         seed = self.options.seed
         return DataLoader(
@@ -255,14 +258,14 @@ class MapLoader(ShardedLoader):
                 seed_generators(~seed, with_torch=False)
             yield Batch(batch, count, total, is_last, indices, share)
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self) -> Iterator[BatchData]:
         if self.source.num_workers:
             return self._read_in_workers()
         if self.options.seed is None:
             draw_seed(self.source.generator)  # as a DataLoader does, so that a hand-written loop draws the same numbers
         return self._read_here() if self._memory is None else self._read_memory(self._memory)
 
-    def _read_here(self) -> Iterator[Any]:
+    def _read_here(self) -> Iterator[BatchData]:
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
         read, collate = self._reader.__getitems__, self._collate
         is_collated = collate is as_collated  # not called for each step
@@ -278,7 +281,7 @@ class MapLoader(ShardedLoader):
                 batch = FailedRead(error)
             yield batch
 
-    def _read_in_workers(self) -> Iterator[Any]:
+    def _read_in_workers(self) -> Iterator[BatchData]:
         """Read with a loader that is not in use: with persistent workers, torch's has a single iterator."""
         source = self.source
         marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
@@ -304,7 +307,7 @@ class MapLoader(ShardedLoader):
     def _keeps_workers(self) -> bool:
         return bool(self.source.persistent_workers)
 
-    def _take_idle(self, marks: Marks) -> DataLoader[Any]:
+    def _take_idle(self, marks: Marks) -> DataLoader[Sample]:
         """Return the loader that is not in use, or a new one if its workers would read what the data were before."""
         idle, self._idle = self._idle, None
         if idle is None:
@@ -315,7 +318,7 @@ class MapLoader(ShardedLoader):
         idle.batches._shutdown_workers()
         return self._create_inner()
 
-    def _read_memory(self, memory: InMemory) -> Iterator[Any]:
+    def _read_memory(self, memory: InMemory) -> Iterator[BatchData]:
         pin = self.source.pin_memory and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing that happens in an epoch affects the orders of torch's samplers, so that they may be drawn ahead.
         has_fixed_order = type(self._shares.sampler) in _OF_TORCH
@@ -325,22 +328,22 @@ class MapLoader(ShardedLoader):
         super().stop_workers()
         self._idle = None
 
-    def next_indices(self) -> list[Any] | None:
+    def next_indices(self) -> list[Index] | None:
         if not self._shares.planned:
             return None
         _, _, _, _, indices, _ = self._shares.planned[0]
         return list(indices)
 
-    def position(self) -> Any:
+    def position(self) -> SourceState:
         return {"order": self._shares.resumed or self._shares.drawn}
 
-    def epoch_read(self) -> Any:
+    def epoch_read(self) -> SourceState:
         return self._shares.recalled or self._shares.read
 
-    def recall(self, read: Any) -> None:
+    def recall(self, read: SourceState) -> None:
         self._shares.recalled = read or None
 
-    def move_to(self, position: Any) -> str:
+    def move_to(self, position: SourceState) -> str:
         self._shares.resumed = position.get("order") if isinstance(position, dict) else None
         return ""
 

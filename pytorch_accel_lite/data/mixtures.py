@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler
@@ -15,9 +15,11 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, Source
 
 
-class Mixture(ConcatDataset[Any]):
+class Mixture(ConcatDataset[Sample]):
     """Several map datasets to train on, by name, each with a share of the samples in every part of an epoch.
 
     Each dataset is read in passes, each in a new random order: no sample is repeated before the pass is complete, and
@@ -32,10 +34,15 @@ class Mixture(ConcatDataset[Any]):
     """
 
     def __init__(
-        self, datasets: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, num_samples: int | None = None
+        self,
+        datasets: Mapping[str, IndexedData],
+        weights: Mapping[str, float] | None = None,
+        *,
+        num_samples: int | None = None,
     ) -> None:
         self.sizes = _sizes_of(datasets, "Mix streams with MixtureStream.")
-        super().__init__(datasets.values())
+        parts: list[Source] = [*datasets.values()]
+        super().__init__(parts)
         self.names = list(datasets)
         self.weights = check_weights(self.sizes if weights is None else weights, self.names)
         total = sum(self.sizes.values())
@@ -50,7 +57,7 @@ class Mixture(ConcatDataset[Any]):
         """Return the name of the dataset that has the sample with an index, one of ``trainer.batch_indices``."""
         return self.names[bisect_right(self.cumulative_sizes, index)]
 
-    def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> dict[str, Any]:
+    def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderKwargs:
         """Return the arguments of a ``DataLoader`` that gives a training epoch.
 
         :param batch_size: batch size per process
@@ -91,7 +98,7 @@ class MixtureSampler(Sampler[int]):
     def __len__(self) -> int:
         return self.mixture.num_samples
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[int]:
         """Return the order of the current epoch; without a seed of the run, one is drawn for all epochs."""
         if self._seed is None:
             self._seed = draw_seed()
@@ -118,7 +125,7 @@ class MixtureSampler(Sampler[int]):
         return torch.cat(samples)[torch.cat(times).argsort(stable=True)]
 
 
-def _sizes_of(datasets: Mapping[str, Any], advice: str) -> dict[str, int]:
+def _sizes_of(datasets: Mapping[str, IndexedData], advice: str) -> dict[str, int]:
     """Check map datasets by name, and return their lengths.
 
     :param advice: what to do with other datasets
@@ -139,7 +146,7 @@ def _sizes_of(datasets: Mapping[str, Any], advice: str) -> dict[str, int]:
     return sizes
 
 
-def check_are_named(datasets: Mapping[str, Any]) -> None:
+def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
     """Check that there are datasets, by name."""
     if not isinstance(datasets, Mapping):
         raise TypeError(f"Datasets must be in a dict by name, not a {type(datasets).__name__}.")
@@ -164,7 +171,7 @@ def check_weights(weights: Mapping[str, float], names: list[str]) -> dict[str, f
     return {name: weights[name] for name in names}
 
 
-class NamedDatasets(Dataset[Any]):
+class NamedDatasets(Dataset[Sample]):
     """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
     :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
@@ -173,7 +180,7 @@ class NamedDatasets(Dataset[Any]):
     :raises ValueError: if there are no datasets, or one is empty or has no length
     """
 
-    def __init__(self, datasets: Mapping[str, Any], length: Literal["min", "max"] = "min") -> None:
+    def __init__(self, datasets: Mapping[str, IndexedData], length: Literal["min", "max"] = "min") -> None:
         check_choice("length", length, ("min", "max"))
         self.sizes = _sizes_of(datasets, "Combine iterable ones into one IterableDataset that yields dicts.")
         self.datasets = dict(datasets)
@@ -186,7 +193,7 @@ class NamedDatasets(Dataset[Any]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, indices: Any) -> dict[str, Any]:
+    def __getitem__(self, indices: Index) -> dict[str, Sample]:
         """Return a sample of each dataset, given one index for all or a sequence with an index for each, in order."""
         if isinstance(indices, int) or getattr(indices, "ndim", 1) == 0:  # including those of numpy and torch
             indices = [indices % size for size in self.sizes.values()]
@@ -215,9 +222,9 @@ class NamedSampler(Sampler[tuple[int, ...]]):
             yield from torch.randperm(size).tolist() if self.shuffle else range(size)
 
 
-def describe_lengths(sampler: Any) -> str:
-    """Return in a line how datasets of different lengths are read in an epoch; empty for a sampler of others."""
-    if not isinstance(sampler, NamedSampler) or len(set(sampler.datasets.sizes.values())) == 1:
+def describe_lengths(sampler: NamedSampler) -> str:
+    """Return in a line how datasets of different lengths are read in an epoch; empty if all have one length."""
+    if len(set(sampler.datasets.sizes.values())) == 1:
         return ""
     sizes, length = sampler.datasets.sizes, len(sampler)
     deciding = next(name for name, size in sizes.items() if size == length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from pytorch_accel_lite.base.randomness import (
 )
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.shares import WrongLengthError
+from pytorch_accel_lite.data.sources import Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
 
 #: Number of samples up to which a random order is torch's, which takes 4 bytes per sample on every process. Larger
@@ -43,7 +44,11 @@ _PART_ATTRIBUTES = (
 )
 
 
-def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Any:
+#: An order of an epoch: an iterable of indices, or of batches of them, or a :class:`ComputedOrder`.
+Order: TypeAlias = Any
+
+
+def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Order:
     """Return the order of an epoch from a sampler of indices or of batches of indices, the same on all ranks.
 
     With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
@@ -70,7 +75,7 @@ def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 
 
-def _draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Any]:
+def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Index]:
     """Return the order of an epoch from any other sampler; drawn in pieces if it has no length."""
     if seed is None:
         tell_epoch(sampler, reported)
@@ -87,7 +92,7 @@ def _draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reporte
     return order_of_sampler(sampler, seed, epoch, reported)
 
 
-def order_of_sampler(sampler: Any, seed: int, epoch: int, reported: int) -> list[Any]:
+def order_of_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> list[Index]:
     """Return the order of an epoch that a user's sampler draws with a seed."""
     seed = _prepare(sampler, seed, epoch, reported)
     with preserving_generators():
@@ -95,7 +100,7 @@ def order_of_sampler(sampler: Any, seed: int, epoch: int, reported: int) -> list
         return list(sampler)
 
 
-def tell_epoch(sampler: Any, reported: int) -> None:
+def tell_epoch(sampler: SamplerLike, reported: int) -> None:
     """Call ``set_epoch`` of a sampler, or of the one inside a batch sampler."""
     inner = getattr(sampler, "sampler", sampler)
     set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
@@ -103,7 +108,7 @@ def tell_epoch(sampler: Any, reported: int) -> None:
         set_epoch(reported)
 
 
-def _prepare(sampler: Any, seed: int, epoch: int, reported: int) -> int:
+def _prepare(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> int:
     """Tell a sampler the epoch, seed the generators that it holds itself, and return the seed for the global ones."""
     tell_epoch(sampler, reported)
     seed = mix(seed, epoch)
@@ -122,7 +127,7 @@ def length_error(sampler: object, size: int, count: int) -> WrongLengthError:
     )
 
 
-def in_turn(sampler: Any, order: Iterable[Any], start: int, sizes: list[int]) -> Iterator[Any]:
+def in_turn(sampler: SamplerLike, order: Iterable[Index], start: int, sizes: list[int]) -> Iterator[Index]:
     """Yield the indices of each step, checking the length reported by the sampler."""
     size = len(sampler)
     rest = islice(order, start, None)
@@ -140,10 +145,10 @@ def in_turn(sampler: Any, order: Iterable[Any], start: int, sizes: list[int]) ->
         )
 
 
-def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
+def _share_pieces(sampler: Iterable[Index], ranks: Ranks) -> Iterator[Index]:
     """Yield the indices that the sampler draws on rank 0. All ranks need each piece at the same step."""
 
-    def draw() -> Iterator[Any]:
+    def draw() -> Iterator[Index]:
         yield from sampler
 
     drawn = draw()
@@ -151,7 +156,7 @@ def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
         yield from piece
 
 
-def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[Any]:
+def _draw_pieces(sampler: Iterable[Index], seed: int, ranks: Ranks) -> Iterator[Index]:
     """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
     with preserving_generators():
         seed_generators(seed)
@@ -168,7 +173,7 @@ def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[An
         yield from piece
 
 
-def of_all_processes(sampler: Any, world_size: int) -> Any:
+def of_all_processes(sampler: SamplerLike, world_size: int) -> SamplerLike:
     """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here.
 
     :raises ValueError: with several processes, if another sampler gives only a part of its order
@@ -196,7 +201,7 @@ def of_all_processes(sampler: Any, world_size: int) -> Any:
     return sampler
 
 
-def parts_of(sampler: Any) -> int:
+def parts_of(sampler: SamplerLike) -> int:
     """Return the number of parts into which a sampler, or one inside it, divides its order."""
     parts = [getattr(sampler, count, 1) for count, index in _PART_ATTRIBUTES if hasattr(sampler, index)]
     inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
@@ -204,7 +209,11 @@ def parts_of(sampler: Any) -> int:
     return max((part for part in parts if isinstance(part, int)), default=1)
 
 
-def indices_at(order: Any, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
+#: An order of an epoch of which any part is known.
+Divisible: TypeAlias = "torch.Tensor | range | ComputedOrder"
+
+
+def indices_at(order: Divisible, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
     """Return the indices of each step in an order of the epoch.
 
     Indices are computed or copied for many steps at once, which costs little per step for any number of samples.
@@ -215,7 +224,7 @@ def indices_at(order: Any, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.
     return chain.from_iterable(_blocks(order, iter(bounds)))  # which calls nothing of ours for each step
 
 
-def _blocks(order: Any, bounds: Iterator[tuple[int, int]]) -> Iterator[Sequence[torch.Tensor]]:
+def _blocks(order: Divisible, bounds: Iterator[tuple[int, int]]) -> Iterator[Sequence[torch.Tensor]]:
     for first in bounds:
         following = islice(bounds, max(_BLOCK // max(first[1] - first[0], 1) - 1, 0))
         block = [first, *following]

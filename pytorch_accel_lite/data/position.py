@@ -17,6 +17,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.shares import ended
+from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState
 from pytorch_accel_lite.data.splitting import slice_batch
 from pytorch_accel_lite.data.stream_shards import package_of, streams_in
 
@@ -24,12 +25,12 @@ from pytorch_accel_lite.data.stream_shards import package_of, streams_in
 _latest: WeakValueDictionary[int, PositionTracker] = WeakValueDictionary()
 
 
-def can_return(stream: Any) -> bool:
+def can_return(stream: Source) -> bool:
     """Whether a stream reports its position, and yields the same samples after returning to it."""
     return _is_stateful(stream) and not _has_shuffle_buffer(stream) and not _skips_samples(stream)
 
 
-def _is_stateful(source: Any) -> bool:
+def _is_stateful(source: Source) -> bool:
     if not all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
     try:
@@ -41,7 +42,7 @@ def _is_stateful(source: Any) -> bool:
     return True
 
 
-def track_position(batches: Any, keeps: bool) -> PositionTracker | None:
+def track_position(batches: Source, keeps: bool) -> PositionTracker | None:
     """Return a tracker if a loader, or the stream that a ``DataLoader`` reads, reports its position."""
     dataset = batches.dataset if isinstance(batches, DataLoader) else None
     return PositionTracker(batches, keeps) if _is_stateful(batches) or _is_stateful(dataset) else None
@@ -56,9 +57,9 @@ class PositionTracker:
     :ivar obstacle: why the state cannot be known; empty if it can
     """
 
-    def __init__(self, batches: Any, keeps: bool) -> None:
+    def __init__(self, batches: Source, keeps: bool) -> None:
         dataset = getattr(batches, "dataset", None)
-        self._source: Any = batches if _is_stateful(batches) else dataset
+        self._source: Source = batches if _is_stateful(batches) else dataset
         self._objects = [id(item) for item in (batches if dataset is None else dataset, *streams_in(dataset))]
         self.name = type(self._source).__name__
         self.obstacle = ""
@@ -72,8 +73,8 @@ class PositionTracker:
         elif self._source is not batches and batches.num_workers:
             self.obstacle = "a DataLoader does not report the states of its workers, but torchdata's StatefulDataLoader"
         self._keeps = keeps and not self.obstacle
-        self.position: Any = None
-        self._ahead: deque[Any] = deque()
+        self.position: SourceState = None
+        self._ahead: deque[SourceState] = deque()
         self._has_ended = False
 
     def begin(self) -> None:
@@ -82,7 +83,7 @@ class PositionTracker:
         self._ahead.clear()
         _latest.update(dict.fromkeys(self._objects, self))
 
-    def reopen(self, position: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def reopen(self, position: SourceState, start: Callable[[], Iterator[Sample]]) -> Iterator[Sample]:
         """Return to a position and call ``start``, which starts reading."""
         try:
             self._source.load_state_dict(position)
@@ -96,7 +97,7 @@ class PositionTracker:
             ) from error
         return _forget_position(getattr(self._source, "dataset", self._source), batches)
 
-    def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def follow(self, batches: Iterator[Sample]) -> Iterator[Sample]:
         """Yield batches, keeping the state of the source after each."""
         self._has_ended = False
         for batch in batches:
@@ -116,7 +117,7 @@ class PositionTracker:
             self.position = self._ahead.popleft()
 
 
-def open_stream(stream: Any, state: Any, skip: Callable[[Iterator[Any]], None]) -> Iterator[Any]:
+def open_stream(stream: Source, state: SourceState, skip: Callable[[Iterator[Sample]], None]) -> Iterator[Sample]:
     """Start reading a stream from a state or, without one, after skipping what has been seen.
 
     Does not advance the random generators.
@@ -125,12 +126,12 @@ def open_stream(stream: Any, state: Any, skip: Callable[[Iterator[Any]], None]) 
         if state is not None:
             stream.load_state_dict(state)
             return _forget_position(stream, iter(stream))
-        reader: Iterator[Any] = iter(stream)
+        reader: Iterator[Sample] = iter(stream)
         skip(reader)
         return reader
 
 
-def _forget_position(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
+def _forget_position(stream: Source, items: Iterator[Sample]) -> Iterator[Sample]:
     """Yield the items of a stream that has returned to a position, and make it forget the position.
 
     Hugging Face's streams would return there whenever they are read in the same epoch, for example in an evaluation.
@@ -140,18 +141,18 @@ def _forget_position(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
     first = list(islice(items, 1))
     for inner in streams_in(stream):
         if "_starting_state_dict" in vars(inner):
-            vars(inner)["_starting_state_dict"] = None
+            inner.__dict__["_starting_state_dict"] = None
     yield from first
     yield from items
 
 
-def _skips_samples(dataset: Any) -> bool:
+def _skips_samples(dataset: Source) -> bool:
     """Whether a stream, or one inside it, is of a version of Hugging Face datasets that returns to the next shard."""
     packages = {package_of(type(stream)) for stream in streams_in(dataset)}
     return "datasets" in packages and int(version("datasets").partition(".")[0]) < 5
 
 
-def _has_shuffle_buffer(dataset: Any) -> bool:
+def _has_shuffle_buffer(dataset: Source) -> bool:
     """Whether a stream, or one inside it, has a shuffle buffer of Hugging Face datasets, which its state lacks."""
     stages: list[Any] = [getattr(stream, "_ex_iterable", None) for stream in streams_in(dataset)]
     for stage in stages:  # grows in the loop
@@ -169,7 +170,7 @@ def cannot_split(what: str) -> ValueError:
     )
 
 
-def last_samples(batch: Any, count: int) -> Any:
+def last_samples(batch: BatchData, count: int) -> BatchData:
     """Return the last ``count`` samples of a batch."""
     size = find_batch_size(batch)
     cause = None
@@ -182,7 +183,7 @@ def last_samples(batch: Any, count: int) -> Any:
     raise cannot_split(f"a batch of type {type(batch).__name__}") from cause
 
 
-def skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
+def skip_batches(batches: Iterator[Sample], count: int, start: int, is_certain: bool) -> None:
     """Skip the first ``count`` batches; unless ``is_certain``, warn if they cannot have held ``start`` samples.
 
     A step may count them along any dimension: the second if the first is time.

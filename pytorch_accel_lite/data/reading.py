@@ -6,22 +6,28 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.base.text import add_note, notes_of
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.shares import grouped
+from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source
 
 _STEPS = 256  # whose indices are copied to a device together
 _READING = "In reading"  # begins the note of an error
 _CPU = torch.device("cpu")
+#: The numbers of rows of tensors.
+Rows: TypeAlias = Sequence[int] | npt.NDArray[np.int64] | torch.Tensor
 _Copies = dict[torch.device, torch.Tensor]
 
 
-def inner_datasets(dataset: Any) -> list[Any]:
+def inner_datasets(dataset: Source) -> list[Source]:
     """Return the datasets inside one of torch's dataset wrappers; an empty list for any other dataset."""
     reads_many = getattr(type(dataset), "__getitems__", None)
     if reads_many is Subset.__getitems__:
@@ -32,7 +38,7 @@ def inner_datasets(dataset: Any) -> list[Any]:
     return []
 
 
-def reads_batches(dataset: Any) -> bool:
+def reads_batches(dataset: Source) -> bool:
     """Whether a dataset reads many samples at once; torch's wrappers always have ``__getitems__``, so look inside."""
     inner = inner_datasets(dataset)
     has_method = callable(getattr(dataset, "__getitems__", None))
@@ -49,7 +55,7 @@ class InMemory(NamedTuple):
 
     tensors: Sequence[torch.Tensor]
     subset: torch.Tensor | None = None
-    arrange: Callable[[list[torch.Tensor]], Any] | None = None
+    arrange: Callable[[list[torch.Tensor]], BatchData] | None = None
 
     def is_on(self, device: torch.device) -> bool:
         """Whether all tensors are on a device, whose number may be left out."""
@@ -57,7 +63,7 @@ class InMemory(NamedTuple):
         return all(tensor.device == exact for tensor in self.tensors)
 
 
-def tensors_in_memory(dataset: Any) -> InMemory | None:
+def tensors_in_memory(dataset: Source) -> InMemory | None:
     """Return the tensors of a ``TensorDataset``, or of a ``StackDataset`` or a ``Subset`` of such; or ``None``."""
     if type(dataset) is TensorDataset:
         return InMemory(dataset.tensors)
@@ -73,7 +79,7 @@ def tensors_in_memory(dataset: Any) -> InMemory | None:
     return None
 
 
-def _stacked(dataset: Any) -> Any:
+def _stacked(dataset: Source) -> Tree:
     """Return the tensors of a dataset, arranged as in a batch, with ``None`` for other data."""
     if type(dataset) is TensorDataset:
         return list(dataset.tensors)
@@ -84,7 +90,7 @@ def _stacked(dataset: Any) -> Any:
     return [_stacked(part) for part in dataset.datasets]
 
 
-def as_rows(indices: Any, size: int) -> torch.Tensor:
+def as_rows(indices: Rows, size: int) -> torch.Tensor:
     """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
     tensor = torch.as_tensor(indices)
     if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
@@ -96,7 +102,9 @@ def as_rows(indices: Any, size: int) -> torch.Tensor:
     return torch.where(tensor < 0, tensor + size, tensor)
 
 
-def read_rows(memory: InMemory, indices: Iterable[Any], size: int, has_fixed_order: bool, pin: bool) -> Iterator[Any]:
+def read_rows(
+    memory: InMemory, indices: Iterable[Sequence[int] | torch.Tensor], size: int, has_fixed_order: bool, pin: bool
+) -> Iterator[BatchData]:
     """Yield the batches of data in memory; from a device, without waiting for it.
 
     :param indices: those of each step; tensors of them hold no negative ones
@@ -131,13 +139,13 @@ def _copied(rows: Iterator[torch.Tensor], devices: Iterable[torch.device], num_s
             yield {device: of_steps[number] for device, of_steps in copies.items()}
 
 
-class SampleReader(Dataset[Any]):
+class SampleReader(Dataset[Sample]):
     """Reads the samples of a batch one by one, and notes in an error which of them could not be read."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Source) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, indices: Iterable[Any]) -> Any:
+    def __getitems__(self, indices: Iterable[Index]) -> list[Sample]:
         """Return the samples with these indices."""
         samples = []
         try:
@@ -149,14 +157,14 @@ class SampleReader(Dataset[Any]):
         return samples
 
 
-def reader_of(dataset: Any) -> Any:
+def reader_of(dataset: Source) -> Source:
     """Return what reads batches as a ``DataLoader`` does: the dataset itself if it reads many samples at once."""
     is_subset = inner_datasets(dataset) and isinstance(dataset, Subset)
     reads_many = reads_batches(dataset) if is_subset else getattr(dataset, "__getitems__", None) is not None
     return dataset if reads_many else SampleReader(dataset)
 
 
-def add_sample_note(error: Exception, dataset: Any, index: Any) -> None:
+def add_sample_note(error: Exception, dataset: Source, index: Index) -> None:
     """Note in an error that it was raised by reading a sample."""
     sample = f"{type(dataset).__name__}[{index!r}]"
     while type(dataset) is Subset:
@@ -165,7 +173,7 @@ def add_sample_note(error: Exception, dataset: Any, index: Any) -> None:
     add_note(error, f"{_READING} {sample}.")
 
 
-def add_missing_note(error: Exception, dataset: Any, indices: Iterable[Any] | None) -> None:
+def add_missing_note(error: Exception, dataset: Source, indices: Iterable[Index] | None) -> None:
     """Note in an error that may be due to a sample that is ``None`` which one it is; reads them once more."""
     if not isinstance(error, (TypeError, AttributeError)) or "NoneType" not in str(error):
         return

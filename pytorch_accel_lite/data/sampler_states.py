@@ -5,26 +5,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TypeAlias
 
 from torch.utils.data import Dataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.data.consistency import checksum
+from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState
 
 #: What identifies the epoch that a run has read last: its number, what ``check_order`` keeps of its order, and the
 #: state of the sampler, if it has any, before that was drawn.
-EpochRead = dict[str, Any]
+EpochRead: TypeAlias = dict[str, SourceState]
 
 
-def state_of_sampler(sampler: Any) -> Any:
+def state_of_sampler(sampler: SamplerLike) -> SourceState:
     """Return a copy of what a sampler reports as its state; ``None`` if it reports none."""
     has_state = all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
     return copy.deepcopy(sampler.state_dict()) if has_state else None
 
 
-def bring_to(sampler: Any, read: EpochRead, ends: bool, draw: Callable[[Any, int], list[Any]]) -> None:
+def bring_to(
+    sampler: SamplerLike, read: EpochRead, ends: bool, draw: Callable[[SamplerLike, int], list[Index]]
+) -> None:
     """Bring a user's sampler to where it was when an epoch began or, with ``ends``, when its order had been drawn.
 
     Most samplers give an order that depends on the epoch alone: a copy of it shows whether this one does, by drawing
@@ -50,7 +53,7 @@ def bring_to(sampler: Any, read: EpochRead, ends: bool, draw: Callable[[Any, int
         warn_of_other_order(sampler, last, is_left=False)
 
 
-def warn_of_other_order(sampler: Any, epoch: int, is_left: bool) -> None:
+def warn_of_other_order(sampler: SamplerLike, epoch: int, is_left: bool) -> None:
     """Warn that a sampler gives another order for an epoch than in the run that is resumed.
 
     :param is_left: whether a part of that epoch is left
@@ -65,7 +68,7 @@ def warn_of_other_order(sampler: Any, epoch: int, is_left: bool) -> None:
     )
 
 
-def _copied(sampler: Any) -> Any:
+def _copied(sampler: SamplerLike) -> SamplerLike:
     """Return a copy of a sampler that shares its data; ``None`` if there can be none."""
     with suppress(Exception):
         data = [value for value in nested_in(sampler, lambda value: isinstance(value, Dataset)) if value is not sampler]
@@ -74,14 +77,14 @@ def _copied(sampler: Any) -> Any:
     return None
 
 
-def _loaded(sampler: Any, state: Any) -> bool:
+def _loaded(sampler: SamplerLike, state: SourceState) -> bool:
     with suppress(Exception):
         sampler.load_state_dict(copy.deepcopy(state))
         return True
     return False
 
 
-def _draws_the_same(sampler: Any, read: EpochRead, draw: Callable[[Any, int], list[Any]]) -> bool:
+def _draws_the_same(sampler: SamplerLike, read: EpochRead, draw: Callable[[SamplerLike, int], list[Index]]) -> bool:
     if sampler is None:
         return False
     with suppress(Exception):

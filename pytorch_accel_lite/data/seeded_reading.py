@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from pytorch_accel_lite.base.randomness import find_generators, generator_with, mix, seed_found, seed_generators
+from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 
 #: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
 #: follow; the position of the first sample; the indices of the samples.
-SeededShare = tuple[int, int, int, list[Any]]
+SeededShare = tuple[int, int, int, list[Index]]
 #: The generators whose draws are told apart: torch's, and those of python and numpy.
 _TORCH, _OTHERS = "torch", "others"
 _NONE: frozenset[str] = frozenset()
@@ -26,7 +28,7 @@ _ASKS = [
     (vars(np.random), "get_state", _OTHERS),
     *((vars(module), name, _TORCH) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
 ]
-#: Any seed, and the numbers that the generators of python and numpy draw first after it.
+#: Some seed, and the numbers that the generators of python and numpy draw first after it.
 _KNOWN = 1
 _FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()
 
@@ -46,16 +48,16 @@ class SeededReader(SampleReader):
     :param collate: makes a batch of samples
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Source, collate: CollateFunction) -> None:
         super().__init__(dataset)
         self._collate = collate
         self._reads_batches = reads_batches(dataset)
         self._by_samples: frozenset[str] | None = None  # the generators that samples draw from, once known
         self._by_collating = _NONE  # others, that collating draws from
-        self._held: list[Any] | None = None  # generators of the dataset, found where it is read
+        self._held: list[RandomGenerator] | None = None  # generators of the dataset, found where it is read
         self._asks = _Asks()
 
-    def __getitems__(self, share: SeededShare) -> Any:  # type: ignore[override]
+    def __getitems__(self, share: SeededShare) -> BatchData:  # type: ignore[override]
         """Return the batch of a share."""
         if self._held is None:
             self._held = find_generators([self.dataset, self._collate])
@@ -76,7 +78,7 @@ class SeededReader(SampleReader):
         """Find the generators that the dataset holds once more, as it may have been given others."""
         self._held = None
 
-    def _read_first(self, share: SeededShare) -> Any:
+    def _read_first(self, share: SeededShare) -> BatchData:
         """Return a batch, and note which generators it draws from."""
         last = _last_seed(share)
         with self._asks:
@@ -87,7 +89,7 @@ class SeededReader(SampleReader):
         self._by_samples, self._by_collating = drawn, (_drawn_since(last) | self._asks.of) - drawn
         return batch
 
-    def _read(self, share: SeededShare, seeded: frozenset[str], state: torch.Tensor) -> Any:
+    def _read(self, share: SeededShare, seeded: frozenset[str], state: torch.Tensor) -> BatchData:
         """Return a batch, which is read again if its samples depend on other generators than were seeded.
 
         :param seeded: generators that get the seed of each sample
@@ -120,7 +122,7 @@ class SeededReader(SampleReader):
             raise error
         return batch
 
-    def _seeding(self, share: SeededShare, generators: frozenset[str]) -> Iterator[Any]:
+    def _seeding(self, share: SeededShare, generators: frozenset[str]) -> Iterator[Index]:
         """Yield the indices of samples, setting generators, and those that the dataset holds, to the seed of each."""
         _, epoch_seed, first, indices = share
         with_torch, with_others = _TORCH in generators, _OTHERS in generators
@@ -143,7 +145,7 @@ class SeededReader(SampleReader):
         return drawn
 
 
-def as_collated(batch: Any) -> Any:
+def as_collated(batch: BatchData) -> BatchData:
     """Return what has been collated where it was read."""
     return batch
 
@@ -161,7 +163,7 @@ class _Asks:
 
     def __init__(self) -> None:
         self.of: set[str] = set()
-        self._usual: list[Callable[..., Any]] = []
+        self._usual: list[Callable[..., object]] = []
         self._noting = [partial(self._note, generator, number) for number, (_, _, generator) in enumerate(_ASKS)]
 
     def __enter__(self) -> None:
@@ -174,7 +176,7 @@ class _Asks:
         for (names, name, _), usual in zip(_ASKS, self._usual, strict=True):
             names[name] = usual
 
-    def _note(self, generator: str, number: int, *args: Any, **kwargs: Any) -> Any:
+    def _note(self, generator: str, number: int, *args: object, **kwargs: object) -> object:
         self.of.add(generator)
         return self._usual[number](*args, **kwargs)
 

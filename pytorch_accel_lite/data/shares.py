@@ -123,8 +123,8 @@ def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:
         assert batch.share is not None
         if batch.share.ends_step:
             num_samples = sum(share.num_samples or 0 for share in shares_of_step)
-            parts = [share.indices for share in shares_of_step]
-            is_tensor = isinstance(batch.indices, torch.Tensor)
-            indices = torch.cat(parts) if is_tensor else list(chain.from_iterable(parts))
+            parts = [share.indices for share in shares_of_step if share.indices is not None]
+            tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+            indices = torch.cat(tensors) if tensors else list(chain.from_iterable(parts))
             yield batch._replace(data=shares_of_step, num_samples=num_samples, indices=indices)
             shares_of_step = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +12,12 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import is_as_long, is_dataclass, parts_in, tensors_in
+from pytorch_accel_lite.data.sources import BatchData
 
 
-def is_list_of_samples(data: Any, size: int) -> bool:
+def is_list_of_samples(data: Tree, size: int) -> bool:
     """Whether a list has one element per sample, rather than a column over all samples in each element.
 
     If both are possible, because there are as many columns as samples, it is a list of samples only if all elements
@@ -32,7 +33,7 @@ def is_list_of_samples(data: Any, size: int) -> bool:
     return not any(as_long) or (not all(as_long) and len(kinds) == 1)
 
 
-def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
+def split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchData, int]]:
     """Split a batch as evenly as possible, and return each part with its size.
 
     Tensors and arrays whose first dimension is that of the samples are split, and so are lists with an element for each
@@ -52,12 +53,12 @@ def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
     return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
 
 
-def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
+def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
     """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
     return select_samples(data, slice(begin, end), size)
 
 
-def select_samples(data: Any, rows: slice | list[int], size: int) -> Any:
+def select_samples(data: BatchData, rows: slice | list[int], size: int) -> BatchData:
     """Return some of the ``size`` samples of a batch, in any order and possibly repeated; see :func:`split_batch`."""
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return data[rows] if data.ndim and len(data) == size else data
@@ -77,7 +78,7 @@ def select_samples(data: Any, rows: slice | list[int], size: int) -> Any:
 _WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
 
 
-def check_is_shared(data: Any, size: int) -> None:
+def check_is_shared(data: Tree, size: int) -> None:
     """Check that an object in a batch belongs to all of its samples.
 
     :raises ValueError: if it seems to have an element for each sample, or holds something that has
@@ -92,13 +93,13 @@ def check_is_shared(data: Any, size: int) -> None:
         )
 
 
-class ListOfSamples(list[Any]):
+class ListOfSamples(list[Tree]):
     """Outputs with an arbitrary element for each sample, as returned by detection models."""
 
 
 def to_cpu(
-    outputs: Any, size: int | None = None, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
-) -> Any:
+    outputs: Tree, size: int | None = None, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+) -> Tree:
     """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
 
     Entries without a sample dimension, such as a mean loss, and entries that are not tensors are dropped from dicts;
@@ -126,7 +127,7 @@ def to_cpu(
     )
 
 
-def concatenate_if_possible(parts: Sequence[Any]) -> Any:
+def concatenate_if_possible(parts: Sequence[Tree]) -> Tree:
     """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
     if next(tensors_in(parts), None) is None:
         return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
@@ -136,7 +137,7 @@ def concatenate_if_possible(parts: Sequence[Any]) -> Any:
         return list(parts)
 
 
-def concatenate(parts: Sequence[Any]) -> Any:
+def concatenate(parts: Sequence[Tree]) -> Tree:
     """Concatenate nested outputs of the same structure along their first dimension."""
     first = parts[0]
     if any(isinstance(part, ListOfSamples) for part in parts):
@@ -167,18 +168,18 @@ class Concatenation:
     """
 
     def __init__(self) -> None:
-        self._chunks: list[Any] = []
-        self._parts: list[Any] = []
+        self._chunks: list[Tree] = []
+        self._parts: list[Tree] = []
         self._bytes = 0
 
-    def add(self, parts: Sequence[Any]) -> None:
+    def add(self, parts: Sequence[Tree]) -> None:
         """Append outputs of the same structure."""
         self._parts.extend(parts)
         self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(parts))
         if self._bytes >= _BYTES_OF_A_CHUNK:
             self._end_chunk()
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         """Return all outputs, concatenated along their first dimension, and forget them."""
         if self._parts:
             self._end_chunk()
@@ -199,7 +200,7 @@ class Concatenation:
 _BYTES_OF_A_CHUNK = 2**25
 
 
-def _are_alike(column: Sequence[Any]) -> bool:
+def _are_alike(column: Sequence[Tree]) -> bool:
     """Whether all are tensors of one type that differ in their lengths only."""
     first = column[0]
     return all(
@@ -221,7 +222,7 @@ def _concatenate_and_free(parts: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-def reorder(outputs: Any, order: Sequence[int]) -> Any:
+def reorder(outputs: Tree, order: Sequence[int]) -> Tree:
     """Return the samples of nested outputs in another order.
 
     :param order: the positions of the samples in ``outputs``, in the new order

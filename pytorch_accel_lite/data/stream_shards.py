@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.utils.data
 from torch.utils.data import IterableDataset
@@ -11,19 +12,20 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
 
 #: Classes of other packages that determine their rank themselves, by package and name.
 _RANK_AWARE = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}
-_DATA_PIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
+_DATA_PIPE = getattr(torch.utils.data, "IterDataPipe", ())
 
 
-def streams_in(stream: Any) -> list[Any]:
+def streams_in(stream: Source) -> list[Source]:
     """Return a stream and the streams that are its attributes, at any depth."""
     return nested_in(stream, _is_stream) if _is_stream(stream) else []
 
 
-def _is_stream(value: Any) -> bool:
+def _is_stream(value: object) -> bool:
     return isinstance(value, IterableDataset)
 
 
@@ -39,11 +41,11 @@ class SelfSharding(NamedTuple):
     world_size: int | None = None
 
 
-def _self_sharding(stream: Any) -> SelfSharding | None:
+def _self_sharding(stream: Source) -> SelfSharding | None:
     """Return how a stream shards itself; ``None`` if it seems to yield all data."""
     kind = type(stream).__name__
-    split: Any = getattr(stream, "_distributed", None)  # Hugging Face datasets
-    if hasattr(split, "rank") and hasattr(split, "world_size"):
+    split = getattr(stream, "_distributed", None)  # Hugging Face datasets
+    if split is not None and hasattr(split, "rank") and hasattr(split, "world_size"):
         return SelfSharding(f"split_dataset_by_node ({kind})", split.rank, split.world_size)
     if kind == "IterableDatasetShard":  # of Accelerate and transformers
         return SelfSharding(kind, stream.process_index, stream.num_processes)
@@ -58,12 +60,12 @@ def _self_sharding(stream: Any) -> SelfSharding | None:
     return None
 
 
-def package_of(thing: Any) -> str:
+def package_of(thing: Callable[..., object]) -> str:
     """Return the name of the package that defines a class or a function."""
     return str(thing.__module__).partition(".")[0]
 
 
-def find_self_sharding(stream: Any, ranks: Ranks) -> str:
+def find_self_sharding(stream: Source, ranks: Ranks) -> str:
     """Return the mechanism by which a stream shards itself over the processes; empty if the trainer is to shard it.
 
     Call it on every process.
@@ -103,12 +105,12 @@ def find_self_sharding(stream: Any, ranks: Ranks) -> str:
     return "" if share is None else share.shared_by
 
 
-def can_be_divided(stream: Any) -> bool:
+def can_be_divided(stream: Source) -> bool:
     """Whether a stream is one of Hugging Face, or has a method ``shard(rank, world_size)``."""
     return _is_hugging_face(stream) or _has_shard_method(stream)
 
 
-def part_of(stream: Any, rank: int, world_size: int) -> Any:
+def part_of(stream: Source, rank: int, world_size: int) -> Source:
     """Return one of the parts of a stream, which together have each sample once; ``None`` if it cannot be divided.
 
     Hugging Face's streams are divided by their shards, and only if all parts have equally many.
@@ -122,13 +124,13 @@ def part_of(stream: Any, rank: int, world_size: int) -> Any:
     return split_dataset_by_node(stream, rank, world_size)
 
 
-def part_of_this_process(stream: Any, ranks: Ranks) -> Any:
+def part_of_this_process(stream: Source, ranks: Ranks) -> Source:
     """Return the part of a stream that this process reads; ``None`` if it is not divided. Call it on every process."""
     if ranks.world_size == 1 or not can_be_divided(stream):
         return None
-    parts: list[Any] = []
+    parts: list[Source] = []
 
-    def divide() -> list[Any]:
+    def divide() -> list[object]:
         parts.append(part_of(stream, ranks.rank, ranks.world_size))
         return [parts[0] is None, *map(_order_of_shards, streams_in(stream))]
 
@@ -136,22 +138,22 @@ def part_of_this_process(stream: Any, ranks: Ranks) -> Any:
     return parts[0] if all(other == gathered[0] for other in gathered) else None
 
 
-def division_method(stream: Any) -> str:
+def division_method(stream: Source) -> str:
     """Return the name of the mechanism by which a stream is divided."""
     kind = type(stream).__name__
     return f"{kind}.shard()" if _has_shard_method(stream) else f"split_dataset_by_node ({kind})"
 
 
-def _order_of_shards(stream: Any) -> Any:
+def _order_of_shards(stream: Source) -> object:
     """Return what determines the order of a Hugging Face stream's shards, which may be a seed drawn on each process."""
     shuffling = getattr(stream, "_shuffling", None)
     return getattr(stream, "num_shards", None), shuffling and str(shuffling.generator.bit_generator.state)
 
 
-def _has_shard_method(stream: Any) -> bool:
+def _has_shard_method(stream: Source) -> bool:
     method = getattr(type(stream), "shard", None)
     return callable(method) and [*signature(method).parameters][1:3] == ["rank", "world_size"]
 
 
-def _is_hugging_face(stream: Any) -> bool:
+def _is_hugging_face(stream: Source) -> bool:
     return package_of(type(stream)) == "datasets" and hasattr(stream, "num_shards")

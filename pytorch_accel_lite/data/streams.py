@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import Batch, find_batch_size
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import LoaderOptions, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, deal
 from pytorch_accel_lite.data.shares import count_global_batches, grouped
+from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState
 from pytorch_accel_lite.data.stream_shards import can_be_divided, division_method, part_of
 from pytorch_accel_lite.distributed import Ranks
 
@@ -31,7 +32,7 @@ class StreamLoader(ReadInTurn):
     own part is read part by part.
     """
 
-    def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+    def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._batches_per_step = ranks.world_size
         self._parts: list[_Part] = []  # of a resumed epoch
@@ -52,12 +53,12 @@ class StreamLoader(ReadInTurn):
             if self.options.fill or not batch.is_filler:
                 yield batch
 
-    def _groups(self, start: int) -> Iterator[list[Any]]:
+    def _groups(self, start: int) -> Iterator[list[BatchData]]:
         """Yield the batches of all processes in each step. Reads nothing before the first is requested."""
         batches = self._read_parts() if self._parts else self._read_from(start)
         yield from grouped(batches, self._ranks.world_size)
 
-    def _read_parts(self) -> Iterator[Any]:
+    def _read_parts(self) -> Iterator[BatchData]:
         """Yield a batch of each part in turn, from its position on."""
         self._dealt: deque[tuple[_Part, int]] = deque()
         reading = deque((part, part.begin(self._epoch)) for part in self._parts)
@@ -78,11 +79,11 @@ class StreamLoader(ReadInTurn):
         elif num_batches and self._tracker is not None:
             self._tracker.advance(num_batches)
 
-    def position(self) -> Any:
+    def position(self) -> SourceState:
         """Return the position in the stream, or those in its parts."""
         return {_PARTS: [part.part_position() for part in self._parts]} if self._parts else super().position()
 
-    def move_to(self, position: Any) -> str:
+    def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at a position in the stream, or at the positions in its parts."""
         self._parts = []
         if not _is_divided(position) or not can_be_divided(self.source.dataset):
@@ -115,7 +116,7 @@ class StreamLoader(ReadInTurn):
         return count_global_batches(len(self.source), self._ranks.world_size)
 
 
-def _is_divided(position: Any) -> bool:
+def _is_divided(position: SourceState) -> bool:
     return isinstance(position, dict) and _PARTS in position
 
 
@@ -124,7 +125,7 @@ class _Part(StreamLoader):
 
     _compares_generators = False
 
-    def move_to_part(self, number: int, position: dict[str, Any]) -> str:
+    def move_to_part(self, number: int, position: StateDict) -> str:
         """Make the epoch continue at a position in this part; see :meth:`move_to`.
 
         :param number: the number of the part
@@ -135,7 +136,7 @@ class _Part(StreamLoader):
         self._steps_done = int(position.get("batches", 0))
         return self.move_to(position["position"])
 
-    def begin(self, epoch: int) -> Iterator[Any]:
+    def begin(self, epoch: int) -> Iterator[BatchData]:
         """Start reading the rest of the part."""
         self._epoch = epoch
         self._set_epoch(epoch)
@@ -147,7 +148,7 @@ class _Part(StreamLoader):
         self._steps_done += 1
         self._advance(1)
 
-    def part_position(self) -> dict[str, Any]:
+    def part_position(self) -> StateDict:
         """Return the position in the part."""
         return {"samples": self._samples, "batches": self._steps_done, "position": self.position()}
 
@@ -163,7 +164,7 @@ class DividedLoader(PreShardedLoader):
     _finds_filler = True
 
     def __init__(
-        self, source: DataLoader[Any], part: Any, ranks: Ranks, device: torch.device, options: LoaderOptions
+        self, source: DataLoader[Sample], part: Source, ranks: Ranks, device: torch.device, options: LoaderOptions
     ) -> None:
         super().__init__(copy_loader(source, dataset=part), ranks, device, options, division_method(source.dataset))
         self._undivided = StreamLoader(source, ranks, device, options)
@@ -188,7 +189,7 @@ class DividedLoader(PreShardedLoader):
     def _steps_together(self, start: int) -> Iterator[Batch]:
         return self._in_step(self._samples if start else 0)
 
-    def _filler(self, first: AgreedStep) -> Any:
+    def _filler(self, first: AgreedStep[BatchData]) -> BatchData:
         """Return the last batch of a part that had ended before the epoch was resumed, or one of another part."""
         batch = next(item for item in self._ranks.all_gather_object(first.item) if item is not None)
         if self._samples and first.item is None:
@@ -201,23 +202,23 @@ class DividedLoader(PreShardedLoader):
         super().stop_workers()
         self._undivided.stop_workers()
 
-    def position(self) -> Any:
+    def position(self) -> SourceState:
         """Return the positions in all parts. Call it on every process."""
         if self._completes_undivided:
             return self._undivided.position()
         local = {"samples": self._samples, "batches": self._batches, "position": super().position()}
         return {_PARTS: self._ranks.all_gather_object(local)}
 
-    def epoch_read(self) -> Any:
+    def epoch_read(self) -> SourceState:
         """Return what identifies the epoch in all parts. Call it on every process."""
         return {_PARTS: self._ranks.all_gather_object(super().epoch_read())}
 
-    def recall(self, read: Any) -> None:
+    def recall(self, read: SourceState) -> None:
         """Remember what this part has read last, if there are as many as in the resumed run."""
         is_alike = _is_divided(read) and len(read[_PARTS]) == self._ranks.world_size
         super().recall(read[_PARTS][self._ranks.rank] if is_alike else None)
 
-    def move_to(self, position: Any) -> str:
+    def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at the position of this part, or complete an epoch of other parts."""
         self._completes_undivided = not _is_divided(position) or len(position[_PARTS]) != self._ranks.world_size
         if self._completes_undivided:

@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from inspect import currentframe
+from types import CodeType
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -38,7 +39,7 @@ class ControlGroup:
     :param members: its processes, by their ranks in the job
     """
 
-    def __init__(self, group: Any, members: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
         self.group = group
         self.members = members
         self._begun = 0
@@ -105,7 +106,7 @@ class ControlGroup:
         return [decode(each) for each in received]
 
 
-_purposes: dict[tuple[Any, Any], int] = {}
+_purposes: dict[tuple[CodeType, CodeType], int] = {}
 
 
 def find_purpose() -> int:

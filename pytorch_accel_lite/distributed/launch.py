@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import cache, wraps
 from inspect import signature
 from types import TracebackType
-from typing import Any
 
 import accelerate
 from accelerate import Accelerator
@@ -53,7 +52,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 @wraps(accelerate.notebook_launcher)
-def notebook_launcher(*args: Any, **kwargs: Any) -> None:
+def notebook_launcher(*args: object, **kwargs: object) -> None:
     """Call Accelerate's ``notebook_launcher``, unless a trainer exists already, which its error does not mention."""
     processes = signature(accelerate.notebook_launcher).bind_partial(*args, **kwargs).arguments.get("num_processes")
     if (processes or 1) > 1 and AcceleratorState._shared_state:

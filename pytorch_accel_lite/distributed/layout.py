@@ -6,20 +6,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.ranks import chosen_timeout
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
 T = TypeVar("T")
 Peers = tuple[int, ...]
 #: Names of the dimensions of a mesh along which the data are divided, as torch, Accelerate and transformers call them.
 _DATA_DIMS = {"dp", "ddp", "fsdp", "data", "replicate", "shard", "dp_replicate", "dp_shard"}
+
+
+class MeshInfo(Protocol):
+    """What torch notes of the mesh of a sharded module; the dimensions that it has not are missing."""
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
 
 
 class DataRanks(Ranks):
@@ -81,11 +92,12 @@ class DataRanks(Ranks):
 
 
 @cache
-def _group_of_rank(job: Any, groups: tuple[Peers, ...], backend: str | None) -> Any:
+def _group_of_rank(job: dist.ProcessGroup, groups: tuple[Peers, ...], backend: str | None) -> dist.ProcessGroup:
     """Return the one of several disjoint groups that has this process. Created once, as torch never frees groups."""
     timeout = chosen_timeout(job)
-    created = [(ranks, dist.new_group(list(ranks), timeout, backend)) for ranks in groups]
-    return next(group for ranks, group in created if dist.get_rank() in ranks)
+    created: list[tuple[Peers, Any]] = [(ranks, dist.new_group(list(ranks), timeout, backend)) for ranks in groups]
+    own: dist.ProcessGroup = next(group for ranks, group in created if dist.get_rank() in ranks)
+    return own
 
 
 def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
@@ -102,9 +114,9 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
     if not meshes:  # Accelerate has yet to shard it
         return everyone
     fsdp_peers = _largest(_fsdp_peers(model))
-    gathered = everyone.all_gather_object((fsdp_peers, _largest(map(_model_peers, meshes))))
+    gathered = everyone.all_gather_object((fsdp_peers, max(map(_model_peers, meshes), key=len)))
     if gathered[0][0] is not None:
-        peers = tuple(sorted({group for group, _ in gathered}))
+        peers = tuple(sorted({group for group, _ in gathered if group is not None}))
     else:
         sharers = sorted({group for _, group in gathered})
         peers = tuple(zip(*sharers, strict=True)) if len({*map(len, sharers)}) == 1 else ()
@@ -120,7 +132,7 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
     return everyone if len(peers) == 1 else DataRanks(everyone, peers)
 
 
-def covers(parameter: Any, ranks: Ranks) -> bool:
+def covers(parameter: nn.Parameter, ranks: Ranks) -> bool:
     """Whether the mesh of a parameter has all processes that read different data, so that torch averages its gradients.
 
     The gradients of other parameters must be averaged over these processes here.
@@ -133,15 +145,15 @@ def _largest(peers: Iterable[Peers]) -> Peers | None:
     return max(peers, key=len, default=None)
 
 
-def _along(mesh: Any, dims: Iterable[int]) -> Peers:
+def _along(mesh: DeviceMesh, dims: Iterable[int]) -> Peers:
     """Return the processes of a mesh that differ from this one only along some of its dimensions, in order."""
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate() or ()
     along = {*dims}
     index = tuple(slice(None) if dim in along else position for dim, position in enumerate(coordinate))
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
-def _model_peers(mesh: Any) -> Peers:
+def _model_peers(mesh: DeviceMesh) -> Peers:
     """Return the processes with which this one shares batches, by the dimensions of a mesh without ``fully_shard``."""
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     return _along(mesh, [dim for dim, name in enumerate(names) if name not in _DATA_DIMS])
@@ -156,7 +168,7 @@ def _fsdp_peers(model: nn.Module) -> Iterator[Peers]:
             yield _along(info.mesh, [dim for dim in _dims(info) if dim is not None])
 
 
-def mesh_infos(module: Any) -> list[Any]:
+def mesh_infos(module: FSDPModule) -> list[MeshInfo]:
     """Return the meshes of a module that ``fully_shard`` has sharded, with the dimensions that it uses.
 
     torch has no public name for them. Up to version 2.11, a module has one at most.
@@ -167,11 +179,11 @@ def mesh_infos(module: Any) -> list[Any]:
     return [group.mesh_info for group in groups if group is not None]
 
 
-def is_hybrid(info: Any) -> bool:
+def is_hybrid(info: MeshInfo) -> bool:
     """Whether weights are sharded over one dimension of a mesh and copied over another."""
     return None not in _dims(info)
 
 
-def _dims(info: Any) -> tuple[int | None, int | None]:
+def _dims(info: MeshInfo) -> tuple[int | None, int | None]:
     """Return the dimensions of a mesh over which weights are copied and sharded."""
     return getattr(info, "replicate_mesh_dim", None), getattr(info, "shard_mesh_dim", None)

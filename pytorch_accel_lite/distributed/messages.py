@@ -6,12 +6,14 @@ import io
 import math
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 #: Unpickling a sparse tensor puts it on a list of torch's, which keeps it until it is validated, privately.
 _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001
+#: What stands for a tensor in what is pickled: the offset of its bytes, its type and its shape.
+_TensorKey: TypeAlias = tuple[int, torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
 _HEADER = 8  # bytes at the front of a message, for the number of bytes that are pickled
 
@@ -22,7 +24,7 @@ class Message(pickle.Pickler):
     :ivar size: number of bytes
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._file = io.BytesIO()
         self._tensors: dict[int, tuple[int, torch.Tensor]] = {}
         self._size_of_tensors = 0
@@ -31,7 +33,7 @@ class Message(pickle.Pickler):
         self._first = _aligned(_HEADER + self._file.tell())
         self.size = self._first + self._size_of_tensors
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> _TensorKey | None:
         """Return the offset, type and shape of a tensor that is left out of what is pickled."""
         if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.requires_grad:
             return None
@@ -58,13 +60,13 @@ class _Reader(pickle.Unpickler):
         self._first = _aligned(end)
         super().__init__(io.BytesIO(buffer[_HEADER:end].numpy().tobytes()))
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: _TensorKey) -> torch.Tensor:
         offset, dtype, shape = pid
         tensor = _tensor_at(self._buffer, self._first + offset, dtype, shape)
         return tensor if 2 * tensor.nbytes >= len(self._buffer) else tensor.clone()
 
 
-def encode(value: Any) -> torch.Tensor:
+def encode(value: object) -> torch.Tensor:
     """Return a picklable value as bytes."""
     message = Message(value)
     encoded = torch.empty(message.size, dtype=torch.uint8)
@@ -83,6 +85,6 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensor_at(buffer: torch.Tensor, begin: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
+def _tensor_at(buffer: torch.Tensor, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     end = begin + math.prod(shape) * dtype.itemsize
     return buffer[begin:end].view(dtype).view(shape)

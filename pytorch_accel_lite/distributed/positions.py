@@ -17,7 +17,8 @@ _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 MACHINERY = tuple(_HERE + name for name in ("exchange.py", "ranks.py", "layout.py"))
 _EXCHANGE = MACHINERY[0]
 _AT_THE_END = _HERE + "shutdown.py"
-_WRAPPERS = os.path.join(_PACKAGE, "base", "unknown_names.py")  # around methods whose arguments it checks
+_WRAPPERS = os.path.join(_PACKAGE, "run", "unknown_names.py")  # around methods whose arguments it checks
+_METHODS = os.path.join(_PACKAGE, "loop", "collectives.py")  # with which users communicate
 
 Stack = Sequence[traceback.FrameSummary]
 
@@ -68,7 +69,7 @@ def is_own_collective(stack: Stack) -> bool:
     """Whether a thread that waits for other processes does so because the user's code asked for just that."""
     users = [index for index, frame in enumerate(stack) if not is_library(frame)]
     following = [frame.filename for frame in stack[users[-1] + 1 :]] if users else []
-    return _HERE + "collectives.py" in following or not any(name.startswith(_PACKAGE) for name in following)
+    return _METHODS in following or not any(name.startswith(_PACKAGE) for name in following)
 
 
 def kind_of_wait(stack: Stack) -> str:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,27 +17,32 @@ from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.distributed.exchange import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.messages import decode, encode
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 T = TypeVar("T")
+#: What a function has returned on a rank, if it has, and its error.
+_Outcome: TypeAlias = tuple[Any, Exception | None]
 
 
 @cache
-def _job_group(job: Any, purpose: str) -> ControlGroup:
+def _job_group(job: dist.ProcessGroup, purpose: str) -> ControlGroup:
     """Return a gloo group shared by all trainers of a job: torch never frees the threads and files of a group.
 
     :param job: the default process group of the job
     """
-    group = dist.new_group(backend="gloo", timeout=chosen_timeout(job))
+    group: Any = dist.new_group(backend="gloo", timeout=chosen_timeout(job))
     return ControlGroup(group, range(dist.get_world_size()))
 
 
-def timeout_of(group: Any) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return how long a collective of a process group may take."""
     backend = group._get_backend(group._device_types[-1])
     options = getattr(backend, "options", None)  # not all backends show them
     return getattr(options, "_timeout", None) or dist.default_pg_timeout
 
 
-def set_timeout(group: Any, timeout: timedelta) -> None:
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Change how long a collective of a process group may take."""
     if hasattr(dist, "set_timeout"):
         dist.set_timeout(timeout, group)
@@ -45,7 +50,7 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def chosen_timeout(job: Any) -> timedelta | None:
+def chosen_timeout(job: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout that the user chose for the default process group of a job, for the groups created here.
 
     ``None`` stands for torch's default, which depends on the backend: that of NCCL is too short for a group whose
@@ -63,6 +68,8 @@ class Ranks:
     with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
     :param purpose: name of the group; threads that communicate at the same time need different ones
+    :ivar rank: the rank of this process in the job, from 0
+    :ivar world_size: the number of processes in the job
     :ivar members: the processes that read different data, by their ranks in the job
     :ivar device_group: the process group of those for tensors on a device; ``None`` for that of the job
     :ivar replicas: number of processes that share each batch, as in tensor parallelism
@@ -71,7 +78,7 @@ class Ranks:
 
     replicas = 1
     is_first_sharer = True
-    device_group: Any = None
+    device_group: dist.ProcessGroup | None = None
     _control: ControlGroup
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
@@ -90,10 +97,10 @@ class Ranks:
         return self
 
     @property
-    def _group(self) -> Any:
+    def _group(self) -> dist.ProcessGroup:
         return self._control.group
 
-    def within(self, members: Sequence[int], group: Any) -> Ranks:
+    def within(self, members: Sequence[int], group: dist.ProcessGroup) -> Ranks:
         """Return a subset of these processes that includes this one and communicates through a group of its own."""
         part = copy.copy(self)
         part.members = members
@@ -110,7 +117,7 @@ class Ranks:
         """Take the maximum of lists of numbers element by element, in float64."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -170,11 +177,11 @@ class Ranks:
             for tensor in tensors:
                 _broadcast_in_place(self.members[0], tensor.detach(), self.device_group)
 
-    def all_gather_object(self, value: Any, only_first: bool = False) -> list[Any]:
+    def all_gather_object(self, value: T, only_first: bool = False) -> list[T]:
         """Return the values of all ranks, in rank order; on ranks other than the first, none if ``only_first``."""
         return [value] if self.world_size == 1 else self._gather(value, encode(value), only_first)
 
-    def _gather(self, value: Any, encoded: torch.Tensor, only_first: bool = False) -> list[Any]:
+    def _gather(self, value: T, encoded: torch.Tensor, only_first: bool = False) -> list[T]:
         """Return the values of all ranks: this rank's value itself, and those of the others decoded.
 
         Each rank broadcasts its value: gloo's ``all_gather`` takes three times as long for large values of two ranks.
@@ -212,7 +219,7 @@ class Ranks:
         if self.world_size == 1:
             return [action()]
         failure: Exception | None = None
-        outcome: tuple[Any, Exception | None]
+        outcome: _Outcome
         try:
             outcome = (None if only_first and self.rank else action(), None)
             encoded = encode(outcome)
@@ -221,7 +228,7 @@ class Ranks:
             kind = OSError if isinstance(error, OSError) else RuntimeError
             outcome = None, kind(f"Rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
             encoded = encode(outcome)
-        outcomes = [self._broadcast(encoded)] if only_first else self._gather(outcome, encoded)
+        outcomes: list[_Outcome] = [self._broadcast(encoded)] if only_first else self._gather(outcome, encoded)
         for problem in (failure, *(report for _, report in outcomes)):
             if problem is not None:
                 raise problem
@@ -242,7 +249,7 @@ class Ranks:
             self._exchange([])
 
 
-def _broadcast_in_place(source: int, tensor: torch.Tensor, group: Any) -> None:
+def _broadcast_in_place(source: int, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Copy a rank's values of a tensor to all ranks of a group.
 
     They are sent as bytes, because gloo supports few dtypes, and from contiguous memory, as it ignores strides.
@@ -263,7 +270,7 @@ _stores: Any = dist  # its type stubs lack the stores
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
-def connect(name: str) -> Any:
+def connect(name: str) -> Store | None:
     """Return a store of short texts by key, which all processes of the job share; ``None`` if there is none.
 
     It has a separate connection to the store of the default process group, whose own connection cannot be shared: a
@@ -276,19 +283,19 @@ def connect(name: str) -> Any:
     store = _c10d._get_default_store()
     while isinstance(store, _stores.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, _stores.FileStore):  # which has no connection
-        return _stores.PrefixStore(name, store)
-    if not isinstance(store, _stores.TCPStore):
+    if isinstance(store, _stores.TCPStore):
+        store = _stores.TCPStore(store.host, store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+    elif not isinstance(store, _stores.FileStore):  # which has no connection
         return None
-    connection = _stores.TCPStore(store.host, store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-    return _stores.PrefixStore(name, connection)
+    named: Store = _stores.PrefixStore(name, store)
+    return named
 
 
 class GroupTimeouts:
     """Changes how long a collective of any process group may take, and restores the previous timeouts."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, timedelta]] = []
+        self._before: list[tuple[dist.ProcessGroup, timedelta]] = []
 
     def set(self, seconds: float) -> None:
         """Make collectives fail after this many seconds."""

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -24,6 +24,9 @@ from pytorch_accel_lite.distributed import exchange, positions
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks, connect
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 #: Exit code of a program ended by a watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
 EXIT_CODE = 75
@@ -37,7 +40,6 @@ _HINT = (
     "its backward pass, or of parameters that its loss does not depend on."
 )
 _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process exited|ncclRemoteError", re.DOTALL)
-_stores: Any = dist  # whose stub does not declare the stores
 
 
 class _Place(NamedTuple):
@@ -70,12 +72,12 @@ class Watch(threading.Thread):
     :param seconds: how long to wait before the first report; the following ones come after twice the time each
     """
 
-    def __init__(self, rank: int, processes: list[tuple[str, str, int]], store: Any, seconds: float) -> None:
+    def __init__(self, rank: int, processes: list[tuple[str, str, int]], store: Store | None, seconds: float) -> None:
         super().__init__(name="pytorch_accel_lite.watch", daemon=True)
         self.begun = 0
         self._rank = rank
         self._processes = processes
-        self._store = store
+        self._store: Any = store  # none, where the others cannot be asked
         self._seconds = seconds
         self._interval = min(seconds / 10, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
@@ -86,7 +88,7 @@ class Watch(threading.Thread):
         self._has_left = False
         self._is_served_by_first = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._was_reported = False
-        self._last: tuple[Any, ...] = ()
+        self._last: tuple[object, float, float, int] | None = None
         self._since = time.monotonic()
         self.watch_this_thread()
 
@@ -172,12 +174,12 @@ class Watch(threading.Thread):
         places, waits = positions.signature(sys._current_frames().get(self._watched))
         now = time.monotonic()
         if not waits:
-            self._last = ()
+            self._last = None
             return 0.0
         cpu, transferred = _cpu_seconds(self._watched_native), _bytes_transferred()
         before, self._last = self._last, (places, now, cpu, transferred)
-        computes = before and cpu - before[2] > _MOST_CPU * (now - before[1])
-        if not before or before[0] != places or computes or transferred - before[3] > _MOST_BYTES:
+        computes = before is not None and cpu - before[2] > _MOST_CPU * (now - before[1])
+        if before is None or before[0] != places or computes or transferred - before[3] > _MOST_BYTES:
             self._since = now
         return now - self._since
 
@@ -342,7 +344,7 @@ def _bytes_transferred() -> int:
 # ------------------------------------------------------------------------------------------- of this job
 
 _watch: Watch | None = None
-_job: Any = None
+_job: dist.ProcessGroup | None = None
 
 
 def begin(ranks: Ranks) -> None:

@@ -21,16 +21,18 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import find_length, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import find_length, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
+from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.distributed.watch import naming
-from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, optimized_parameters, parts_of
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback, arguments_of
 from pytorch_accel_lite.run.history import RunHistory
@@ -48,7 +50,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "compile_step": _COMPILE,
 }
 #: The rules for arguments of ``train``, where ``None`` stands for no limit.
-_LIMITS: dict[str, Callable[[str, Any], Any]] = {
+_LIMITS: dict[str, Callable[[str, object], object]] = {
     "num_epochs": check_positive_int,
     "max_num_train_steps": check_positive_int,
     "gradient_clip_value": check_positive_number,
@@ -74,7 +76,7 @@ _SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
 # ------------------------------------------------------------------------------------------ of a trainer
 
 
-def check_types(**arguments: Any) -> None:
+def check_types(**arguments: object) -> None:
     """Check the types of arguments of a trainer, by name."""
     for name, value in arguments.items():
         types, expected = _TYPES[name]
@@ -84,7 +86,7 @@ def check_types(**arguments: Any) -> None:
             raise TypeError(f"{name}={value!r} must be {expected}.{order}")
 
 
-def check_constructor(loss_func: Any, optimizer: Any, seed: Any) -> None:
+def check_constructor(loss_func: object, optimizer: object, seed: object) -> None:
     """Check the other arguments of a trainer."""
     _refuse_class("loss_func", loss_func)
     if loss_func is not None and not callable(loss_func):
@@ -100,8 +102,8 @@ def check_constructor(loss_func: Any, optimizer: Any, seed: Any) -> None:
             "function that makes them from the model's parameters, such as functools.partial(AdamW, lr=1e-3), or None."
         )
     if seed is not None:
-        check_number("seed", seed, numbers.Integral, "an integer, or None")
-        if not 0 <= seed < _SEEDS:
+        number = int(check_number("seed", seed, numbers.Integral, "an integer, or None"))
+        if not 0 <= number < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
 
 
@@ -122,7 +124,7 @@ def check_precision(precision: str | None, accelerator: Accelerator | None) -> N
         )
 
 
-def _refuse_class(name: str, value: Any) -> None:
+def _refuse_class(name: str, value: object) -> None:
     if isinstance(value, type):
         raise TypeError(f"{name}={value!r} must be an instance, not a class: {value.__name__}(...).")
 
@@ -154,7 +156,7 @@ def tensor_parallel_size(accelerator: Accelerator) -> int:
 # ------------------------------------------------------------------------------------------- of a training run
 
 
-def check_resume_from(resume_from: Any) -> None:
+def check_resume_from(resume_from: object) -> None:
     """Check that a state to resume from is named."""
     if resume_from is not None and not isinstance(resume_from, (str, os.PathLike)):
         raise TypeError(
@@ -163,7 +165,7 @@ def check_resume_from(resume_from: Any) -> None:
         )
 
 
-def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest) -> None:
+def check_training(optimizer: TrainerOptimizer, accelerator: Accelerator, request: RunRequest) -> None:
     """Check the arguments of a training run."""
     if optimizer is None:
         raise ValueError("optimizer=None: train() needs an optimizer. Pass one to the trainer.")
@@ -236,7 +238,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
             f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
-    in_optimizer = list(optimized_parameters(trainer.optimizer))
+    in_optimizer = optimized_parameters(trainer.optimizer)
     modules = [model, *attributes.modules(trainer).values()]
     in_modules = {parameter for module in modules for parameter in module.parameters()}
     if in_optimizer and in_modules.isdisjoint(in_optimizer):
@@ -257,7 +259,8 @@ def check_optimizers(trainer: TrainerLike) -> None:
 
 def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
     """Return the names of trainable parameters that no optimizer has, or the first three of them."""
-    return listed([name for name, p in module.named_parameters() if p.requires_grad and p not in optimized], 3)
+    missed = [name for name, p in module.named_parameters() if p.requires_grad and p not in optimized]
+    return listed(missed, 3) if missed else ""
 
 
 # ------------------------------------------------------------------------------------------------- of data
@@ -266,11 +269,11 @@ def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
 def check_data(
     trainer: TrainerLike,
     name: str,
-    dataset: Any,
+    dataset: Source,
     batch_size: int,
-    loader_kwargs: Any,
-    collate_fn: Any,
-    other: Any = None,
+    loader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
+    other: Source = None,
 ) -> None:
     """Check a dataset, or a loader, and the arguments for reading it.
 
@@ -298,7 +301,7 @@ def check_data(
             kind = type(dataset_of(part)).__name__
             raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
     if not is_built and all(map(is_loader, parts.values())):
-        options: dict[str, Any] = {name_of_kwargs: loader_kwargs or None}
+        options: dict[str, object] = {name_of_kwargs: loader_kwargs or None}
         other_parts = {} if other is None else _by_name("", other)
         if all(map(is_loader, other_parts.values())):
             sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *other_parts.values())]
@@ -307,7 +310,7 @@ def check_data(
         _refuse_options(name_of_part, part, options)
 
 
-def _check_loader_kwargs(name: str, arguments: dict[str, Any]) -> None:
+def _check_loader_kwargs(name: str, arguments: LoaderKwargs) -> None:
     """Check that torch's ``DataLoader`` knows all arguments."""
     known = [*inspect.signature(DataLoader).parameters]
     for argument in arguments:
@@ -316,7 +319,7 @@ def _check_loader_kwargs(name: str, arguments: dict[str, Any]) -> None:
             raise TypeError(f"{name} has the key {argument!r}, which is no argument of torch's DataLoader.{closest}")
 
 
-def _check_length(name: str, data: Any) -> None:
+def _check_length(name: str, data: Source) -> None:
     """Check that ``__len__`` of data returns a number of samples; one that raises a ``TypeError`` stands for none."""
     try:
         length = type(data).__len__(data) if hasattr(type(data), "__len__") else 0
@@ -333,7 +336,7 @@ def _check_length(name: str, data: Any) -> None:
         )
 
 
-def _refuse_options(name: str, loader: Any, options: dict[str, Any]) -> None:
+def _refuse_options(name: str, loader: Source, options: dict[str, object]) -> None:
     for argument, value in options.items():
         if value is not None:
             raise ValueError(
@@ -342,12 +345,12 @@ def _refuse_options(name: str, loader: Any, options: dict[str, Any]) -> None:
             )
 
 
-def _by_name(name: str, data: Any) -> dict[str, Any]:
+def _by_name(name: str, data: Source) -> dict[str, Source]:
     """Return what is to be read by its name in messages: a dataset or a loader, or those in a dict."""
     return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
 
 
-def _check_readable(name: str, dataset: Any) -> None:
+def _check_readable(name: str, dataset: Source) -> None:
     _refuse_class(name, dataset)
     if dataset is None:
         raise ValueError(f"{name}=None: pass a dataset.")
@@ -370,7 +373,7 @@ def _check_readable(name: str, dataset: Any) -> None:
         )
 
 
-def _are_columns(dataset: Any) -> bool:
+def _are_columns(dataset: Source) -> bool:
     """Whether data are a table by columns: pandas' or a pair of inputs and targets."""
     if not isinstance(dataset, tuple) or len(dataset) not in (2, 3):
         return hasattr(dataset, "iloc")
@@ -381,7 +384,7 @@ def _are_columns(dataset: Any) -> bool:
 # ------------------------------------------------------------------------------------------- on all ranks
 
 
-def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data: Any) -> None:
+def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_data: Source) -> None:
     """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
 
     It comes before any other communication, in which they would wait for each other.
@@ -389,7 +392,11 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data:
     :param call: the method of the trainer that begins the run
     """
     ranks = trainer.ranks
-    settings = {"call": call, "callbacks": trainer.callback_handler.callback_list, "seed": trainer.seed}
+    settings: dict[str, object] = {
+        "call": call,
+        "callbacks": trainer.callback_handler.callback_list,
+        "seed": trainer.seed,
+    }
     settings |= _arguments_of_callbacks(trainer.callback_handler.callbacks)
     for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
         settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
@@ -397,7 +404,7 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Any, eval_data:
         check_same_on_all_ranks(settings, ranks)
 
 
-def check_same_on_all_ranks(settings: dict[str, Any], ranks: Ranks) -> None:
+def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
     """Check that all ranks have the same settings: otherwise they would deadlock or read each other's samples."""
     by_rank = ranks.all_gather_object({name: value for name, value in settings.items() if name not in _OF_ONE_RANK})
     first = by_rank[0]
@@ -418,20 +425,20 @@ _SHOW = ("bars", "plot_metrics", "printing", "progress_bar", "table")
 _PLACES = re.compile(r"path|dir|folder|file|name|url|project")
 
 
-def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, Any]:
+def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
     """Return the arguments of this package's callbacks by which processes decide when to communicate."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for number, callback in enumerate(callbacks):
-        if is_ours(type(callback)) and not type(callback).__module__.endswith(_SHOW):
+        if is_from_this_package(type(callback)) and not type(callback).__module__.endswith(_SHOW):
             for name, value in arguments_of(callback).items():
                 if _is_plain(value) and not _PLACES.search(name):
                     found[f"callbacks[{number}].{name}"] = value
     return found
 
 
-def settings_of(optimizer: Any) -> dict[str, Any]:
+def settings_of(optimizer: TrainerOptimizer) -> dict[str, object]:
     """Return the settings of an optimizer by group, for a comparison between processes."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):
         for name, value in group.items():
             value = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -440,7 +447,7 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size, is_as_long, is_number
 from pytorch_accel_lite.data.splitting import concatenate_if_possible, is_list_of_samples, split_batch
+from pytorch_accel_lite.run.window import Count
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
@@ -60,7 +61,7 @@ def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
     return merged
 
 
-def _join(values: list[Any], shares: list[Any], sizes: list[Any]) -> Any:
+def _join(values: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:
     """Put nested outputs of the parts together; a scalar in them, such as a loss, is averaged."""
     first = values[0]
     if all(value is None for value in values):
@@ -79,7 +80,7 @@ def _join(values: list[Any], shares: list[Any], sizes: list[Any]) -> Any:
     return concatenate_if_possible(values)
 
 
-def _are_lists_of_samples(values: list[Any], sizes: list[Any]) -> bool:
+def _are_lists_of_samples(values: list[Tree], sizes: list[int]) -> bool:
     """Whether outputs certainly are lists with an element for each sample, as those of detectors."""
     pairs = list(zip(values, sizes, strict=True))
     if not all(type(value) is list and is_list_of_samples(value, size) for value, size in pairs):
@@ -88,14 +89,14 @@ def _are_lists_of_samples(values: list[Any], sizes: list[Any]) -> bool:
     return any(isinstance(element, dict) or not is_as_long(element, size) for element, size in elements)
 
 
-def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Any]:
+def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Count]:
     """Return the shares of the outputs in what they count together; zeros if that is nothing."""
     total = sum(output[counted] for output in outputs)
     total = torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
     return [output[counted] / total for output in outputs]
 
 
-def _mean(values: list[Any], shares: list[Any]) -> Any:
+def _mean(values: list[Tree], shares: list[Count]) -> Tree:
     """Return the mean of values with shares; those without one, such as means over no items, do not count."""
     if all(value is None for value in values):  # an evaluation may have no loss
         return None

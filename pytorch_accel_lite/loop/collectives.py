@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.distributed.ranks import Ranks
@@ -23,7 +24,9 @@ from pytorch_accel_lite.run.state import TrainerLike
 T = TypeVar("T")
 
 
-def gather(self: TrainerLike, tensor: Any, padding_value: float | None = None, *, with_gradients: bool = False) -> Any:
+def gather(
+    self: TrainerLike, tensor: Tree, padding_value: float | None = None, *, with_gradients: bool = False
+) -> Tree:
     """Concatenate tensors from all processes along their first dimension. Call it on every process.
 
     With several processes, the result carries no gradients unless ``with_gradients=True``, and a backward pass through
@@ -73,7 +76,7 @@ def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
             del attributes["gather_for_metrics"]
 
 
-def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object: bool = False) -> Any:
+def _gather_for_metrics(trainer: TrainerLike, input_data: Tree, use_gather_object: bool = False) -> Tree:
     """Return what Accelerate would: tensors concatenated over all processes, or a list of other objects.
 
     Called in a step, it leaves out the rows of filler batches. From then on, evaluations have filler batches as well,
@@ -129,7 +132,7 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
         if source not in range(self.ranks.world_size):
             raise ValueError(f"source={source!r} must be a rank of the job: 0 to {self.ranks.world_size - 1}.")
         if source:
-            sent: list[Any] = self.ranks.all_gather_object(obj if self.ranks.rank == source else None)
+            sent: list[T | None] = self.ranks.all_gather_object(obj if self.ranks.rank == source else None)
             return cast(T, sent[source])
     first: T = self.ranks.broadcast_object(lambda: obj)
     return first
@@ -149,7 +152,7 @@ def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None
         return objects
 
 
-def tensor_to_numeric(self: TrainerLike, tensor: Any, reduce: str | None = None) -> Any:
+def tensor_to_numeric(self: TrainerLike, tensor: Tree, reduce: str | None = None) -> Tree:
     """Return a tensor as a Python number, or as nested lists of numbers if it has several elements.
 
     :param tensor: a tensor, or nested lists, tuples and dicts of tensors
@@ -166,7 +169,7 @@ def tensor_to_numeric(self: TrainerLike, tensor: Any, reduce: str | None = None)
     return torch.utils._pytree.tree_map(partial(_to_numeric, self, reduce), tensor)
 
 
-def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) -> Any:
+def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) -> Tree:
     if reduce is None:
         return tensor.item() if tensor.numel() == 1 else tensor.tolist()
     apply = torch.sum if reduce == "mean" else getattr(torch, reduce)
@@ -174,11 +177,11 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
     values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
     if reduce == "mean":
         return sum(values) / sum(counts)
-    combine: dict[str, Callable[[Iterable[Any]], Any]] = {"sum": sum, "max": max, "min": min}
+    combine: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
     return combine[reduce](values)
 
 
-def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool) -> Any:
+def _gather(trainer: TrainerLike, data: Tree, with_gradients: bool, counts: bool) -> Tree:
     """Concatenate tensors over the ranks along their first dimension.
 
     :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
@@ -254,7 +257,7 @@ class _GatherConstant(_Gather):
     """Gathers the rows of all ranks as constants; a backward pass through them raises an error."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
         raise RuntimeError(
             "A loss was computed from the result of trainer.gather(), which has no gradients. Pass with_gradients=True "
             "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from torch import nn
 
@@ -12,6 +11,8 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data import Batch, NamedData
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.arguments import check_data
 from pytorch_accel_lite.loop.explanations import explaining
@@ -19,10 +20,10 @@ from pytorch_accel_lite.loop.inference import compute_batches, inference, infere
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.loop.logged_values import create_trackers
-from pytorch_accel_lite.loop.modes import is_in_training_mode, warn_of_other_mode
+from pytorch_accel_lite.loop.modes import call_start
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.events import CallbackHandler
-from pytorch_accel_lite.run.history import RunHistory, count_values
+from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.parts import Evaluation, LeftOut
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -47,9 +48,7 @@ def evaluate_all(
     """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
     data = run.data
     losses: dict[str, float] = {}
-    # What is left at its default is not passed: an override may lack the argument, as it may in pytorch-accelerated.
-    how = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
-    loaders = data.eval_loaders or {"": data.eval_loader}
+    loaders = data.eval_loaders or {"": data.required_eval_loader}
     of_run = is_training and not is_intermediate
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
@@ -63,7 +62,12 @@ def evaluate_all(
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.completes_evaluation = of_run and number == len(loaders)
-                trainer._run_eval_epoch(loader, **how)
+                if "_run_eval_epoch" in run.overridden:
+                    # Only what is not its default: an override may lack the argument, as in pytorch-accelerated.
+                    passed = {} if is_training else {"is_training": False}
+                    trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
+                else:
+                    evaluation_epoch(trainer, run, loader, is_training, is_intermediate)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
@@ -117,16 +121,14 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
+def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
     completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
     trainer.eval_epoch_start()
-    was_training = is_in_training_mode(trainer)
     run.loss_trackers = create_trackers(trainer)
-    trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
-    warn_of_other_mode(trainer, was_training, "evaluation")
+    call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
-    sync_ddp_buffers(trainer.model, trainer.ranks)
+    sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.left_out = None if run.left_out is None else LeftOut("evaluation")
     with inference(trainer), nullcontext() if trainer.logical is None else preserving_generators():
@@ -179,27 +181,12 @@ def evaluate(
     self: TrainerLike,
     dataset: NamedData | None = None,
     per_device_batch_size: int = 8,
-    dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
     *,
     auto_microbatch: bool = False,
-) -> dict[str, Any]:
-    """Evaluate the model, counting every sample exactly once on any number of processes.
-
-    Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
-    are those of :meth:`train`.
-
-    :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is not
-        needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their names
-        (strings) prefix the names of the metrics.
-    :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
-        out the samples of a smaller last batch
-    :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
-        as needed; losses and metrics are those of the whole batch. In a run that was started with it, always.
-    :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
-        to the run history, except, within a run, those of metrics that the run's own evaluations record. After a run,
-        its curves and rows do not contain them.
-    """
+) -> dict[str, MetricValue]:
+    """Evaluate the model, counting every sample exactly once on any number of processes."""
     dataset = self._latest_eval_dataset if dataset is None else dataset
     check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if auto_microbatch and (self.is_sharded or self.logical is not None):
@@ -230,20 +217,7 @@ def run_evaluation(
     is_intermediate: bool = True,
     callbacks: CallbackHandler | None = None,
 ) -> dict[str, float]:
-    """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
-
-    Call it from a callback, on every process. Modes, running losses and random generators are restored. The evaluations
-    of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or ``eval_epoch_end``.
-
-    :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
-        saved meanwhile still contain the trainer's model.
-    :param prefix: prefix of the metric names in the run history
-    :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
-        ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
-    :param callbacks: called instead of the trainer's callbacks
-    :return: the mean losses by metric name
-    :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
-    """
+    """Evaluate on the ``eval_dataset`` of the current training run without changing the run."""
     if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
         raise RuntimeError(
             "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
@@ -269,7 +243,7 @@ def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> d
 
 
 @contextmanager
-def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
+def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]:
     """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
 
     Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
@@ -277,7 +251,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
     """
     history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
     counts_before = count_values(history)
-    latest: dict[str, Any] = {}
+    latest: dict[str, MetricValue] = {}
     try:
         yield latest
     finally:
@@ -288,7 +262,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
             history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
                 if name in before:
-                    outer.set_apart.setdefault(name, set()).update(range(before[name], count))
+                    outer.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
 
 
 def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:

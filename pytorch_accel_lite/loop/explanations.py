@@ -15,11 +15,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import checked_by, is_from_this_package
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
+from pytorch_accel_lite.data.sources import Index, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
 from pytorch_accel_lite.loop.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError, events_between, keywords_of
@@ -140,7 +144,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
         where += f", epoch {run.progress.epoch}"
     elif number is None:
         return
-    ranks = trainer.ranks
+    ranks = run.ranks
     process = f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else ""
     if number is None:
         if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others tell by themselves
@@ -183,7 +187,7 @@ def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
     )
 
 
-def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
+def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[str]:
     """Describe what was being read: the samples, from which dataset, and how they are made into a batch."""
     dataset = getattr(loader, "dataset", loader)
     indices = loader.next_indices() if run.batch is None else run.batch_indices
@@ -196,7 +200,7 @@ def _describe_reading(error: Exception, run: Run, loader: Any) -> Iterator[str]:
         yield f"  collate_fn: {short(collate)}"
 
 
-def list_samples(indices: list[Any]) -> str:
+def list_samples(indices: list[Index]) -> str:
     """Return the indices of samples as text; of many, the first."""
     most = [short(index) for index in indices[:_MOST_SAMPLES]]
     return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
@@ -212,9 +216,9 @@ def _describe_model(error: Exception, trainer: TrainerLike) -> Iterator[str]:
         yield f"  in {where}, with {' and '.join(map(short, arguments))}"
 
 
-def _innermost_calls(error: Exception, model: nn.Module, loss_func: Any) -> dict[str, list[Any]]:
+def _innermost_calls(error: Exception, model: nn.Module, loss_func: LossFunction | None) -> dict[str, list[Tree]]:
     """Return the first arguments of the innermost module whose forward pass failed, and of the loss function."""
-    calls: dict[str, list[Any]] = {}
+    calls: dict[str, list[Tree]] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         arguments = _arguments(frame)
         module = arguments[0] if arguments and frame.f_code.co_name == "forward" else None
@@ -225,12 +229,12 @@ def _innermost_calls(error: Exception, model: nn.Module, loss_func: Any) -> dict
     return calls
 
 
-def _arguments(frame: FrameType) -> list[Any]:
+def _arguments(frame: FrameType) -> list[Tree]:
     """Return the arguments that a function takes by position, ``self`` included."""
     return [frame.f_locals.get(name) for name in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
 
 
-def _is_of_loss(frame: FrameType, module: Any, loss_func: Any) -> bool:
+def _is_of_loss(frame: FrameType, module: object, loss_func: LossFunction | None) -> bool:
     """Whether a frame is of the trainer's loss function, or of one in ``torch.nn.functional``."""
     if loss_func is not None and (module is loss_func or getattr(loss_func, "__code__", None) is frame.f_code):
         return True
@@ -249,21 +253,21 @@ _NONE, _SUM = 0, 2  # torch's numbers of reductions
 _OF_EACH = {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "SumBackward1"}
 
 
-def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, Any]) -> None:
+def examine_first_batch(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> None:
     """Warn if the loss of the first batch is a sum, or seems to be computed with something else than the target.
 
     Also if evaluations, which come an epoch later, seem to have no loss.
     """
     loss, size = output["loss"], output["batch_size"]
     _warn_of_missing_evaluation_loss(trainer, output)
-    uses_loss_func = not (is_overridden(trainer, "calculate_train_batch_loss") or is_overridden(trainer, "train_step"))
+    uses_loss_func = trainer.current_run.overridden.isdisjoint({"calculate_train_batch_loss", "train_step"})
     if uses_loss_func and _has_sum(trainer.loss_func):
         _warn_of_sum("loss_func has reduction='sum'")
     elif isinstance(size, int) and adds_up_samples(loss, size):
         _warn_of_sum("The loss adds up the samples of a batch")
     if uses_loss_func and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
         has_listeners = any(
-            not is_ours(type(getattr(listener, "__self__", None)))
+            not is_from_this_package(type(getattr(listener, "__self__", None)))
             for event in events_between("on_train_epoch_start", "on_eval_epoch_end")
             if "batch" in keywords_of(event)
             for listener in trainer.callback_handler.listeners[event]
@@ -276,11 +280,12 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
             )
 
 
-def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: dict[str, Any]) -> None:
+def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: BatchOutput) -> None:
+    overridden = trainer.current_run.overridden
     has_training_loss_only = (
         trainer.loss_func is None
-        and is_overridden(trainer, "calculate_train_batch_loss")
-        and not is_overridden(trainer, "calculate_eval_batch_loss")
+        and "calculate_train_batch_loss" in overridden
+        and "calculate_eval_batch_loss" not in overridden
         and isinstance(output.get("model_outputs"), torch.Tensor)  # the model seems to return no loss of its own
     )
     if has_training_loss_only and trainer.current_run.data.all_eval_loaders:
@@ -305,7 +310,7 @@ def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
     return all(s.name() in _OF_EACH or getattr(s, "_saved_reduction", None) == _NONE for s in sources)
 
 
-def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:
+def _third_is_target(second: Tree, third: Tree, outputs: Tree) -> bool:
     """Whether the third element of a batch is certainly like a target, rather than an index, a group or a weight.
 
     It has the shape of the outputs, and either the second has not, or it has negative values, unlike weights and masks.
@@ -317,7 +322,7 @@ def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:
     return second.shape != outputs.shape or bool((third < 0).any())
 
 
-def _has_sum(loss_func: Any) -> bool:
+def _has_sum(loss_func: LossFunction | None) -> bool:
     reduction = loss_func.keywords.get("reduction") if isinstance(loss_func, partial) else None
     return bool((reduction or getattr(loss_func, "reduction", None)) == "sum")
 

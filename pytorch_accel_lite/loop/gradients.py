@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.modules import are_sharded, local
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
@@ -17,7 +18,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 NOTHING = nullcontext()
 
 
-def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:
+def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[None]:
     """Return a context in which gradients are averaged over the ranks only at the end of a window."""
     accelerator.sync_gradients = ends_window
     if ends_window or accelerator.num_processes == 1:
@@ -25,7 +26,7 @@ def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window:
     return accelerator.no_sync(model)  # type: ignore[no-any-return]
 
 
-def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+def parameters_not_in_model(model: torch.nn.Module, optimizer: Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer that are not in the model, such as those of the loss function."""
     in_model = set(model.parameters())
     return [parameter for parameter in optimized_parameters(optimizer) if parameter not in in_model]
@@ -33,7 +34,7 @@ def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torc
 
 def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     """Return the parameters that an update changes: the optimizer's, and the model's if it optimizes copies of them."""
-    optimized = list(optimized_parameters(trainer.optimizer))
+    optimized = optimized_parameters(trainer.optimizer)
     ids = set(map(id, optimized))
     has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
     if has_model or trainer.current_run.step.updates_one_by_one:  # it may be for another module
@@ -93,7 +94,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
         has_scaler = trainer.accelerator.scaler is not None
         if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
-        optimized = list(optimized_parameters(run.step.optimizer_to_update(trainer)))
+        optimized = optimized_parameters(run.step.optimizer_to_update(trainer))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
         if are_sharded(optimized):
             run.step.gradient_norm = total_norm_of_shards(gradients)
@@ -108,7 +109,7 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
     torch computes norms only of gradients of the same mesh, so those of each mesh are combined.
     """
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    by_mesh: dict[object, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms: list[Any] = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]

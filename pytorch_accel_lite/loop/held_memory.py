@@ -21,7 +21,7 @@ def describe_memory(trainer: TrainerLike) -> Iterator[str]:
     memory, capacity = module_of(device), capacity_of(device)
     held = held_bytes(trainer)
     parts = [f"{name} {format_bytes(size)}" for name, size in held.items()]
-    if not hasattr(memory, "max_memory_allocated"):
+    if memory is None or not hasattr(memory, "max_memory_allocated"):
         yield f"  memory: {', '.join(parts)}, beside activations"
         return
     peak = memory.max_memory_allocated(device)

@@ -6,16 +6,20 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.inspection import overridden_methods
 from pytorch_accel_lite.base.modules import reshard, unwrap
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.left_out import OMITTED, before_step, begin_leaving_out, leave_out
 from pytorch_accel_lite.loop.lifecycle import create_config, create_eval_loaders, entering
@@ -27,10 +31,18 @@ from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 
+#: A step method: it returns its output for a batch.
+Compute: TypeAlias = Callable[[BatchData], Tree]
+
 
 @contextmanager
 def inference_run(
-    trainer: TrainerLike, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
+    trainer: TrainerLike,
+    request: RunRequest,
+    dataset: Source,
+    batch_size: int,
+    loader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
 ) -> Iterator[Run]:
     """Enter an evaluation or prediction run, with its loaders and the model prepared.
 
@@ -38,6 +50,8 @@ def inference_run(
     """
     batch_size = int(batch_size)
     run = trainer.current_run.derive()
+    run.kind = request.kind
+    run.overridden = overridden_methods(trainer)
     run.data.eval_dataset = dataset
     run.data.collate_fn = collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
@@ -61,8 +75,8 @@ def inference_run(
 
 
 def compute_batches(
-    trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Callable[[Any], Any], is_evaluation: bool = True
-) -> Iterator[tuple[Batch, Any]]:
+    trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Compute, is_evaluation: bool = True
+) -> Iterator[tuple[Batch, Tree]]:
     """Yield each batch with what a step method returns for it, or ``OMITTED`` if it has failed and is left out."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
@@ -88,7 +102,7 @@ def compute_batches(
     run.batch_number = None
 
 
-def _compute(trainer: TrainerLike, batch: Batch, compute: Callable[[Any], Any], is_evaluation: bool = True) -> Any:
+def _compute(trainer: TrainerLike, batch: Batch, compute: Compute, is_evaluation: bool = True) -> Tree:
     with mixed_precision(trainer.accelerator):
         output = compute(batch.data)
     if is_evaluation:
@@ -96,9 +110,7 @@ def _compute(trainer: TrainerLike, batch: Batch, compute: Callable[[Any], Any], 
     return output
 
 
-def _compute_or_leave_out(
-    trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Any], Any], is_evaluation: bool
-) -> Any:
+def _compute_or_leave_out(trainer: TrainerLike, run: Run, batch: Batch, compute: Compute, is_evaluation: bool) -> Tree:
     """Return the output of a batch, or ``OMITTED`` if it has failed and is left out."""
     assert run.left_out is not None
     before = before_step(run)
@@ -116,7 +128,7 @@ def _compute_or_leave_out(
     return output
 
 
-def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Any], Any]) -> BatchOutput:
+def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Compute) -> BatchOutput:
     """Return the output of an evaluation batch, computed in parts that fit into memory.
 
     Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
@@ -144,7 +156,7 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Cal
     return merge_outputs(outputs)
 
 
-def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Callable[[Any], Any]) -> BatchOutput | None:
+def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> BatchOutput | None:
     """Return the output of the current evaluation batch, or ``None``, leaving no trace, if it must be split to fit."""
     batch = run.batch
     assert batch is not None

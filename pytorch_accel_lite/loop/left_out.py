@@ -55,7 +55,7 @@ def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, be
     assert left_out is not None
     explain(error, trainer, run, left_out.phase)
     text = f"{type(error).__name__}: {error}"
-    left_out.batches.append(LeftOutBatch(trainer.ranks.rank, step, indices, _count_samples(batch), text))
+    left_out.batches.append(LeftOutBatch(run.ranks.rank, step, indices, _count_samples(batch), text))
     left_out.first_error = left_out.first_error or error
     event = "on_eval_batch_skipped" if left_out.phase == "evaluation" else "on_predict_batch_skipped"
     failures = [left_out.batches[-1].as_failure()]
@@ -72,7 +72,7 @@ def report_left_out(trainer: TrainerLike, run: Run) -> None:
     left_out = run.left_out
     if left_out is None:
         return
-    gathered = trainer.ranks.all_gather_object((left_out.batches, left_out.last_computed is not None))
+    gathered = run.ranks.all_gather_object((left_out.batches, left_out.last_computed is not None))
     left_out.last_computed = None  # frees it
     left_out.batches = list(chain.from_iterable(batches for batches, _ in gathered))
     left_out.is_gathered = True

@@ -7,14 +7,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.checkpoint.locks import lock_path
@@ -22,8 +22,10 @@ from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, re
 from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
 from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.data.mixtures import describe_lengths
+from pytorch_accel_lite.data.mixtures import NamedSampler, describe_lengths
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect
 from pytorch_accel_lite.loop.arguments import (
@@ -42,6 +44,7 @@ from pytorch_accel_lite.loop.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
+from pytorch_accel_lite.run.epoch_comparisons import warn_of_comparisons
 from pytorch_accel_lite.run.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
@@ -52,42 +55,38 @@ from pytorch_accel_lite.run.window import Accumulation, GradientWindow
 # ------------------------------------------------------------------------------------------- the data of a run
 
 
+def configure(trainer: TrainerLike, run: Run) -> None:
+    """Let the callbacks declare what they need from a run, and check what that makes of the request."""
+    request = run.request
+    if run.ranks.rank == 0:
+        trainer.callback_handler.warn_of_unknown_events()
+        warn_of_comparisons([trainer, *trainer.callback_handler])
+    trainer.callback_handler.configure_run(trainer, request)
+    if request.skips_in_evaluation:
+        begin_leaving_out(trainer, run, request)
+    _lock_paths(trainer, run)
+    check_training(trainer.optimizer, trainer.accelerator, request)
+    _check_metrics(trainer, run)
+
+
 def find_data(
     trainer: TrainerLike,
     run: Run,
     batch_size: int,
-    train_loader_kwargs: dict[str, Any] | None,
-    eval_loader_kwargs: dict[str, Any] | None,
+    train_loader_kwargs: LoaderKwargs | None,
+    eval_loader_kwargs: LoaderKwargs | None,
     resume_from: str | os.PathLike[str] | None,
 ) -> None:
     """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
     request = run.request
-    if trainer.ranks.rank == 0:
-        trainer.callback_handler.warn_of_unknown_events()
-    trainer.callback_handler.configure_run(trainer, request)
-    begin_leaving_out(trainer, run, request)
-    _lock_paths(trainer, run)
-    check_training(trainer.optimizer, trainer.accelerator, request)  # with their changes
-    _check_metrics(trainer, run)
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
     if request.saves_training_states or resume_from is not None or request.paths:
         run.created = note_created(trainer)
-    state = None
     if resume_from is not None:
-        run.resumed = state = find_state(trainer, request.state_sources, resume_from)
-    run.data.seed = trainer.seed
-    if trainer.seed is not None:
-        seed_run(trainer.seed, alike=trainer.logical is not None)
-    if state is not None:
-        run.data.seed = state.metadata["data_seed"]
-        run.data.first_epoch = state.metadata.get("first_epoch", 1)
-    elif trainer.seed is None and (request.saves_training_states or run.data.ranks.replicas > 1):
-        run.data.seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
-    if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
-        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
+        run.resumed = find_state(trainer, request.state_sources, resume_from)
+    _seed(trainer, run)
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
-    _print_lengths(trainer, run)
     if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
@@ -95,10 +94,19 @@ def find_data(
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
 
 
-def _print_lengths(trainer: TrainerLike, run: Run) -> None:
-    """Print how training datasets of different lengths are read together, if there are any."""
-    if lengths := describe_lengths(getattr(run.data.train_loader, "sampler", None)):
-        trainer.print(lengths)
+def _seed(trainer: TrainerLike, run: Run) -> None:
+    """Seed the generators, and find the seed of the order of the data: that of a resumed run is in its state."""
+    run.data.seed = trainer.seed
+    if trainer.seed is not None:
+        seed_run(trainer.seed, alike=trainer.logical is not None)
+    state = run.resumed
+    if state is not None:
+        run.data.seed = state.metadata["data_seed"]
+        run.data.first_epoch = state.metadata.get("first_epoch", 1)
+    elif trainer.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
+        run.data.seed = run.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
+        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
 
 
 def _lock_paths(trainer: TrainerLike, run: Run) -> None:
@@ -112,7 +120,7 @@ def _lock_paths(trainer: TrainerLike, run: Run) -> None:
             run.locks.callback(lock_path(argument, path).release)
 
     if run.request.locked_paths:
-        trainer.ranks.run_together(lock, only_first=True)
+        run.ranks.run_together(lock, only_first=True)
 
 
 def _check_metrics(trainer: TrainerLike, run: Run) -> None:
@@ -125,21 +133,23 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
         trainer.run_history.directions = request.metrics.directions
 
 
-def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.data.train_loader = create_loader(trainer, run, source, training=True)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
+    sampler = getattr(run.data.train_loader, "sampler", None)
+    if isinstance(sampler, NamedSampler) and (lengths := describe_lengths(sampler)):
+        trainer.print(lengths)
 
 
-def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loaders of the evaluation dataset, or of several by name."""
     run.data.eval_loader = None
     run.data.eval_loaders = {}
     dataset = run.data.eval_dataset
-    is_dict = isinstance(dataset, dict)
-    for name, part in dataset.items() if is_dict else [("", dataset)]:
-        if is_dict and not (name and isinstance(name, str)):
+    for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
+        if isinstance(dataset, dict) and not (name and isinstance(name, str)):
             raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
@@ -150,15 +160,18 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
             )
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
-    run.data.eval_dataset = {k: dataset_of(v) for k, v in dataset.items()} if is_dict else dataset_of(dataset)
+    if isinstance(dataset, dict):
+        run.data.eval_dataset = {name: dataset_of(part) for name, part in dataset.items()}
+    else:
+        run.data.eval_dataset = dataset_of(dataset)
 
 
-def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
+def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run."""
     loader = shard(
         source,
         run.data.ranks,
-        trainer.device,
+        run.device,
         run.data.seed,
         training or trainer.is_sharded,
         limit=run.request.max_batches,
@@ -177,7 +190,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
             trainer.print(
                 f"Each process reads all {data} batches of its own {loader.undivided}: they are not divided among the "
                 "processes. If all have the same batches, keep a part on each, such as "
-                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, pass "
+                "batches[run.ranks.rank::run.ranks.world_size], or use a Dataset. If each has its own, pass "
                 "OwnShard(batches), which says so."
             )
     return loader
@@ -194,14 +207,14 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.training = Training(run.config, run.end, run.data.eval_dataset)
-    if trainer.ranks.world_size > 1:
+    if run.ranks.world_size > 1:
         options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
-        check_same_on_all_ranks(run.config.to_dict() | options, trainer.ranks)
+        check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
     run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
     steps, batch_size = run.accumulation.after(0), run.config.train_per_device_batch_size
-    run.window = GradientWindow(run.data.ranks, trainer.device, steps, batch_size)
+    run.window = GradientWindow(run.data.ranks, run.device, steps, batch_size)
     updates = run.config.max_num_train_steps
-    if updates is not None and 0 < updates <= run.accumulation.last_change and trainer.ranks.rank == 0:
+    if updates is not None and 0 < updates <= run.accumulation.last_change and run.ranks.rank == 0:
         warn_outside(
             f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
             f"reached: the run has {updates} updates."
@@ -212,8 +225,10 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
-    """Return the settings of a run, from the method that users of pytorch-accelerated override, with its arguments."""
+    """Return the settings of a run; from the method that users of pytorch-accelerated override, with its arguments."""
     request = run.request
+    if "_create_run_config" not in run.overridden:
+        return resolve_run_config(trainer, run, request, batch_size)
     return trainer._create_run_config(
         per_device_batch_size=batch_size,
         num_epochs=request.num_epochs,
@@ -223,13 +238,13 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
     )
 
 
-def resolve_run_config(trainer: TrainerLike, request: RunRequest, batch_size: int) -> TrainerRunConfig:
-    """Derive the settings of the current run from the request and the length of its data.
+def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
+    """Derive the settings of a run from what is requested and the length of its data.
 
     :raises ValueError: if the training data do not fill a single batch
     """
     accelerator = trainer.accelerator
-    data = trainer.current_run.data
+    data = run.data
     steps = find_length(data.train_loader)
     if steps == 0:
         raise ValueError(
@@ -306,8 +321,8 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         resume_schedule(trainer, run, state)
     if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
         trainer.print(changes)
-    run.step.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
-    reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
+    run.step.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
     run.step.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
@@ -328,7 +343,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         with ExitStack() as run.locks, computing(trainer), _with_the_others(trainer, run, call):
-            if run.outer is None and (trainer.ranks.world_size > 1 or is_overridden(trainer, "parallelize_model")):
+            if run.outer is None and (run.ranks.world_size > 1 or "parallelize_model" in run.overridden):
                 begin_sharded(trainer, run)
             yield
         shutdown.record_end(failed=False)
@@ -356,7 +371,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 @contextmanager
 def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Check that all processes begin the run, and watch it in a block."""
-    if trainer.ranks.world_size == 1:
+    if run.ranks.world_size == 1:
         yield
         return
     with gathering_uneven_batches(trainer):
@@ -387,7 +402,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
     ended = kind == "evaluation"  # errors do not fire its ending events
     try:
         try:
-            with watch.naming(trainer.ranks):
+            with watch.naming(run.ranks) if run.ranks.world_size > 1 else nullcontext():
                 yield
         except StopTrainingError as stop:
             stopped = stop
@@ -428,7 +443,7 @@ def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
     """Fire an event while the run is ending, ignoring requests to stop it."""
     try:
         trainer.call_event(event)
-        if trainer.ranks.world_size > 1:
+        if run.ranks.world_size > 1:
             run.control.sync(now=True)
     except StopTrainingError as stop:
         run.end.reason = run.end.reason or str(stop)
@@ -447,7 +462,7 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     explain(error, trainer, run, run.request.kind)
     run.end.has_failed = True
     run.control.forget()
-    together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
+    together = run.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
     if together and not ended:
         try:

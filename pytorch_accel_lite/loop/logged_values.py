@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.window import Count
 
 
 def create_trackers(trainer: TrainerLike) -> LossTrackers:
@@ -16,7 +16,7 @@ def create_trackers(trainer: TrainerLike) -> LossTrackers:
     return LossTrackers() if trainer.logical is None else trainer.logical.create_trackers()
 
 
-def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
+def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count | None = None) -> None:
     """Log a value of this step, to be averaged over the samples of the epoch or evaluation on all processes.
 
     Call it in a step method, or in a callback's event of a step. The mean is recorded with the losses, as
@@ -60,7 +60,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any =
         run.step_metrics[name] = value
 
 
-def _is_real(value: Any) -> bool:
+def _is_real(value: Tree) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_complex()
     return hasattr(value, "__float__") and not np.iscomplexobj(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
@@ -62,14 +62,15 @@ def _warn_of_mode(who: str, phase: Phase, is_training: bool) -> None:
     )
 
 
-def warn_of_other_mode(trainer: TrainerLike, was_training: bool, phase: Phase) -> None:
-    """Warn if a callback has changed the mode of the model just before the steps of a phase, which may be meant.
+def call_start(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
+    """Fire the event before the steps of a phase; warn if a callback changes the mode of the model there.
 
-    :param was_training: whether the model was in training mode before the event
+    That may be meant.
     """
+    was_training = is_in_training_mode(trainer)
+    trainer.call_event(event, **kwargs)
     if is_in_training_mode(trainer) == was_training:
         return
-    event = "on_train_epoch_start" if phase == "training" else "on_eval_epoch_start"
     mode, effect = "evaluation", "without dropout, and with fixed statistics of batch norm"
     if not was_training:
         mode, effect = "training", "with dropout, and changes the statistics of batch norm"
@@ -87,7 +88,7 @@ def is_in_training_mode(trainer: TrainerLike) -> bool:
 
 def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or an overridden method") -> None:
     """Warn of settings of torch that differ from those at the start of a run; enable gradients again."""
-    before, now = run.global_modes, GlobalModes.now(trainer.device)
+    before, now = run.global_modes, GlobalModes.now(run.device)
     if before is None or now == before:
         return
     if before.gradients and not now.gradients:
@@ -106,7 +107,7 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
             f"{who} left {now.dtype} as the default dtype in place of {before.dtype}, so new tensors have it from now "
             "on. Restore it by torch.set_default_dtype, or set it before training if you mean it."
         )
-    run.global_modes = GlobalModes.now(trainer.device)  # to warn once
+    run.global_modes = GlobalModes.now(run.device)  # to warn once
 
 
 def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
@@ -115,8 +116,8 @@ def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
         type(getattr(listener, "__self__", listener)).__name__
         for event in events or STEP_EVENTS[phase]
         for listener in trainer.callback_handler.listeners[event]
-        if not is_ours(listener)
+        if not is_from_this_package(listener)
     ]
-    if not events and any(is_overridden(trainer, method) for method in _STEP_METHODS[phase]):
+    if not events and not trainer.current_run.overridden.isdisjoint(_STEP_METHODS[phase]):
         owners.append(type(trainer).__name__)
     return list(dict.fromkeys(owners))

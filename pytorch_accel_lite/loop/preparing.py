@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
 from pytorch_accel_lite.optimizers.combined import combine
-from pytorch_accel_lite.optimizers.operations import OptimizerFactory, is_created
+from pytorch_accel_lite.optimizers.operations import OptimizerFactory, Optimizers, TrainerOptimizer, is_created
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -29,7 +30,9 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
     apply_model_options(trainer)
-    averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
+    averages = (
+        "train_step" in trainer.current_run.overridden or trainer.logical is not None
+    )  # the step does so by itself
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
     trainer.prepared_model = prepared
     trainer.model = prepared.model
@@ -40,6 +43,8 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
 
 def apply_model_options(trainer: TrainerLike) -> None:
     """Change the memory format of the model and compile it, in place and as requested, unless it is compiled."""
+    if not trainer.channels_last and trainer.compile_model is False:
+        return
     model = trainer.get_model()
     if trainer.channels_last:
         model.to(memory_format=torch.channels_last)
@@ -67,9 +72,9 @@ class UnmadeOptimizer:
     def __init__(self, factory: OptimizerFactory) -> None:
         self.factory = factory
         self.name = short(factory)
-        self._state: dict[str, Any] | None = None
+        self._state: StateDict | None = None
 
-    def make(self, model: nn.Module) -> Any:
+    def make(self, model: nn.Module) -> Optimizer:
         """Return the optimizer for a model that is otherwise ready to be trained.
 
         :raises ValueError: when no parameter of the model is to be trained
@@ -97,11 +102,11 @@ class UnmadeOptimizer:
                 ) from error
         return optimizer
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> StateDict | None:
         """Return the state that was loaded, if one was."""
         return self._state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep a state for the optimizer that will be made."""
         self._state = copy.deepcopy(state_dict)
 
@@ -117,13 +122,14 @@ class UnmadeOptimizer:
         return f"{self.name} (not called yet)"
 
 
-def combine_or_defer(optimizer: Any) -> Any:
+def combine_or_defer(optimizer: Optimizers | OptimizerFactory | None) -> TrainerOptimizer:
     """Return optimizers as one, and a factory as the optimizer that it has yet to make."""
-    is_factory = callable(optimizer) and not is_created(optimizer)
-    return UnmadeOptimizer(optimizer) if is_factory else combine(optimizer)
+    if callable(optimizer) and not is_created(optimizer):
+        return UnmadeOptimizer(optimizer)
+    return combine(optimizer)
 
 
-def _first_argument(factory: Callable[..., Any]) -> str:
+def _first_argument(factory: Callable[..., object]) -> str:
     try:
         return next(iter(inspect.signature(factory).parameters), "")
     except ValueError:

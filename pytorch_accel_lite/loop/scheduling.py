@@ -5,19 +5,25 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import accepts, is_overridden
+from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.optimizers.combined import create_schedulers
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, follows_metric, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import (
+    SchedulerFactory,
+    TrainerScheduler,
+    follows_metric,
+    parts_of,
+    schedulers_in,
+)
 from pytorch_accel_lite.optimizers.rates import (
     Options,
+    Rate,
     has_unused_scales,
     initial_options,
     learning_rates,
@@ -35,24 +41,23 @@ from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
 
 
-def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest], None]) -> None:
-    """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates.
-
-    :param check: validates the run; if it raises an error, the optimizer keeps its rates
-    """
+def begin_schedule(trainer: TrainerLike, run: Run) -> None:
+    """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates."""
     trainer.scheduler = None
     run.schedule.final_rates = [] if run.before is None else run.before.schedule.final_rates
-    has_schedule = trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler")
+    has_schedule = trainer.create_scheduler_fn is not None or "create_scheduler" in run.overridden
     if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
-        _begin_from_initial_rates(trainer, run, has_schedule, check)
+        _begin_from_initial_rates(trainer, run, has_schedule)
     else:
-        check(run.request)
-    if trainer.ranks.rank == 0:
+        trainer._check_scheduler(run.request)
+    if run.ranks.rank == 0:
         _warn_of_unused_scales(trainer)
 
 
 def _warn_of_unused_scales(trainer: TrainerLike) -> None:
     """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into the parameter groups."""
+    if not any("lr_scale" in group for group in trainer.optimizer.param_groups):
+        return
     schedulers = schedulers_in(trainer.scheduler).values()
     applies = any(isinstance(part, PlannedLrScheduler) or hasattr(part, "update_groups") for part in schedulers)
     if applies or not has_unused_scales(trainer.optimizer):
@@ -66,9 +71,8 @@ def _warn_of_unused_scales(trainer: TrainerLike) -> None:
     )
 
 
-def _begin_from_initial_rates(
-    trainer: TrainerLike, run: Run, has_schedule: bool, check: Callable[[RunRequest], None]
-) -> None:
+def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool) -> None:
+    """Create the scheduler; if it cannot be stepped, the optimizer keeps its rates."""
     optimizer = trainer.optimizer
     now = scheduled_options(optimizer)
     initial = initial_options(optimizer, run.schedule.final_rates)
@@ -84,7 +88,7 @@ def _begin_from_initial_rates(
                     raise
                 set_options(optimizer, now)
                 trainer.scheduler = trainer.create_scheduler()
-        check(run.request)
+        trainer._check_scheduler(run.request)
     except Exception:
         set_options(optimizer, now)
         raise
@@ -128,7 +132,7 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
             )
 
 
-def _create_from(trainer: TrainerLike, options: Options) -> Any:
+def _create_from(trainer: TrainerLike, options: Options) -> TrainerScheduler:
     """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
     groups = trainer.optimizer.param_groups
     set_options(trainer.optimizer, options)
@@ -143,11 +147,11 @@ def _create_from(trainer: TrainerLike, options: Options) -> Any:
     return scheduler
 
 
-def _listed(rates: list[Any]) -> str:
+def _listed(rates: Sequence[Rate | torch.Tensor]) -> str:
     return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
 
 
-def create_with(trainer: TrainerLike, create: SchedulerFactory) -> Any:
+def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerScheduler:
     """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
     create = replace_trainer_placeholder_values(trainer, create)
     if not isinstance(create, Mapping):
@@ -180,7 +184,7 @@ def _check_optimizer(trainer: TrainerLike) -> None:
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
         if groups and trained.isdisjoint(map(id, groups)):
             function = f"create_scheduler_fn[{name!r}]" if name else "create_scheduler_fn"
-            source = "create_scheduler" if is_overridden(trainer, "create_scheduler") else function
+            source = "create_scheduler" if "create_scheduler" in trainer.current_run.overridden else function
             raise ValueError(
                 f"{source} returned a {type(scheduler).__name__} of another optimizer, so the learning rate of the "
                 "trainer's would never change. Create it from the optimizer that the function is passed, which is "
@@ -188,7 +192,9 @@ def _check_optimizer(trainer: TrainerLike) -> None:
             )
 
 
-def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:
+def check_scheduler(
+    scheduler: TrainerScheduler, request: RunRequest, create_scheduler_fn: SchedulerFactory | None, steps_itself: bool
+) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
     :param create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which
@@ -223,7 +229,7 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         _check_stepped(part, request)
 
 
-def _refuse_placeholders(scheduler: Any, parts: Mapping[str, Any]) -> None:
+def _refuse_placeholders(scheduler: TrainerScheduler, parts: Mapping[str, TrainerScheduler]) -> None:
     """Refuse placeholders that a scheduler has kept, or put into the optimizer."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
     for held in [*groups, *(getattr(part, "__dict__", {}) for part in parts.values())]:
@@ -237,7 +243,7 @@ def _refuse_placeholders(scheduler: Any, parts: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_stepped(scheduler: Any, request: RunRequest) -> None:
+def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
     """Check that a scheduler can be stepped in the way the run will step it."""
     metric = request.scheduler_metric
     kind = type(scheduler).__name__
@@ -259,16 +265,22 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
     """Check that a schedule that cannot be stepped beyond its end is at least as long as the run."""
     config = run.required_config
     requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
-    if is_overridden(trainer, "scheduler_step") or requested is None:
+    if "scheduler_step" in run.overridden or requested is None:
         return
     for scheduler in schedulers_in(trainer.scheduler).values():
         if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:
+            if run.resumed is not None and not run.schedule.is_recreated:
+                raise ValueError(
+                    f"The state {str(run.resumed.directory)!r} has a OneCycleLR of {scheduler.total_steps} steps, "
+                    f"which cannot be stepped beyond its end; the run now has {requested}. A resumed schedule stays as "
+                    "long as it was. To train on with a schedule of its own, load the weights, "
+                    "trainer.load_checkpoint(state, load_optimizer=False, load_scheduler=False), and call train() "
+                    "without resume_from."
+                )
             raise ValueError(
                 f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {requested} times, and it "
                 "cannot be stepped beyond its end. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
-                "(NUM_EPOCHS with scheduler_interval='epoch'). A resumed schedule stays as long as it was: for a "
-                "longer one, train from the beginning, or from load_checkpoint(state, load_optimizer=False, "
-                "load_scheduler=False) without resume_from."
+                "(NUM_EPOCHS with scheduler_interval='epoch')."
             )
 
 
@@ -324,7 +336,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
         f"again and advanced to update {position} of {total}"
     )
 
-    def rates_at(update: int) -> list[Any]:
+    def rates_at(update: int) -> list[Rate]:
         trainer.scheduler = _create_from(trainer, initial)
         try:
             trainer.advance_scheduler(update)
@@ -337,7 +349,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
-        if not is_overridden(trainer, "advance_scheduler"):
+        if "advance_scheduler" not in run.overridden:
             # Rounding between the two lengths of epochs may shift the position by this many updates.
             reach = 2 + 2 * math.ceil(per_epoch / before)
             first = max(0, position - reach)
@@ -352,7 +364,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
     trainer.print(f"{about}.")
 
 
-def _check_continuity(trainer: TrainerLike, had: list[Any], around: list[tuple[Any, ...]], about: str) -> None:
+def _check_continuity(trainer: TrainerLike, had: list[Rate], around: list[tuple[float, ...]], about: str) -> None:
     for rate, near in zip(had, around, strict=True):
         if rate is not None and not 0.95 * min(near) <= rate <= 1.05 * max(near):
             raise ValueError(
@@ -368,7 +380,7 @@ def _updates_made(run: Run, per_epoch: int) -> int:
     updates: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
         return updates
-    remaining: int | None = run.data.train_loader.steps_left(progress.samples_in_epoch)
+    remaining: int | None = run.data.required_train_loader.steps_left(progress.samples_in_epoch)
     if remaining is None:
         nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
         return updates + min(nominal, per_epoch)

@@ -12,8 +12,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
 from pytorch_accel_lite.base.text import listed
@@ -30,7 +30,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
 
     Call it on every process.
     """
-    if is_overridden(trainer, "parallelize_model"):
+    if "parallelize_model" in run.overridden:
         place_model(trainer)
     elif not trainer.is_sharded and getattr(trainer.accelerator, "parallelism_config", None) is None:
         return
@@ -43,7 +43,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
             "overridden parallelize_model(mesh) of the trainer, which then gives them values; or call "
             "model.to_empty(device=...) and initialise them before you create the trainer."
         )
-    run.data.ranks = find_data_ranks(model, trainer.ranks)
+    run.data.ranks = find_data_ranks(model, run.ranks)
     requested = tensor_parallel_size(trainer.accelerator)
     if requested not in (1, run.data.ranks.replicas):
         raise ValueError(
@@ -90,7 +90,7 @@ def place_model(trainer: TrainerLike) -> None:
     _placed.add(model)
 
 
-def shard_model(trainer: TrainerLike, mesh: Any) -> str | os.PathLike[str] | None:
+def shard_model(trainer: TrainerLike, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
     """Shard the model as the trainer's class does, and return where to find its weights, if it says so.
 
     :raises TypeError: if the optimizer exists already, with the parameters that sharding replaces
@@ -109,10 +109,10 @@ def shard_model(trainer: TrainerLike, mesh: Any) -> str | os.PathLike[str] | Non
     return trainer.parallelize_model(mesh)
 
 
-def _create_mesh(trainer: TrainerLike) -> Any:
+def _create_mesh(trainer: TrainerLike) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = getattr(trainer.accelerator, "torch_device_mesh", None)
+    mesh: DeviceMesh | None = getattr(trainer.accelerator, "torch_device_mesh", None)
     if mesh is not None:
         return mesh
     if not dist.is_initialized():  # a single process
@@ -198,7 +198,7 @@ def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> se
     return {name for name, tensor in _tensors(model) if id(tensor) in done}
 
 
-def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
+def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object] | None:
     """Return what initialises a module: a method of transformers' models, or one that torch's modules have."""
     methods = ("reset_parameters", "_reset_parameters")
     method_name = next((method for method in methods if hasattr(module, method)), None)

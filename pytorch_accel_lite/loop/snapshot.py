@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import TrainerLike
@@ -37,7 +37,7 @@ class Snapshot(ExitStack):
         """Keep the states of the random generators."""
         self.callback(restore_generators, capture_generators())
 
-    def keep_generators_of(self, owners: Iterable[Any]) -> None:
+    def keep_generators_of(self, owners: Iterable[object]) -> None:
         """Keep the states of the random generators that are attributes of objects."""
         for value in [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]:
             if isinstance(value, torch.Generator):
@@ -49,7 +49,7 @@ class Snapshot(ExitStack):
             elif isinstance(value, random.Random):
                 self.callback(value.setstate, value.getstate())
 
-    def keep_states(self, owners: Iterable[Any]) -> None:
+    def keep_states(self, owners: Iterable[HasStateDict]) -> None:
         """Keep the states of objects with ``state_dict()`` and ``load_state_dict(state)``; the first come first."""
         for owner, state in reversed([(owner, copy.deepcopy(owner.state_dict())) for owner in owners]):
             self.callback(owner.load_state_dict, state)
@@ -124,7 +124,7 @@ def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: object, **values: object) -> Iterator[None]:
     """Replace attributes of an object for a block."""
     with ExitStack() as before:
         for name, value in values.items():
@@ -134,7 +134,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def preserving_attributes(*owners: Any) -> Iterator[None]:
+def preserving_attributes(*owners: object) -> Iterator[None]:
     """Restore all attributes of objects after a block.
 
     This includes the contents of lists, dicts, sets and deques, and the states of random generators.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
@@ -14,6 +13,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
 from pytorch_accel_lite.data.loss_shapes import check_loss
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.explanations import examine_first_batch
 from pytorch_accel_lite.loop.gradients import parameters_not_in_model
@@ -35,7 +35,7 @@ class PlainStep(Step):
         self.averaged: list[nn.Parameter] = []
         self.synced_buffers: list[tuple[nn.Module, str]] = []
         self.must_examine_batch = False
-        if trainer.ranks.world_size > 1:
+        if run.ranks.world_size > 1:
             self.begin_replicas(trainer, run)
 
     def begin(self, trainer: TrainerLike) -> None:
@@ -47,7 +47,7 @@ class PlainStep(Step):
         self.synced_buffers = buffers_beside_model(trainer)
         if not trainer.is_sharded:
             self.averaged = parameters_not_in_model(trainer.model, trainer.optimizer)
-            trainer.ranks.copy_from_first(self.averaged)
+            run.ranks.copy_from_first(self.averaged)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""
@@ -78,7 +78,7 @@ class PlainStep(Step):
         if self.averaged and run.data.ranks.world_size > 1:
             average_gradients(self.averaged, run.data.ranks)
         if self.synced_buffers:
-            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
+            run.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
         listeners = trainer.callback_handler.listeners
         run.window.finish(trainer.optimizer)
         self.gradient_norm = None
@@ -125,7 +125,7 @@ def backward(
     return weighted
 
 
-def _announce_backward(trainer: TrainerLike, data: Any, output: BatchOutput) -> None:
+def _announce_backward(trainer: TrainerLike, data: BatchData, output: BatchOutput) -> None:
     """Fire ``on_backward_start``. Gradients are those of the loss that its callbacks leave in the output.
 
     A callback may replace the loss or change it in place, or do so with some of several losses.

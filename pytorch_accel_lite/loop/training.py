@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,19 +13,22 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.checkpoint.user_attributes import describe_left_out, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import evaluate_all, evaluate_if_due, start_evaluations
 from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.gradients import gradient_sync
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending
 from pytorch_accel_lite.loop.logged_values import create_trackers
-from pytorch_accel_lite.loop.modes import check_global_modes, is_in_training_mode, leaving_as_found, warn_of_other_mode
+from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run import attributes
@@ -40,8 +42,9 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 def begin(trainer: TrainerLike, run: Run) -> None:
     """Begin the training of a run."""
     run.control.start_clock()
-    start_evaluations(run)
-    run.acts_after_updates = run.evaluates_within_epochs or run.accumulation.changes
+    if run.data.eval_loader is not None or run.request.evaluate_every is not None:
+        start_evaluations(run)
+    run.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.step.begin(trainer)
 
 
@@ -52,9 +55,11 @@ def train(trainer: TrainerLike, run: Run) -> None:
         try:
             trainer.training_run_start()
             trainer.call_event("on_training_run_start")
-            run.global_modes = GlobalModes.now(trainer.device)
+            run.global_modes = GlobalModes.now(run.device)
             run.control.sync(now=True)
             _describe_states(trainer, run)
+            if run.data.eval_loader is not None:
+                check_evaluation(trainer, run)
             over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
@@ -68,7 +73,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
 
 def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
     """Warn of weights that are not finite at the end of a run."""
-    if run.progress.update and not attributes.weights_are_finite(trainer) and trainer.ranks.rank == 0:
+    if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
         warn_outside(
             f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
             "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
@@ -80,8 +85,12 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
     begin_epoch(run)
     if run.epoch_phase < EpochPhase.TRAINED:
+        own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
         with explaining(trainer, run, "training"):
-            run.has_reached_limit = bool(trainer._run_train_epoch(run.data.train_loader))
+            if own_epoch is None:
+                run.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
+            else:
+                run.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -112,7 +121,7 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
 
 
 @contextmanager
-def _reading(run: Run, source: Any) -> Iterator[None]:
+def _reading(run: Run, source: Source) -> Iterator[None]:
     """Let a run read other training batches in a block, if they are not those that it reads anyway."""
     own = run.data.train_loader
     if source is own:
@@ -127,7 +136,7 @@ def _reading(run: Run, source: Any) -> Iterator[None]:
         run.data.train_loader = own
 
 
-def train_epoch(trainer: TrainerLike, run: Run, source: Any) -> bool:
+def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     """Run the steps of an epoch, or the remaining ones, and record its losses.
 
     :param source: the training batches, usually those of the run
@@ -141,10 +150,9 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Any) -> bool:
 
 def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_start()
-    was_training = is_in_training_mode(trainer)
     run.loss_trackers = run.unrecorded = create_trackers(trainer)
-    trainer.call_event("on_train_epoch_start")
-    warn_of_other_mode(trainer, was_training, "training")
+    if trainer.callback_handler.listeners["on_train_epoch_start"]:
+        call_start(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
     _finish_resuming(trainer, run)
     progress = run.progress
@@ -159,10 +167,10 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     _train_steps(trainer, run, iter(leaving_as_found(trainer, run, batches, "training")), limit)
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
-    if trainer.check_replicas and trainer.ranks.world_size > 1:
+    if trainer.check_replicas and run.ranks.world_size > 1:
         trainer.compare_replicas()
     run.control.sync(now=True)
-    sync_ddp_buffers(trainer.model, trainer.ranks)
+    sync_ddp_buffers(trainer.model, run.ranks)
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
@@ -173,7 +181,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> None:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them."""
-    progress, loader = run.progress, run.data.train_loader
+    progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
         with run.goodput.counting("data"):  # the first batch takes the time of starting workers
             batch = next(batches, None) if progress.update < limit else None
@@ -191,7 +199,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             loader.seconds_waited += time.perf_counter() - begin
 
 
-def _check_length(run: Run, loader: Any, length: int | None) -> None:
+def _check_length(run: Run, loader: Source, length: int | None) -> None:
     """Check that an epoch had batches, and warn if a stream has ended before its length, which schedules rely on."""
     steps = run.progress.step
     if not steps:
@@ -231,8 +239,8 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     if updates:
         if listeners["on_update_end"]:
             trainer.call_event("on_update_end", step=step)
-        if run.acts_after_updates:
-            _act_after_update(trainer, run, batch)
+        if run.has_update_schedules:
+            _follow_schedules(trainer, run, batch)
         if listeners["on_train_step_checkpoint"]:
             trainer.call_event("on_train_step_checkpoint", step=step)
         if run.control.must_sync:
@@ -246,7 +254,7 @@ def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | N
         return run.step.forward_backward(trainer, run, batch)
 
 
-def _act_after_update(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Set the size of the next window, and evaluate within the epoch if it is due; at its end, that comes later."""
     run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
     if run.evaluates_within_epochs:
@@ -291,7 +299,7 @@ def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     return False
 
 
-def _is_trained_further(trainer: TrainerLike, run: Run, about: Mapping[str, Any]) -> bool:
+def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
     """Whether a run that was stopped is longer now, or without the callback that stopped it; prints how it could be."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
@@ -321,8 +329,8 @@ def smallest_share(trainer: TrainerLike, run: Run) -> int:
     return _smallest_for_batch_norm(trainer, run, norms) if norms else 1
 
 
-def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, Any]) -> int:
-    ranks = trainer.ranks
+def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, _BatchNorm]) -> int:
+    ranks = run.ranks
     alone = [
         f"{type(norm).__name__} {name.removeprefix('module.')!r}"
         for name, norm in norms.items()
@@ -330,7 +338,7 @@ def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, An
     ]
     limit, progress = run.request.max_num_train_steps, run.progress
     steps = math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
-    if alone and ranks.rank == 0 and run.data.train_loader.ends_in_one_sample(steps):
+    if alone and ranks.rank == 0 and run.data.required_train_loader.ends_in_one_sample(steps):
         warn_outside(
             f"The last batch of an epoch has a single sample, and the model has batch norm in training mode "
             f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "

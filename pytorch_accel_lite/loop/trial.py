@@ -2,84 +2,254 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import itertools
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
+from pytorch_accel_lite.data.batches import BatchOutput, complete_output
+from pytorch_accel_lite.data.loader_choice import with_batch_size
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.arguments import check_data, check_training
 from pytorch_accel_lite.loop.explanations import explaining
-from pytorch_accel_lite.loop.lifecycle import begin_training, create_train_loader, entering
+from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.lifecycle import begin_training, create_eval_loaders, create_train_loader, entering
+from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
+from pytorch_accel_lite.loop.step import loss_of
+from pytorch_accel_lite.loop.training import smallest_share, train_step
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import CallbackHandler
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-#: The methods whose updates are those of ``train()``.
-_WITH_UPDATES = ("find_lr", "check")
 
+class Trial:
+    """A training run that involves no callbacks and leaves no trace: what tools try a program with.
 
-def check_can_try(trainer: TrainerLike, name: str, with_logical_processes: bool = False) -> None:
-    """Check that a trainer can make steps outside a run.
+    The arguments are checked when it is created. Within ``with trial.running():``, the trainer is prepared for
+    training, and the methods read batches and compute with them; everything is restored afterwards. Create and run it
+    on every process.
 
-    :param name: the calling method, for error messages
+    :param name: the method that tries the trainer, for error messages
+    :param train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
+    :param request: the settings of the run
+    :param supports: what the tool can try besides steps with one loss and one update: ``"train_step"``, an overridden
+        one, ``"closure"``, optimizers that need one, and ``"logical_processes"``
+    :param sets_batch_size: whether ``batch_size`` holds for a ``DataLoader``, too, in place of its own
+    :ivar run: the run
     """
-    if trainer.is_running:
-        raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
-    if trainer.logical is not None and not with_logical_processes:
-        raise ValueError(
-            f"{name}() does not work with logical_processes={trainer.logical.count}. Use a trainer without them: the "
-            "step of one logical process is that of a trainer on one process."
-        )
 
+    def __init__(
+        self,
+        trainer: TrainerLike,
+        name: str,
+        train_dataset: Source,
+        batch_size: int,
+        request: RunRequest,
+        loader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
+        supports: Collection[str] = (),
+        sets_batch_size: bool = False,
+    ) -> None:
+        self.trainer = trainer
+        self._name = name
+        self._supports = supports
+        self._batch_size = batch_size
+        self._loader_kwargs = loader_kwargs
+        self._sets_batch_size = sets_batch_size
+        self._check_trainer()
+        check_training(trainer.optimizer, trainer.accelerator, request)
+        data = with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
+        check_data(trainer, "train_dataset", data, batch_size, loader_kwargs, collate_fn)
+        self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+        self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
+        self.run.data.seed = trainer.seed or 0
 
-@contextmanager
-def trial(
-    trainer: TrainerLike,
-    name: str,
-    train_dataset: Any,
-    batch_size: int,
-    request: RunRequest,
-    loader_kwargs: Any,
-    collate_fn: Any,
-) -> Iterator[Run]:
-    """Enter a training run that involves no callbacks and leaves no trace.
+    def _check_trainer(self) -> None:
+        """Check that the trainer can make such steps outside a run."""
+        trainer, name = self.trainer, self._name
+        if trainer.is_running:
+            raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
+        if trainer.logical is not None and "logical_processes" not in self._supports:
+            raise ValueError(
+                f"{name}() does not work with logical_processes={trainer.logical.count}. Use a trainer without them: "
+                "the step of one logical process is that of a trainer on one process."
+            )
+        if is_overridden(trainer, "train_step") and "train_step" not in self._supports:
+            raise TypeError(
+                f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
+                "trainer without that method."
+            )
 
-    :param name: the calling method, for error messages
-    """
-    check_can_try(trainer, name, with_logical_processes=name == "find_lr")
-    if is_overridden(trainer, "train_step") and name not in _WITH_UPDATES:
-        raise TypeError(
-            f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
-            "trainer without that method."
-        )
-    check_training(trainer.optimizer, trainer.accelerator, request)
-    check_data(trainer, "train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn)
-    run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)
-    run.data.seed = trainer.seed or 0
-    with entering(trainer, run, f"{name}()"):
-        create_train_loader(trainer, run, batch_size, loader_kwargs)
-        with prepared_for_trial(trainer):
-            begin_training(trainer, run, batch_size)
-            if run.step.closure and name not in _WITH_UPDATES:
-                raise TypeError(
-                    f"{name}() makes updates without the closure that the optimizer needs. Try another one."
+    @contextmanager
+    def running(self) -> Iterator[Trial]:
+        """Run the trial for a block, with the trainer prepared for training."""
+        trainer, run = self.trainer, self.run
+        with entering(trainer, run, f"{self._name}()"):
+            create_train_loader(trainer, run, self._batch_size, self._loader_kwargs)
+            with _prepared(trainer):
+                _begin(trainer, run, self._batch_size)
+                if run.step.closure and "closure" not in self._supports:
+                    raise TypeError(
+                        f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
+                    )
+                run.batch_number = 0
+                with explaining(trainer, run, "training"):
+                    yield self
+
+    def begin_on(self, trainer: TrainerLike, batch_size: int) -> Trial:
+        """Return the same trial of a copy of the trainer, which has begun. The copy is the caller's to restore."""
+        trial = copy.copy(self)
+        trial.trainer = trainer
+        trial.run = trainer.current_run = self.run.derive()
+        trainer.open_runs.append(trial.run)
+        _begin(trainer, trial.run, batch_size)
+        return trial
+
+    # batches
+
+    def read_batch(self, batch_size: int) -> Batch:
+        """Read the first training batch, with this number of samples from a dataset, also before the trial runs.
+
+        :raises ValueError: if there is none
+        """
+        run, reader = self.run, self.trainer
+        if reader.current_run is not run:
+            reader = copy.copy(reader)
+            vars(reader).update(current_run=run, open_runs=[run])
+        run.data.train_dataset = with_batch_size(self._data, batch_size) if self._sets_batch_size else self._data
+        create_train_loader(reader, run, batch_size, self._loader_kwargs)
+        try:
+            batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
+        finally:
+            run.data.required_train_loader.stop_workers()
+        if batch is None:
+            raise ValueError(
+                f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {batch_size} samples, all "
+                "of which drop_last=True leaves out."
+            )
+        return batch
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield training batches indefinitely, one epoch after another.
+
+        :raises ValueError: if an epoch is empty, as the next would be, without end
+        """
+        loader = self.run.data.required_train_loader
+        for epoch in itertools.count(1):
+            batch = None
+            for batch in loader.steps(epoch, min_share=smallest_share(self.trainer, self.run)):
+                yield batch
+            if batch is None:
+                raise ValueError(
+                    "train_dataset gave no batch: it is empty, or exhausted after it was read once. Let its __iter__ "
+                    "start again each time, or pass a smaller num_steps."
                 )
-            attributes.set_optimizer_modes(trainer, training=True)
-            run.batch_number = 0
-            with explaining(trainer, run, "training"):
-                yield run
+
+    def read_evaluation(self, eval_dataset: Source, loader_kwargs: LoaderKwargs | None = None) -> None:
+        """Create the loaders of an evaluation dataset, ``run.data.eval_loader``."""
+        self.run.data.eval_dataset = eval_dataset
+        create_eval_loaders(self.trainer, self.run, self._batch_size, loader_kwargs)
+
+    # passes and updates
+
+    def loss_of(self, batch: Batch) -> torch.Tensor:
+        """Return only the loss of a training batch, computed as in a training step."""
+        return loss_of(self.trainer, batch)
+
+    def output_of(self, batch: Batch, evaluation: bool = False, with_gradients: bool = True) -> BatchOutput:
+        """Return what the trainer's method for batches of training, or evaluation, gives, with what it leaves out.
+
+        :param with_gradients: whether the loss must have gradients
+        """
+        trainer = self.trainer
+        compute = trainer.calculate_eval_batch_loss if evaluation else trainer.calculate_train_batch_loss
+        with mixed_precision(trainer.accelerator):
+            output = compute(batch.data)
+        complete_output(output, batch.data, batch.num_samples, "the step", training=with_gradients)
+        return output
+
+    def train_step(self, batch: Batch) -> None:
+        """Make a training step, which ends in an update at the end of an accumulation window, or of the epoch."""
+        train_step(self.trainer, self.run, batch)
+
+    def update(self, batches: Iterator[Batch]) -> dict[str, float]:
+        """Make an update; return its mean losses over all processes, by name."""
+        run = self.run
+        done = run.progress.update
+        run.loss_trackers = create_trackers(self.trainer)
+        while run.progress.update == done:
+            self.train_step(next(batches))
+        return run.loss_trackers.means(run.data.ranks, "{}")
+
+    # what is restored within the trial
+
+    @contextmanager
+    def epoch(self, handler: CallbackHandler) -> Iterator[None]:
+        """Begin an epoch for a block, whose events go to the callbacks of a handler, with a history of its own."""
+        trainer, run = self.trainer, self.run
+        with (
+            replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
+            replaced(run, loss_trackers=create_trackers(trainer), epoch_phase=EpochPhase.TRAINING),
+            replaced(run, step=run.step, window=copy.copy(run.window), progress=Progress()),
+        ):
+            run.step = trainer._create_step(run)
+            run.progress.start_epoch()
+            yield
+
+    @contextmanager
+    def keeping_training(self) -> Iterator[None]:
+        """Restore after a block what training changes: weights, modes, optimizers, generators."""
+        with Snapshot() as before:
+            keep_training(self.trainer, before)
+            yield
+
+    @contextmanager
+    def keeping_attributes(self, *owners: object) -> Iterator[None]:
+        """Restore after a block the attributes of the trainer and of other objects, with the contents of lists."""
+        with preserving_attributes(self.trainer, *owners):
+            yield
+
+    @contextmanager
+    def keeping_step(self, batch: Batch) -> Iterator[None]:
+        """Restore after a block what a forward and backward pass on a batch changes."""
+        with StepSnapshot(self.trainer), replaced(self.run, batch=batch):
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate for a block: without gradients, and with the weights that optimizers have for evaluations."""
+        with attributes.evaluating_optimizers(self.trainer), torch.no_grad():
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compute for a block without communication in the forward and backward pass, as if on a single process."""
+        sync_ddp_buffers(self.trainer.model, self.trainer.ranks)
+        with unwrapped_model(self.trainer):
+            yield
+
+
+def _begin(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    begin_training(trainer, run, batch_size)
+    attributes.set_optimizer_modes(trainer, training=True)
 
 
 @contextmanager
-def prepared_for_trial(trainer: TrainerLike) -> Iterator[None]:
+def _prepared(trainer: TrainerLike) -> Iterator[None]:
     """Prepare a trainer for training outside a run, without its callbacks, and restore everything afterwards."""
     prepare_model(trainer, training=True)
     try:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.optimizers.operations import (
+    CreateScheduler,
     OfParts,
+    SchedulerLike,
+    TrainerOptimizer,
     clear_gradients,
     follows_metric,
     optimized_parameters,
@@ -18,9 +22,10 @@ from pytorch_accel_lite.optimizers.operations import (
     set_mode,
     take_step,
 )
+from pytorch_accel_lite.optimizers.rates import ParamGroup
 
 
-class CombinedOptimizer(OfParts, Optimizer):
+class CombinedOptimizer(OfParts[Optimizer], Optimizer):
     """Several named optimizers that step together, each with its own parameters.
 
     Created by a trainer from a dict of optimizers, or from a list, whose elements are numbered. It has the parameter
@@ -45,16 +50,16 @@ class CombinedOptimizer(OfParts, Optimizer):
         return len(self._parts)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
         """The parameter groups of all parts. A new list each time: add groups to one of the parts."""
         return [group for part in self._parts.values() for group in part.param_groups]
 
     @property
-    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+    def state(self) -> dict[torch.Tensor, StateDict]:  # type: ignore[override]
         """The state of all parts, by parameter. A new dict each time."""
         return {parameter: state for part in self._parts.values() for parameter, state in part.state.items()}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Raise an error, as groups must be added to one of the parts.
 
         :raises TypeError: always
@@ -64,7 +69,11 @@ class CombinedOptimizer(OfParts, Optimizer):
             f"trainer.optimizer[{next(iter(self._parts))!r}].add_param_group(...)."
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters of all parts.
 
         :param closure: a function that computes the gradients and returns the loss; called once, before any part steps
@@ -95,9 +104,9 @@ class CombinedOptimizer(OfParts, Optimizer):
         for part in self._parts.values():
             set_mode(part, training=False)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state as that of a single optimizer, with parameters numbered across all parts."""
-        combined: dict[str, Any] = {"state": {}, "param_groups": []}
+        combined: StateDict = {"state": {}, "param_groups": []}
         extra = {}
         for name, part in self._parts.items():
             state = part.state_dict()
@@ -109,7 +118,7 @@ class CombinedOptimizer(OfParts, Optimizer):
                 extra[name] = state
         return combined | ({"parts": extra} if extra else {})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by :meth:`state_dict`.
 
         :raises ValueError: if the number of groups or parameters differs
@@ -132,7 +141,7 @@ class CombinedOptimizer(OfParts, Optimizer):
         for name, state in states.items():
             self._parts[name].load_state_dict(state)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_parts": self._parts, "defaults": self.defaults}
 
     def __repr__(self) -> str:
@@ -147,18 +156,18 @@ class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return part
 
 
-class CombinedScheduler(OfParts):
+class CombinedScheduler(OfParts[SchedulerLike]):
     """The schedulers of several optimizers, which are stepped together.
 
     :param optimizer: the trainer's optimizer, of which each scheduler has a part
     :param schedulers: the schedulers, by optimizer name
     """
 
-    def __init__(self, optimizer: Any, schedulers: Mapping[str, Any]) -> None:
+    def __init__(self, optimizer: Optimizer, schedulers: Mapping[str, SchedulerLike]) -> None:
         self.optimizer = optimizer
         self._parts = dict(schedulers)
 
-    def step(self, metrics: Any = None) -> None:
+    def step(self, metrics: float | torch.Tensor | None = None) -> None:
         """Step each scheduler.
 
         :param metrics: the value passed to schedulers that follow a metric, such as ``ReduceLROnPlateau``
@@ -169,15 +178,15 @@ class CombinedScheduler(OfParts):
             else:
                 part.step(metrics)
 
-    def get_last_lr(self) -> list[Any]:
+    def get_last_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each parameter group of the optimizers."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of each scheduler, by name."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by :meth:`state_dict`.
 
         :raises ValueError: if the names differ
@@ -192,7 +201,7 @@ class CombinedScheduler(OfParts):
         return f"{type(self).__name__}({names})"
 
 
-def combine(optimizer: Any) -> Any:
+def combine(optimizer: object) -> TrainerOptimizer:
     """Combine a dict or a list of optimizers into one; return anything else unchanged."""
     if isinstance(optimizer, Mapping):
         return CombinedOptimizer(optimizer)
@@ -201,13 +210,13 @@ def combine(optimizer: Any) -> Any:
     return optimizer
 
 
-def create_schedulers(create: Mapping[str, Callable[..., Any]], optimizer: Any) -> CombinedScheduler:
+def create_schedulers(create: Mapping[str, CreateScheduler], optimizer: Optimizer) -> CombinedScheduler:
     """Create the schedulers of several optimizers, each by the function of the same name."""
     parts = parts_of(optimizer)
     return CombinedScheduler(optimizer, {name: factory(parts[name]) for name, factory in create.items()})
 
 
-def _check_parts(optimizers: Mapping[str, Any]) -> None:
+def _check_parts(optimizers: Mapping[Any, object]) -> None:
     if not optimizers:
         raise ValueError(f"optimizer={optimizers!r} contains no optimizer. Pass at least one, or None.")
     owners: dict[torch.Tensor, str] = {}
@@ -226,7 +235,7 @@ def _check_parts(optimizers: Mapping[str, Any]) -> None:
             owners[parameter] = name
 
 
-def _count(groups: Iterable[dict[str, Any]]) -> int:
+def _count(groups: Iterable[ParamGroup]) -> int:
     return sum(len(group["params"]) for group in groups)
 
 

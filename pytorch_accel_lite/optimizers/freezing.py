@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.validation import check_positive_number
 from pytorch_accel_lite.optimizers.layer_groups import Group, ModuleGroup, find_groups, has_adapters
+from pytorch_accel_lite.optimizers.rates import ParamGroup
 
 #: The modules affected by ``freeze_batch_norms``.
 BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -168,7 +169,7 @@ def _is_frozen(parameters: list[nn.Parameter]) -> bool:
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def _stay_in_eval(module: nn.Module, inputs: Any) -> None:
+def _stay_in_eval(module: nn.Module, inputs: object) -> None:
     """Undo the effect of ``model.train()`` before each forward pass. A module-level function, so that models pickle."""
     module.training = False
 
@@ -204,7 +205,7 @@ def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None =
 
 def layer_group_parameters(
     model: nn.Module, lr: float, decay: float = 1 / 2.6, *, groups: Sequence[ModuleGroup] | None = None
-) -> list[dict[str, Any]]:
+) -> list[ParamGroup]:
     """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
 
     Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"

@@ -97,7 +97,7 @@ def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[
     return modules_by_group
 
 
-def _modules_of(group: Any, parts: set[nn.Module]) -> list[Any]:
+def _modules_of(group: Any, parts: set[nn.Module]) -> list[nn.Module]:
     """Return the modules of a group, which may be a slice of a list of blocks: a new list that is not in the model."""
     is_slice = isinstance(group, nn.Module) and _is_list(group) and group not in parts
     is_sequence = isinstance(group, Sequence) and not isinstance(group, str)

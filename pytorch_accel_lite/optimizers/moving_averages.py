@@ -93,7 +93,7 @@ class ModelEma(nn.Module):
             pairs = vars(self)["_cached"] = SortedPairs(model, self.module, self._pairs(model))
         return pairs
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what is copied and pickled, without the tensors of the model."""
         return {**vars(self), "_cached": None}
 

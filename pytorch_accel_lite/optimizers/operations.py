@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from pytorch_accel_lite.base.types import HasStateDict
+
+T = TypeVar("T")
+
 #: An optimizer, or several by name or number, as a trainer takes them.
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
 #: A function that creates an optimizer, or several, from a model's trainable parameters.
 OptimizerFactory = Callable[..., Optimizers]
-#: A function that creates a scheduler from an optimizer, or a dict of such functions by optimizer name.
-SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+
+
+class SchedulerLike(HasStateDict, Protocol):
+    """A scheduler of torch, of timm, or of the user."""
+
+    @property
+    def step(self) -> Callable[..., object]: ...  # noqa: D102
+
+
+#: What a trainer holds as its optimizer: none, what a factory has yet to make, one of torch, or Accelerate's wrapper.
+TrainerOptimizer: TypeAlias = Any
+#: What it holds as its scheduler: none, one of torch, timm or the user, or several by optimizer name.
+TrainerScheduler: TypeAlias = Any
+#: A function that creates a scheduler from an optimizer.
+CreateScheduler: TypeAlias = Callable[..., SchedulerLike]
+#: The same, or several by optimizer name.
+SchedulerFactory: TypeAlias = CreateScheduler | Mapping[str, CreateScheduler]
 #: The code of the wrapper that torch puts around the ``step`` of every optimizer class.
 _WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 # torch has no public names for these. If one of them disappears, every step is wrapped.
@@ -25,33 +44,33 @@ _GLOBAL_HOOKS = [
 _is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
-class OfParts:
+class OfParts(Generic[T]):
     """Several optimizers, or their schedulers, by optimizer name."""
 
-    _parts: dict[str, Any]
+    _parts: dict[str, T]
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> T:
         if name not in self._parts:
             raise KeyError(f"There is no optimizer {name!r}, only {', '.join(map(repr, self._parts))}.")
         return self._parts[name]
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, T]:
         """The optimizers or schedulers, by optimizer name."""
         return dict(self._parts)
 
 
-def is_created(optimizer: Any) -> bool:
+def is_created(optimizer: object) -> TypeGuard[Optimizer]:
     """Whether there is an optimizer, rather than none or a factory that has not been called yet."""
     return hasattr(optimizer, "param_groups")
 
 
-def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of all groups of an optimizer."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def optimized_parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def needs_closure(optimizer: Any) -> list[str]:
+def needs_closure(optimizer: TrainerOptimizer) -> list[str]:
     """Return the classes of optimizers whose ``step`` requires a function that computes the gradients again."""
     optimizers = parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
     return [type(part).__name__ for part in optimizers if _needs_closure(type(part))]
@@ -66,14 +85,14 @@ def _needs_closure(kind: type) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def set_mode(optimizer: Any, training: bool) -> None:
+def set_mode(optimizer: object, training: bool) -> None:
     """Set the mode of an optimizer that has modes, such as a schedule-free one, which trains with other weights."""
     method = getattr(optimizer, "train" if training else "eval", None)
     if callable(method):
         method()
 
 
-def clear_gradients(optimizer: Any) -> None:
+def clear_gradients(optimizer: Optimizer) -> None:
     """Clear the gradients like ``optimizer.zero_grad()``, but 20 times as fast unless that is overridden."""
     if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
         for group in optimizer.param_groups:
@@ -83,7 +102,7 @@ def clear_gradients(optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def take_step(optimizer: Any, *closure: Callable[[], torch.Tensor]) -> None:
+def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor]) -> None:
     """Step an optimizer like ``optimizer.step()``, but create the record for profilers only while one is running.
 
     torch creates that record, which takes as long as a small layer, in the wrapper that calls hooks. A scheduler of
@@ -107,13 +126,13 @@ def take_step(optimizer: Any, *closure: Callable[[], torch.Tensor]) -> None:
         optimizer.step(*closure)
 
 
-def parts_of(optimizer: Any) -> dict[str, Optimizer]:
+def parts_of(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
     """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for any other."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner.parts if isinstance(inner, OfParts) else {}
 
 
-def class_names(optimizer: Any) -> list[list[str]]:
+def class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
     """Return, for each parameter group, the names of the classes whose state the optimizer of that group keeps.
 
     These are its class without wrappers, and the bases up to the first class of torch: torch's AdamW does not count as
@@ -123,7 +142,7 @@ def class_names(optimizer: Any) -> list[list[str]]:
     return [_classes(part) for part in parts for _ in part.param_groups]
 
 
-def _classes(optimizer: Any) -> list[str]:
+def _classes(optimizer: TrainerOptimizer) -> list[str]:
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     names = []
@@ -135,12 +154,12 @@ def _classes(optimizer: Any) -> list[str]:
     return names
 
 
-def schedulers_in(scheduler: Any) -> dict[str, Any]:
+def schedulers_in(scheduler: TrainerScheduler) -> dict[str, SchedulerLike]:
     """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
     return scheduler.parts if isinstance(scheduler, OfParts) else {"": scheduler}
 
 
-def group_names(optimizer: Any) -> list[str]:
+def group_names(optimizer: Optimizer) -> list[str]:
     """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
     names: list[str] = []
     for name, part in (parts_of(optimizer) or {"": optimizer}).items():
@@ -150,6 +169,6 @@ def group_names(optimizer: Any) -> list[str]:
     return names
 
 
-def follows_metric(scheduler: Any) -> bool:
+def follows_metric(scheduler: SchedulerLike) -> bool:
     """Whether a scheduler is stepped with the value of a metric, like ``ReduceLROnPlateau``."""
     return next(iter(inspect.signature(scheduler.step).parameters), "epoch") != "epoch"

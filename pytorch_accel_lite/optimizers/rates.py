@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.text import to_number
 
@@ -14,10 +15,14 @@ from pytorch_accel_lite.base.text import to_number
 _SCHEDULED = ("lr", "momentum", "betas")
 
 #: The values that schedules change, by name, for each parameter group.
-Options = list[dict[str, Any]]
+Options: TypeAlias = list[dict[str, Any]]
+#: A parameter group of an optimizer: its parameters and options, by name.
+ParamGroup: TypeAlias = dict[str, Any]
+#: A learning rate as a number; ``None`` for a group without one.
+Rate: TypeAlias = float | None
 
 
-def set_option(group: dict[str, Any], name: str, value: Any) -> None:
+def set_option(group: ParamGroup, name: str, value: object) -> None:
     """Set an option of a parameter group."""
     if isinstance(group[name], torch.Tensor):
         group[name].fill_(value)  # compiled optimizers keep a reference to the tensor
@@ -25,7 +30,7 @@ def set_option(group: dict[str, Any], name: str, value: Any) -> None:
         group[name] = value
 
 
-def learning_rates(optimizer: Any, name: str = "lr") -> list[Any]:
+def learning_rates(optimizer: Optimizer, name: str = "lr") -> list[Rate]:
     """Return the learning rate of each parameter group, ``None`` for groups without one.
 
     :param name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, as far as they are known
@@ -33,19 +38,19 @@ def learning_rates(optimizer: Any, name: str = "lr") -> list[Any]:
     return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
 
 
-def scheduled_options(optimizer: Any) -> Options:
+def scheduled_options(optimizer: Optimizer) -> Options:
     """Return the current values of the options that schedules change."""
     return [{name: to_number(group[name]) for name in _SCHEDULED if name in group} for group in optimizer.param_groups]
 
 
-def set_options(optimizer: Any, options: Options) -> None:
+def set_options(optimizer: Optimizer, options: Options) -> None:
     """Set the options that schedules change."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             set_option(group, name, value)
 
 
-def initial_options(optimizer: Any, final_rates: Sequence[Any] = ()) -> Options:
+def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> Options:
     """Return the values that the options had before any schedule changed them.
 
     :param final_rates: the learning rates at the end of the last schedule. A rate that differs from them was set by
@@ -60,7 +65,7 @@ def initial_options(optimizer: Any, final_rates: Sequence[Any] = ()) -> Options:
     return options
 
 
-def note_initial_options(optimizer: Any, initial: Options) -> None:
+def note_initial_options(optimizer: Optimizer, initial: Options) -> None:
     """Store the initial values in the optimizer like torch, since ``OneCycleLR`` sets a different ``initial_lr``."""
     for group, values in zip(optimizer.param_groups, initial, strict=False):  # groups may have been added
         for name, value in values.items():
@@ -68,7 +73,7 @@ def note_initial_options(optimizer: Any, initial: Options) -> None:
                 group[f"initial_{name}"] = value
 
 
-def layer_scales(groups: Sequence[Mapping[str, Any]], rates: Sequence[Any]) -> list[float]:
+def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[float]:
     """Return what a schedule multiplies the rate of each group by: its ``lr_scale``, as timm's schedulers do.
 
     ``timm.optim.param_groups_layer_decay`` gives groups this key and one rate for all. Rates that are in these
@@ -82,12 +87,12 @@ def layer_scales(groups: Sequence[Mapping[str, Any]], rates: Sequence[Any]) -> l
     return [1.0] * len(scales) if are_in_proportion else scales
 
 
-def has_unused_scales(optimizer: Any) -> bool:
+def has_unused_scales(optimizer: Optimizer) -> bool:
     """Whether groups of different ``lr_scale`` train at the same rate, so that nothing has applied it.
 
     In a warm-up from 0, the initial rates count.
     """
-    scales: dict[Any, Any] = {}
+    scales: dict[float, float] = {}
     for group in optimizer.param_groups:
         rate = to_number(group.get("lr")) or group.get("initial_lr")
         if rate and "lr_scale" in group and scales.setdefault(rate, group["lr_scale"]) != group["lr_scale"]:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.text import visible
@@ -16,6 +16,7 @@ from pytorch_accel_lite.plotting.figures import (
     COLOURS,
     GRID,
     INK,
+    Axes,
     choose_scale,
     cut,
     finish,
@@ -24,14 +25,15 @@ from pytorch_accel_lite.plotting.figures import (
     new_figure,
     save,
 )
-from pytorch_accel_lite.plotting.panels import Curve, Panel, panels_of
+from pytorch_accel_lite.plotting.panels import Curve, Panel, Value, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-Metrics = Mapping[str, tuple[Sequence[int], Sequence[Any]]]
+Metrics = Mapping[str, tuple[Sequence[int], Sequence[Value]]]
 Directions = Mapping[str, "bool | None"]
-Styles = Mapping[str, Mapping[str, Any]]  # by label of a curve
+Styles = Mapping[str, Mapping[str, str]]  # by label of a curve
 
 _WIDTH, _HEIGHT = 4.3, 3.1  # inches of a panel, without its legend
 
@@ -89,7 +91,7 @@ def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[flo
     return [_as_svg(panel, number, styles) for number, panel in enumerate(panels)]
 
 
-def overlay_style(number: int) -> dict[str, Any]:
+def overlay_style(number: int) -> dict[str, str]:
     """Return the colour and dashes of a run's curves on a page that defines the colours."""
     dashes = ("", "6 3", "2 3", "6 3 2 3")
     repeat, colour = divmod(number, len(COLOURS))
@@ -120,7 +122,7 @@ def _for_a_page(svg: str, title: str) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
-def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
+def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, str]]:
     """Return the style of each metric label, the same in all panels."""
     labels = ["train", "eval", *(curve.label for panel in panels if not panel.is_monitor for curve in panel.curves)]
     return {label: line_style(number) for number, label in enumerate(dict.fromkeys(labels))}
@@ -152,7 +154,7 @@ def _labels(panel: Panel) -> list[str]:
     return [] if len(entries) == 1 and panel.curves[0].best is None else entries
 
 
-def _draw(axis: Any, panel: Panel, styles: Styles) -> None:
+def _draw(axis: Axes, panel: Panel, styles: Styles) -> None:
     """Draw one panel."""
     handles = []
     for number, curve in enumerate(panel.curves):
@@ -168,12 +170,12 @@ def _draw(axis: Any, panel: Panel, styles: Styles) -> None:
     finish(axis, panel.title, _labels(panel), handles)
 
 
-def _line(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
+def _line(axis: Axes, curve: Curve, style: Mapping[str, str]) -> Line2D:
     """Draw a curve with a ring around its best value."""
     marker = "o" if len(curve.values) <= 30 else None
-    (line,) = axis.plot(
+    line: Line2D = axis.plot(
         curve.epochs, curve.values, label=curve.label, marker=marker, markersize=2.5, linewidth=1.4, **style
-    )
+    )[0]
     if curve.best is not None:
         best = [curve.epochs[curve.best]], [curve.values[curve.best]]
         axis.scatter(*best, s=55, facecolors="none", edgecolors=style["color"], linewidths=1.4, zorder=3)

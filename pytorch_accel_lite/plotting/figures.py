@@ -6,17 +6,21 @@ import io
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.paths import file_path
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
 #: Colours that can be distinguished with any kind of colour blindness, on white and on black (after Paul Tol).
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#888888")
 _LINES = ("-", "--", ":", "-.")
+#: Axes of matplotlib, whose stubs do not know what locators, styles and figures take and have.
+Axes: TypeAlias = Any
 INK = "#333333"
 GRID = "#dddddd"
 
@@ -45,7 +49,7 @@ def new_figure(size: tuple[float, float]) -> Figure:
     return figure
 
 
-def line_style(number: int) -> dict[str, Any]:
+def line_style(number: int) -> dict[str, str]:
     """Return the colour and dashes of a curve; dashes differ once all colours are used."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": _LINES[number // len(COLOURS) % len(_LINES)]}
 
@@ -61,7 +65,7 @@ def legend_height(labels: Sequence[str], width: float) -> float:
     return -(-len(labels) // legend_columns(labels, width)) * _LEGEND_LINE if labels else 0.0
 
 
-def finish(axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] = ()) -> None:
+def finish(axis: Axes, title: str, labels: Sequence[str], handles: Sequence[Artist] = ()) -> None:
     """Style axes, and add a title with the legend below it, where it hides nothing.
 
     :param labels: the legend's entries; empty for no legend
@@ -100,7 +104,7 @@ def cut(text: str) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
-def as_written(*texts: Any) -> None:
+def as_written(*texts: Text) -> None:
     """Draw the names in some texts as they are written, even if they have dollar signs, which begin a formula."""
     for text in texts:
         text.set_parse_math(False)
@@ -116,7 +120,7 @@ def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     return figure
 
 
-def choose_scale(axis: Any, curves: Sequence[Sequence[float]]) -> None:
+def choose_scale(axis: Axes, curves: Sequence[Sequence[float]]) -> None:
     """Make the vertical axis logarithmic if most values would lie at the bottom of a linear one.
 
     :param curves: values of each curve; non-finite ones are ignored

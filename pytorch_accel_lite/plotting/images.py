@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.plotting.figures import INK, as_written, new_figure, save
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def plot_sheet(
-    images: Sequence[Any], titles: Sequence[str], path: str | os.PathLike[str] | None = None, columns: int = 5
+    images: Sequence[npt.ArrayLike | torch.Tensor],
+    titles: Sequence[str],
+    path: str | os.PathLike[str] | None = None,
+    columns: int = 5,
 ) -> Figure:
     """Draw images side by side as a contact sheet.
 
@@ -36,7 +41,7 @@ def plot_sheet(
     return save(figure, path)
 
 
-def _as_picture(image: Any) -> np.ndarray[Any, Any]:
+def _as_picture(image: npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.generic]:
     """Return an image as matplotlib shows it: channels last, values outside the range from 0 to 1 rescaled to it."""
     array = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
     if array.ndim == 3 and array.shape[0] in (1, 3):

@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pytorch_accel_lite.base.text import visible
 
+#: A value of a metric: numbers are drawn, and metrics with others are left out.
+Value: TypeAlias = Any
 # Prefix of the monitors' names, title of the panel they share, and its unit.
 _MONITORS = (
     ("lr", "learning rate", ""),
@@ -78,7 +80,7 @@ class Panel:
 
 
 def panels_of(
-    metrics: Mapping[str, tuple[Sequence[int], Sequence[Any]]], directions: Mapping[str, bool | None]
+    metrics: Mapping[str, tuple[Sequence[int], Sequence[Value]]], directions: Mapping[str, bool | None]
 ) -> list[Panel]:
     """Group metrics into panels, monitors last; metrics that are not numeric are omitted.
 
@@ -148,7 +150,9 @@ def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | Non
     return False if direction is None and "loss" in name else direction
 
 
-def best_of(values: Sequence[Any], name: str, panel: MetricPanel, directions: Mapping[str, bool | None]) -> int | None:
+def best_of(
+    values: Sequence[Value], name: str, panel: MetricPanel, directions: Mapping[str, bool | None]
+) -> int | None:
     """Return the index of the best value of a metric, which is marked.
 
     ``None`` for training metrics, if the direction is unknown, or if no value is a finite number.

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pytorch_accel_lite.base.environment import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from PIL.Image import Image
 
 _CHANNELS = (1, 3)
 
@@ -26,7 +31,7 @@ class Picture(NamedTuple):
     png: bytes
 
 
-def as_picture(value: Any) -> tuple[Picture | None, str]:
+def as_picture(value: object) -> tuple[Picture | None, str]:
     """Return a picture, or ``None`` if a value is none, and what had to be changed to show it, if anything.
 
     Arrays and tensors are pictures if they hold bytes or floats and have the shape ``(height, width)``,
@@ -49,34 +54,34 @@ def as_picture(value: Any) -> tuple[Picture | None, str]:
     return _of_image(_pil().fromarray(np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:2], 3))))), change
 
 
-def _pil() -> Any:
+def _pil() -> ModuleType:
     return import_extra("PIL.Image", "plot", "A picture in ShowOutputsCallback")
 
 
-def _of_image(image: Any) -> Picture:
+def _of_image(image: Image) -> Picture:
     image = image.convert("RGB")
     data = io.BytesIO()
     image.save(data, format="PNG")
     return Picture(np.asarray(image), data.getvalue())
 
 
-def _of_figure(figure: Any) -> Picture:
+def _of_figure(figure: Figure) -> Picture:
     data = io.BytesIO()
     figure.savefig(data, format="png")
-    pyplot: Any = sys.modules.get("matplotlib.pyplot")
+    pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
         pyplot.close(figure)  # otherwise it would stay in memory, and a notebook would show it once more
     return Picture(np.asarray(_pil().open(data).convert("RGB")), data.getvalue())
 
 
-def _pixels_of(value: Any) -> npt.NDArray[Any] | None:
+def _pixels_of(value: object) -> npt.NDArray[np.generic] | None:
     """Return an array or a tensor of bytes or floats with the channels last, or ``None`` if it has no such shape."""
-    is_tensor = isinstance(value, torch.Tensor)
-    if not (is_tensor or isinstance(value, np.ndarray)) or value.ndim not in (2, 3) or 0 in value.shape:
+    if not isinstance(value, (torch.Tensor, np.ndarray)) or value.ndim not in (2, 3) or 0 in value.shape:
         return None
-    if is_tensor:
-        value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()
+    is_tensor = isinstance(value, torch.Tensor)
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu()
+        value = (data.float() if data.is_floating_point() else data).numpy()
     if value.dtype != np.uint8 and value.dtype.kind != "f":
         return None
     if value.ndim == 2:

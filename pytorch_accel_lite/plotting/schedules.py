@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.plotting.figures import INK, choose_scale, finish, line_style, new_figure, save
+from pytorch_accel_lite.optimizers.operations import CreateScheduler
+from pytorch_accel_lite.plotting.figures import INK, Axes, choose_scale, finish, line_style, new_figure, save
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleName
 from pytorch_accel_lite.schedulers.preview import schedule_values
 
@@ -24,7 +25,7 @@ def plot_range_test(
     """Plot the losses of a learning rate range test."""
     labels = ["loss of each update", "smoothed"]
     figure = new_figure((6.4, 4))
-    axis = figure.add_subplot()
+    axis: Axes = figure.add_subplot()
     colour = line_style(0)["color"]
     handles = [axis.plot(lrs, losses, color=colour, alpha=0.35, linewidth=1)[0]]
     handles += axis.plot(lrs, smoothed, color=colour, linewidth=2)
@@ -41,7 +42,7 @@ def plot_range_test(
 
 
 def plot_schedule(
-    create_scheduler_fn: ScheduleName | Callable[..., Any],
+    create_scheduler_fn: ScheduleName | CreateScheduler,
     num_updates: int,
     lr: float | Sequence[float] = 1.0,
     num_epochs: int = 1,
@@ -62,7 +63,7 @@ def plot_schedule(
     curves = schedule_values(create_scheduler_fn, num_updates, lr, num_epochs, warmup_steps)
     labels = [f"group {number}" for number in range(len(curves))] if len(curves) > 1 else []
     figure = new_figure((6.4, 3.6))
-    axis = figure.add_subplot()
+    axis: Axes = figure.add_subplot()
     updates = range(1, num_updates + 1)
     handles = [axis.plot(updates, values, **line_style(number))[0] for number, values in enumerate(curves)]
     if 1 < num_epochs <= 30:

@@ -7,22 +7,32 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.modules import local
-from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, set_mode
+from pytorch_accel_lite.base.types import HasStateDict
+from pytorch_accel_lite.optimizers.operations import SchedulerLike, is_created, optimized_parameters, set_mode
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
+
+T = TypeVar("T")
 
 _SAVED_SEPARATELY = ("model", "optimizer", "scheduler", "registered_objects")
 
 
+class AttachedScheduler(SchedulerLike, Protocol):
+    """A scheduler that says whose rates it changes."""
+
+    optimizer: Optimizer
+
+
 def modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules that are attributes, by name, including the loss function but not the model."""
-    return _find(trainer, lambda value: isinstance(value, nn.Module))
+    return _instances(trainer, nn.Module)
 
 
 def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
@@ -31,14 +41,14 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
     return [(part, name) for part in parts for name, _ in part.named_buffers(recurse=False)]
 
 
-def optimizers(trainer: TrainerLike) -> dict[str, Any]:
+def optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
     """Return the optimizers that are attributes, by name, except the trainer's own."""
     groups = getattr(trainer.optimizer, "param_groups", None)  # the same for Accelerate's wrapper
-    attributes = _find(trainer, lambda value: isinstance(value, torch.optim.Optimizer))
+    attributes = _instances(trainer, Optimizer)
     return {name: optimizer for name, optimizer in attributes.items() if optimizer.param_groups is not groups}
 
 
-def registered(trainer: TrainerLike) -> dict[str, Any]:
+def registered(trainer: TrainerLike) -> dict[str, HasStateDict]:
     """Return the objects registered with the trainer, by name, or with its ``Accelerator``, by class and number.
 
     Excludes the model, the optimizer and the scheduler, which are always saved.
@@ -54,7 +64,7 @@ def registered(trainer: TrainerLike) -> dict[str, Any]:
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
     """Return the parameters of the trainer's optimizer, which may not exist yet, and of optimizers in attributes."""
     if is_created(trainer.optimizer):
-        optimized = list(optimized_parameters(trainer.optimizer))
+        optimized = optimized_parameters(trainer.optimizer)
     elif trainer.optimizer is None:
         optimized = []
     else:
@@ -97,7 +107,7 @@ def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
     return frozenset(names)
 
 
-def trained(trainer: TrainerLike) -> dict[str, Any]:
+def trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
     """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
 
     Excludes what is always saved: the model, the loss function and their parts, the optimizer, registered objects.
@@ -105,13 +115,13 @@ def trained(trainer: TrainerLike) -> dict[str, Any]:
     return _without_unsaved(trainer, _trained(trainer))
 
 
-def _without_unsaved(trainer: TrainerLike, values: dict[str, Any]) -> dict[str, Any]:
+def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]:
     """Leave out what the trainer's class keeps from being saved, with its parts, such as ``critics.0``."""
     left_out = unsaved(trainer)
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
 
-def _trained(trainer: TrainerLike) -> dict[str, Any]:
+def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
     if not trainer.saves_attributes:
         return {}
     schedulers = _find(trainer, is_scheduler)
@@ -121,7 +131,7 @@ def _trained(trainer: TrainerLike) -> dict[str, Any]:
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*registered(trainer).values(), trainer.loss_func, trainer.scheduler]))
     seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters(module)}
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, HasStateDict] = {}
     for name, module in modules(trainer).items():
         parameters = set(map(id, _parameters(module))) - seen
         if id(module) not in saved and parameters & optimized:
@@ -142,7 +152,7 @@ def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
     if not places:
         return {}
     found: dict[str, nn.Module | torch.Tensor] = {}
-    own = {id(value): name for name, value in _find(trainer, lambda value: isinstance(value, torch.Tensor)).items()}
+    own = {id(value): name for name, value in _instances(trainer, torch.Tensor).items()}
     holders = _holders(trainer, frozenset({id(p) for p in places.values()} - own.keys()))
     covered: set[int] = set()
     for place, parameter in places.items():
@@ -204,7 +214,7 @@ def _is_around(module: nn.Module, other: nn.Module) -> bool:
     return not contained and type(module).__qualname__ < type(other).__qualname__
 
 
-def _ids(owner: Any) -> set[int]:
+def _ids(owner: object) -> set[int]:
     return set(map(id, _parameters(owner)))
 
 
@@ -229,7 +239,14 @@ def evaluating_optimizers(trainer: TrainerLike) -> Iterator[None]:
         set_optimizer_modes(trainer, training=True)
 
 
-def _find(trainer: TrainerLike, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
+def _instances(trainer: TrainerLike, kind: type[T]) -> dict[str, T]:
+    def is_one(value: object) -> TypeGuard[T]:
+        return isinstance(value, kind)
+
+    return _find(trainer, is_one)
+
+
+def _find(trainer: TrainerLike, is_wanted: Callable[[object], TypeGuard[T]]) -> dict[str, T]:
     """Return the attributes of a kind, including elements of lists, tuples and dicts, named like ``critics.0``."""
     result = {}
     for name, value in vars(trainer).items():
@@ -243,12 +260,12 @@ def _find(trainer: TrainerLike, is_wanted: Callable[[Any], bool]) -> dict[str, A
     return result
 
 
-def _parameters(module: Any) -> list[nn.Parameter]:
+def _parameters(module: object) -> list[nn.Parameter]:
     return list(module.parameters()) if isinstance(module, nn.Module) else []
 
 
-def is_scheduler(value: Any) -> bool:
+def is_scheduler(value: object) -> TypeGuard[AttachedScheduler]:
     """Whether a value is a scheduler."""
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+    if isinstance(value, (nn.Module, Optimizer)):
         return False
     return all(hasattr(value, name) for name in ("optimizer", "step", "state_dict", "load_state_dict"))

@@ -8,18 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import update_wrapper, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.validation import check_booleans
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, Index
+from pytorch_accel_lite.plotting.pictures import Picture
 from pytorch_accel_lite.run.unknown_names import events_meant, suggest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.settings import RunRequest
     from pytorch_accel_lite.trainer import Trainer
+
+
+T = TypeVar("T")
 
 
 class StopTrainingError(Exception):
@@ -71,10 +78,10 @@ def _remember_arguments(cls: type) -> None:
     constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
         return
-    checks_booleans = is_ours(cls)
+    checks_booleans = is_from_this_package(cls)
 
     @wraps(constructor)
-    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+    def remember(self: object, *args: object, **kwargs: object) -> None:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         vars(self).setdefault(_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
         before = set(vars(self))
@@ -82,18 +89,31 @@ def _remember_arguments(cls: type) -> None:
             vars(self)[_IS_CONSTRUCTED] = True
             check_booleans(constructor, (self, *args), kwargs)
         constructor(self, *args, **kwargs)
-        if is_ours(cls) and not is_ours(type(self)):
+        if is_from_this_package(cls) and not is_from_this_package(type(self)):
             vars(self).setdefault(LIBRARY_ATTRIBUTES, set()).update(vars(self).keys() - before)
 
     remember.remembers_arguments = True  # type: ignore[attr-defined]
     cls.__init__ = remember  # type: ignore[misc]
 
 
-def arguments_of(callback: TrainerCallback) -> dict[str, Any]:
+def arguments_of(callback: TrainerCallback) -> dict[str, object]:
     """Return the arguments with which a callback was created, by name."""
     args, kwargs = vars(callback).get(_ARGUMENTS, ((), {}))
     bound = inspect.signature(type(callback).__init__).bind_partial(callback, *args, **kwargs).arguments
     return dict(list(bound.items())[1:])
+
+
+class Failure(TypedDict):
+    """What callbacks are told of a batch that has failed on a rank.
+
+    :param rank: the rank
+    :param indices: indices of the samples in the dataset, or ``None`` if unknown
+    :param error: type and text of the error
+    """
+
+    rank: int
+    indices: list[Index] | None
+    error: str
 
 
 class TrainerCallback:
@@ -157,6 +177,8 @@ class TrainerCallback:
                 on_predict_batch_skipped                     failures, error, step (only of a batch that has failed)
             on_predict_run_end
 
+    A ``ShowOutputsCallback`` fires ``on_outputs``, with ``outputs`` and ``pictures``, when it has shown some.
+
     Some kinds of steps fire the events of the backward pass, or also those of the update, as follows::
 
         auto_microbatch, SkipFailedBatchesCallback, logical_processes
@@ -199,7 +221,7 @@ class TrainerCallback:
     saves_attributes: ClassVar[bool] = True
     unsaved_attributes: ClassVar[Collection[str]] = ()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         _remember_arguments(cls)
 
@@ -215,30 +237,30 @@ class TrainerCallback:
         args, kwargs = vars(self).get(_ARGUMENTS, ((), {}))
         return constructor_call(self, args, kwargs, is_current=False)
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: object) -> None:
         """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
 
         :param request: the settings requested for the run, to be changed as needed;
-            see :class:`~pytorch_accel_lite.base.run_settings.RunRequest`
+            see :class:`~pytorch_accel_lite.run.settings.RunRequest`
         """
 
-    def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_init_end(self, trainer: Trainer, **kwargs: object) -> None:
         """The trainer has been constructed."""
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: object) -> None:
         """The dataloaders of a run exist; nothing has been derived from their lengths yet."""
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: Trainer, **kwargs: object) -> None:
         """The model is prepared, the dataloaders and the scheduler exist; no batch has been read."""
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: object) -> None:
         """An epoch of training begins."""
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: Trainer, **kwargs: object) -> None:
         """A training batch has been read and placed on the device."""
 
     def on_backward_start(
-        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+        self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, step: int, **kwargs: object
     ) -> None:
         """The loss of a batch is known: gradients are computed of what this event leaves in ``batch_output["loss"]``.
 
@@ -246,12 +268,12 @@ class TrainerCallback:
         """
 
     def on_backward_end(
-        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+        self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, step: int, **kwargs: object
     ) -> None:
         """The gradients of a batch have been accumulated."""
 
     def on_train_batch_skipped(
-        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: BaseException | None, step: int, **kwargs: Any
+        self, trainer: Trainer, *, failures: list[Failure], error: BaseException | None, step: int, **kwargs: object
     ) -> None:
         """A batch has failed and is skipped on all ranks.
 
@@ -259,40 +281,42 @@ class TrainerCallback:
         :param error: the exception on the rank that raised it, ``None`` on the others
         """
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: object) -> None:
         """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: object) -> None:
         """An update has happened: new weights, scheduler stepped, gradients cleared."""
 
     def on_train_step_end(
-        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+        self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, step: int, **kwargs: object
     ) -> None:
         """A training step is complete, its update included."""
 
-    def on_update_end(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: Trainer, *, step: int, **kwargs: object) -> None:
         """A step with an update is complete, even if the batch of this step was skipped."""
 
-    def on_train_step_checkpoint(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: Trainer, *, step: int, **kwargs: object) -> None:
         """All callbacks have handled a step with an update: the place to save."""
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: object) -> None:
         """The training part of an epoch is complete; its losses are in the run history."""
 
-    def on_eval_epoch_start(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: object) -> None:
         """An evaluation begins.
 
         :param is_intermediate: whether it interrupts a training epoch
         """
 
-    def on_eval_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_step_start(self, trainer: Trainer, **kwargs: object) -> None:
         """An evaluation batch has been read and placed on the device."""
 
-    def on_eval_step_end(self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_eval_step_end(
+        self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         """An evaluation batch is complete."""
 
     def on_eval_batch_skipped(
-        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: Exception, step: int, **kwargs: Any
+        self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
         """An evaluation batch of this rank has failed and is left out. Other ranks do not know it: do not communicate.
 
@@ -300,49 +324,63 @@ class TrainerCallback:
         :param step: number of the batch in this evaluation, from 0
         """
 
-    def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: object) -> None:
         """An evaluation is complete; its losses are in the run history."""
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: object) -> None:
         """An epoch is complete, its evaluation included."""
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: object) -> None:
         """All callbacks have handled the end of the epoch: the place to save."""
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: object) -> None:
         """The run was stopped early; ``trainer.stop_reason`` says why."""
 
-    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
+    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: object) -> None:
         """An error ends the run: release resources.
 
         Do not communicate with other ranks, which may not have failed.
         """
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: Trainer, **kwargs: object) -> None:
         """The run has ended: it finished, was stopped early, or failed with an error raised on all ranks."""
 
-    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: object) -> None:
         """``evaluate`` begins."""
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: object) -> None:
         """``evaluate`` has ended."""
 
-    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: object) -> None:
         """``predict`` begins."""
 
-    def on_predict_step_end(self, trainer: Trainer, *, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_predict_step_end(self, trainer: Trainer, *, batch: BatchData, batch_output: Tree, **kwargs: object) -> None:
         """A batch has been predicted; ``batch_output`` holds the outputs of the model."""
 
     def on_predict_batch_skipped(
-        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: Exception, step: int, **kwargs: Any
+        self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
         """A batch of a prediction has failed and is left out; the arguments are as in an evaluation."""
 
-    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_predict_run_end(self, trainer: Trainer, **kwargs: object) -> None:
         """``predict`` has ended."""
 
+    def on_outputs(
+        self, trainer: Trainer, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
+    ) -> None:
+        """A :class:`~pytorch_accel_lite.callbacks.ShowOutputsCallback` has shown outputs of the model.
 
-EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+        :param outputs: the texts by name; of pictures the paths of their files
+        :param pictures: those that are pictures, by name: as the bytes of a PNG file, and as pixels
+        """
+
+
+#: Events that built-in callbacks fire, rather than the loop.
+_OF_CALLBACKS = ("on_outputs",)
+#: The events of the loop, in its order.
+EVENTS: tuple[str, ...] = tuple(
+    name for name in vars(TrainerCallback) if name.startswith("on_") and name not in _OF_CALLBACKS
+)
 
 
 def events_between(first: str, last: str) -> tuple[str, ...]:
@@ -369,13 +407,13 @@ def _no_op(event: Callable[..., None]) -> Callable[..., None]:
     """Make ``super().on_train_step_end(trainer)`` work without the keywords, which are declared for editors."""
 
     @wraps(event)
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def nothing(*args: object, **kwargs: object) -> None:
         pass
 
     return nothing
 
 
-for _event in EVENTS:
+for _event in (*EVENTS, *_OF_CALLBACKS):
     setattr(TrainerCallback, _event, _no_op(vars(TrainerCallback)[_event]))
 
 Listener = Callable[..., object]
@@ -396,8 +434,8 @@ class _AfterBackward:
         self.__self__ = getattr(listener, "__self__", listener)
         self._event = event
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        output = kwargs.get("batch_output") or {}
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        output: BatchOutput = kwargs.get("batch_output") or {}  # type: ignore[assignment]
         loss = output.get("loss")
         version = getattr(loss, "_version", 0)
         self.__wrapped__(*args, **kwargs)
@@ -409,7 +447,7 @@ class _AfterBackward:
             )
 
 
-def _is_another_loss(loss: Any, version: int, after: Any) -> bool:
+def _is_another_loss(loss: object, version: int, after: object) -> bool:
     """Whether a loss was replaced by one to learn from, or changed in place; one without its graph is only for show."""
     if after is loss:
         return bool(getattr(loss, "_version", 0) != version)
@@ -429,16 +467,20 @@ class _Listeners(dict[str, tuple[Listener, ...]]):
         return result
 
 
-def named_callbacks(callbacks: Iterable[Any], method: str | None = None) -> dict[str, Any]:
-    """Return the callbacks, or those that have a method, under unique names: ``Class``, ``Class#2`` ..."""
+def named_callbacks(callbacks: Iterable[T]) -> dict[str, T]:
+    """Return the callbacks under unique names: ``Class``, ``Class#2`` ..."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
         kind = type(callback).__name__
         seen[kind] += 1
-        if method is None or hasattr(callback, method):
-            named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
+        named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
     return named
+
+
+def callbacks_with(method: str, callbacks: Iterable[object]) -> dict[str, Any]:
+    """Return the callbacks that have a method, named as by :func:`named_callbacks`."""
+    return {name: callback for name, callback in named_callbacks(callbacks).items() if hasattr(callback, method)}
 
 
 class CallbackHandler:
@@ -497,10 +539,13 @@ class CallbackHandler:
         """The class names of the callbacks, in order."""
         return [type(callback).__name__ for callback in self.callbacks]
 
-    def configure_run(self, trainer: Any, request: RunRequest) -> None:
-        """Let every callback declare what it needs from a run."""
+    def configure_run(self, trainer: object, request: RunRequest) -> None:
+        """Let every callback declare what it needs from a run, and find the listeners of all events."""
         for callback in self.callbacks:
-            callback.configure_run(trainer, request)
+            configure: Listener = callback.configure_run  # the trainer as the layers above know it
+            configure(trainer, request)
+        for event in EVENTS:
+            self.listeners[event]
 
     def warn_of_unknown_events(self) -> None:
         """Warn of methods that are named almost like an event, or like one of other libraries."""
@@ -508,7 +553,7 @@ class CallbackHandler:
             for name in dir(kind):
                 is_like_ours = name.startswith("on_") and name not in EVENTS
                 method = getattr(kind, name) if is_like_ours or events_meant(name) else None
-                if callable(method) and not is_ours(method):
+                if callable(method) and not is_from_this_package(method):
                     hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
                     if hint:
                         warn_outside(
@@ -516,7 +561,7 @@ class CallbackHandler:
                             f"does.{hint}"
                         )
 
-    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def call_event(self, event: str, *args: object, **kwargs: object) -> None:
         """Call the method named ``event``, which may be your own event, of every callback that defines it.
 
         Requests to end the run are raised after all have been called: the first stop, or else the first pause.
@@ -534,7 +579,7 @@ class CallbackHandler:
         if raised:
             raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
 
-    def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
+    def call_each(self, event: str, ask: Callable[[Exception], None], *args: object, **kwargs: object) -> None:
         """Call an event like :meth:`call_event`, but pass requests to end the run to ``ask`` and continue.
 
         The next callbacks must run even if one of several processes requests the end, as they may communicate.
@@ -555,11 +600,11 @@ class CallbackHandler:
                 _explain(error, listener, event, args, kwargs)
                 raise
 
-    def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+    def notify_all(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
         """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
         return _errors_of(event, self.listeners[event], *args, **kwargs)
 
-    def notify_rest(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+    def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
         """Like :meth:`notify_all`, after an error in this event, for the callbacks after the one that raised it."""
         listeners, failed, self._failed = self.listeners[event], self._failed, None
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
@@ -571,7 +616,7 @@ class CallbackHandler:
             is_defined = inspect.getattr_static(callback, event, default) is not default
             if is_defined and (id(callback), event) not in self._muted:
                 listener = getattr(callback, event)
-                checks = event in _AFTER_BACKWARD and not is_ours(listener)
+                checks = event in _AFTER_BACKWARD and not is_from_this_package(listener)
                 yield _AfterBackward(listener, event) if checks else listener
 
     def __iter__(self) -> Iterator[TrainerCallback]:
@@ -590,10 +635,19 @@ class CallbackHandler:
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
 
 
-def set_listening(trainer: Any, callback: TrainerCallback, listens: bool, *events: str) -> None:
-    """Set whether a callback of this package is called at events, except those that a user's subclass overrides."""
-    inherited = [event for event in events if not is_overridden(callback, event)]
-    trainer.callback_handler.set_listening(callback, listens, *inherited)
+class HasCallbackHandler(Protocol):
+    """A trainer, as far as it calls callbacks."""
+
+    callback_handler: CallbackHandler
+
+
+def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
+    """Set whether a callback is called at events, except those of a built-in one that a user's subclass overrides."""
+    built_in = [
+        vars(kind) for kind in type(callback).__mro__ if is_from_this_package(kind) and kind is not TrainerCallback
+    ]
+    overridden = [e for e in events if is_overridden(callback, e) and any(e in names for names in built_in)]
+    trainer.callback_handler.set_listening(callback, listens, *(e for e in events if e not in overridden))
 
 
 def _create(callback: type[TrainerCallback]) -> TrainerCallback:
@@ -610,7 +664,7 @@ def _create(callback: type[TrainerCallback]) -> TrainerCallback:
 
 def _check_constructed(callback: TrainerCallback) -> None:
     """Check that a subclass of a callback of ours has called its constructor."""
-    ours = next((c for c in type(callback).__mro__ if is_ours(c) and "__init__" in vars(c)), None)
+    ours = next((c for c in type(callback).__mro__ if is_from_this_package(c) and "__init__" in vars(c)), None)
     if ours is not None and _IS_CONSTRUCTED not in vars(callback):
         raise TypeError(
             f"{type(callback).__name__}.__init__ does not call super().__init__(...), the constructor of "
@@ -624,13 +678,13 @@ def _check_methods(callback: TrainerCallback) -> None:
     :raises TypeError: if one does not; names the class, the method and the right signature
     """
     for name in EVENTS:
-        default: Any = getattr(TrainerCallback, name)
+        default: object = getattr(TrainerCallback, name)
         if inspect.getattr_static(callback, name) is not default:
             _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords_of(name)))
     _check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
 
 
-def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Check that the method of a callback can be called with these arguments.
 
     :param name: name of the event
@@ -651,7 +705,7 @@ def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         ) from None
 
 
-def _errors_of(event: str, listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list[Exception]:
+def _errors_of(event: str, listeners: Iterable[Listener], *args: object, **kwargs: object) -> list[Exception]:
     """Call all listeners to an event, even if some raise, and return their errors."""
     errors = []
     for listener in listeners:
@@ -663,7 +717,9 @@ def _errors_of(event: str, listeners: Iterable[Listener], *args: Any, **kwargs: 
     return errors
 
 
-def _explain(error: Exception, listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _explain(
+    error: Exception, listener: Listener, event: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
     """Note in an error which callback raised it, and check that the callback accepts the arguments of the event."""
     _note_source(error, listener, event)
     if isinstance(error, TypeError):
@@ -679,5 +735,5 @@ def _note_source(error: Exception, listener: Listener, event: str) -> None:
     if isinstance(error, StopTrainingError):
         if isinstance(callback, TrainerCallback):
             error.raised_by = callback._as_created()  # noqa: SLF001
-    elif not isinstance(error, NonFiniteLossError) and not (is_ours(type(callback)) and checked_by(error)):
+    elif not isinstance(error, NonFiniteLossError) and not (is_from_this_package(type(callback)) and checked_by(error)):
         add_note(error, f"In {type(callback).__name__}.{event}.")

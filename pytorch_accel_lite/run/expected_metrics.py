@@ -5,13 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
-from pytorch_accel_lite.data.loss_shapes import is_of_torch
+from pytorch_accel_lite.data.loss_shapes import LossFunction, is_of_torch
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.history import RunHistory
+
+
+class Recorder(Protocol):
+    """A trainer, as far as it decides what a run records."""
+
+    loss_func: LossFunction | None
+    run_history: RunHistory
+
+    @property
+    def eval_dataset(self) -> object: ...  # noqa: D102
+    @property
+    def callback_handler(self) -> Iterable[object]: ...  # noqa: D102
+    @property
+    def ranks(self) -> Ranks: ...  # noqa: D102
 
 
 class Watched(Protocol):
@@ -113,7 +129,7 @@ class ExpectedMetrics:
         """
         self._required.append((where, name))
 
-    def settle(self, trainer: Any) -> None:
+    def settle(self, trainer: Recorder) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
 
         :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction; or if two
@@ -185,11 +201,13 @@ class ExpectedMetrics:
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
         """Return the classes of those that may record undeclared metrics: in general, all outside this package."""
         complete = [part for part in self._complete if "configure_run" in vars(type(part))]
-        silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in complete]
+        silent = [
+            type(part).__name__ for part in parts if not is_from_this_package(type(part)) and part not in complete
+        ]
         return [*silent, *self._others]
 
 
-def _losses_that_may_record(name: str, loss_func: Any, datasets: list[str], prefix: str) -> list[str]:
+def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets: list[str], prefix: str) -> list[str]:
     """Return what may return several losses by name, of which each is recorded, if one of them may be ``name``."""
     if is_of_torch(loss_func):
         return []

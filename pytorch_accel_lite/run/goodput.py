@@ -6,7 +6,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
+
+
+class Timed(Protocol):
+    """A loader that measures how long training waits for it."""
+
+    seconds_waited: float
+
 
 _KINDS = ("training", "data", "evaluation", "saving", "starting", "lost", "down")
 
@@ -32,7 +39,7 @@ class Goodput:
         self._begin = time.monotonic()
         self._end: float | None = self._begin
         self._is_starting = True
-        self._loader: Any = None  # during the steps of an epoch
+        self._loader: Timed | None = None  # during the steps of an epoch
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -88,7 +95,7 @@ class Goodput:
             self._nested = outer + elapsed
 
     @contextmanager
-    def training(self, loader: Any) -> Iterator[None]:
+    def training(self, loader: Timed) -> Iterator[None]:
         """Count the steps of an epoch; everything before the first epoch counts as starting.
 
         :param loader: its ``seconds_waited`` measures how long training waits for it

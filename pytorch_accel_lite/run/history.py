@@ -8,17 +8,24 @@ from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, S
 from contextlib import contextmanager
 from itertools import takewhile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytorch_accel_lite.base.environment import import_extra, warn_outside
 from pytorch_accel_lite.base.reprs import join_wrapped, table
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.plotting import plot_curves
 from pytorch_accel_lite.plotting.panels import best_of, panels_by_metric
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+
+#: The value of a metric: a number as a rule, and what else a program records.
+MetricValue: TypeAlias = Any
+#: The values of metrics by name, and the number of their epoch.
+Row: TypeAlias = dict[str, MetricValue]
 
 
 class RunHistory(ABC):
@@ -36,18 +43,18 @@ class RunHistory(ABC):
         """Return the names of all metrics that have been recorded, each once."""
 
     @abstractmethod
-    def get_metric_values(self, metric_name: str) -> Sequence[Any]:
+    def get_metric_values(self, metric_name: str) -> Sequence[MetricValue]:
         """Return all values of a metric, oldest first; an empty sequence if it was never recorded."""
 
     @abstractmethod
-    def get_latest_metric(self, metric_name: str) -> Any:
+    def get_latest_metric(self, metric_name: str) -> MetricValue:
         """Return the newest value of a metric.
 
         :raises ValueError: if it was never recorded; lists the recorded metrics
         """
 
     @abstractmethod
-    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+    def update_metric(self, metric_name: str, metric_value: MetricValue) -> None:
         """Record a value, under the current prefix followed by ``metric_name``; ``None`` is none."""
 
     @abstractmethod
@@ -104,11 +111,11 @@ class RunHistory(ABC):
     def reset(self) -> None:
         """Delete all metrics and return to epoch 1."""
 
-    def to_dict(self) -> dict[str, list[Any]]:
+    def to_dict(self) -> dict[str, list[MetricValue]]:
         """Return the values of every metric by name, oldest first, as copies."""
         return {name: list(self.get_metric_values(name)) for name in self.get_metric_names()}
 
-    def rows(self, first_epoch: int = 0) -> list[dict[str, Any]]:
+    def rows(self, first_epoch: int = 0) -> list[Row]:
         """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
 
         What :meth:`Trainer.evaluate` finds after a run is in the row of the last epoch, if the run itself has not
@@ -120,7 +127,7 @@ class RunHistory(ABC):
         """
         raise self._does_not_know_epochs("rows")
 
-    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
+    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[MetricValue]]]:
         """Return the epochs and values of metrics, by name, oldest first, as copies.
 
         What :meth:`Trainer.evaluate` finds after a run is left out, unless you name a metric that has nothing else.
@@ -151,7 +158,7 @@ class RunHistory(ABC):
         """
         return plot_curves(self.curves(metrics), path, self.directions)
 
-    def __getitem__(self, metric_name: str) -> Sequence[Any]:
+    def __getitem__(self, metric_name: str) -> Sequence[MetricValue]:
         if metric_name not in self:
             raise KeyError(_no_values_of(metric_name, self))
         return self.get_metric_values(metric_name)
@@ -220,7 +227,7 @@ class NewMetrics:
         existing = count_values(history)
         self.counts = {name: min(count, existing.get(name, 0)) for name, count in self.counts.items()}
 
-    def take(self, history: RunHistory) -> dict[str, Any]:
+    def take(self, history: RunHistory) -> Row:
         """Return the latest values of the metrics that are new, by name."""
         before = self.counts
         self.skip(history)
@@ -239,7 +246,7 @@ class InMemoryRunHistory(RunHistory):
 
     def reset(self) -> None:
         self.current_epoch = 1
-        self._metrics: dict[str, list[Any]] = {}
+        self._metrics: dict[str, list[MetricValue]] = {}
         self._epochs: dict[str, list[int]] = {}
         self._apart: dict[str, set[int]] = {}  # by metric, the places of values of evaluations outside a run
         self._is_apart = False
@@ -250,16 +257,16 @@ class InMemoryRunHistory(RunHistory):
         """Return the names of all metrics, in the order of their first record; supports set operations."""
         return dict.fromkeys(self._metrics).keys()
 
-    def get_metric_values(self, metric_name: str) -> list[Any]:
+    def get_metric_values(self, metric_name: str) -> list[MetricValue]:
         return self._metrics.get(metric_name, [])
 
-    def get_latest_metric(self, metric_name: str) -> Any:
+    def get_latest_metric(self, metric_name: str) -> MetricValue:
         values = self._metrics.get(metric_name)
         if not values:
             raise ValueError(_no_values_of(metric_name, self))
         return values[-1]
 
-    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+    def update_metric(self, metric_name: str, metric_value: MetricValue) -> None:
         if not isinstance(metric_name, str):
             raise TypeError(f"metric_name={metric_name!r} must be the name of a metric, a string.")
         if metric_value is None:
@@ -328,7 +335,7 @@ class InMemoryRunHistory(RunHistory):
         finally:
             self._is_apart = was_apart
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return everything recorded, and the current epoch."""
         return {
             "current_epoch": self.current_epoch,
@@ -337,7 +344,7 @@ class InMemoryRunHistory(RunHistory):
             "apart": {name: sorted(places) for name, places in self._apart.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a state returned by :meth:`state_dict`."""
         self.current_epoch = state["current_epoch"]
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
@@ -345,8 +352,8 @@ class InMemoryRunHistory(RunHistory):
         self._apart = {name: set(places) for name, places in state.get("apart", {}).items()}
         self._sources = {}
 
-    def rows(self, first_epoch: int = 0) -> list[dict[str, Any]]:
-        table: dict[int, dict[str, Any]] = {}
+    def rows(self, first_epoch: int = 0) -> list[Row]:
+        table: dict[int, Row] = {}
         for name, values in self._metrics.items():
             epochs = self._epochs[name]
             first = 0
@@ -359,7 +366,7 @@ class InMemoryRunHistory(RunHistory):
                     table.setdefault(epoch, {"epoch": epoch})[name] = value
         return [table[epoch] | {"epoch": epoch} for epoch in sorted(table)]
 
-    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
+    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[MetricValue]]]:
         if metrics is None:
             recorded = [name for name, values in self._metrics.items() if len(self._apart.get(name, ())) < len(values)]
             metrics = recorded or self._metrics

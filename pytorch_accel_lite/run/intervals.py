@@ -6,11 +6,32 @@ import math
 import numbers
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Protocol
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.run.parts import RunData
+from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.settings import TrainerRunConfig
+
+
+class CountedRun(Protocol):
+    """A run, as far as intervals count what it has trained."""
+
+    progress: Progress
+    data: RunData
+
+    @property
+    def required_config(self) -> TrainerRunConfig: ...  # noqa: D102
+    @property
+    def clock(self) -> float: ...  # noqa: D102
+    @property
+    def trained_fraction(self) -> Fraction | None: ...  # noqa: D102
+    @property
+    def max_num_samples(self) -> int | None: ...  # noqa: D102
+
 
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
 _UNITS = ("updates", "epochs", "samples", *_SECONDS)
@@ -46,7 +67,7 @@ class Interval:
             raise ValueError(f"{self.text!r} must be an integer number of {unit}.")
         self.unit = unit
         self.amount: Fraction | float = amount
-        self._passed: Any = 0  # intervals that have passed; for times, seconds at which the last one ended
+        self._passed: float = 0  # intervals that have passed; for times, seconds at which the last one ended
 
     def __repr__(self) -> str:
         return f"Interval({self.text!r})"
@@ -64,7 +85,7 @@ class Interval:
         """Whether it may end within an epoch."""
         return self.unit != "epochs" or self.amount % 1 != 0
 
-    def start(self, run: Any, argument: str = "") -> None:
+    def start(self, run: CountedRun, argument: str = "") -> None:
         """Start counting from the position of a run, which may be a resumed one.
 
         :param argument: the argument with the interval; named in a warning if the run is too short for it
@@ -82,7 +103,7 @@ class Interval:
         if argument and length is not None and self.amount > length and run.data.ranks.rank == 0:
             warn_outside(f"{argument}={self.text!r} is never due: the run has {length} {self.unit}.")
 
-    def is_due(self, run: Any, *, ends_epoch: bool = False) -> bool:
+    def is_due(self, run: CountedRun, *, ends_epoch: bool = False) -> bool:
         """Whether another interval has passed. Times are checked only within epochs.
 
         :param ends_epoch: whether the current epoch has ended
@@ -91,11 +112,11 @@ class Interval:
             return bool(not ends_epoch and run.clock - self._passed >= float(self.amount) * _SECONDS[self.unit])
         return bool(self._count(run, ends_epoch) > self._passed)
 
-    def advance(self, run: Any, *, ends_epoch: bool = False) -> None:
+    def advance(self, run: CountedRun, *, ends_epoch: bool = False) -> None:
         """Begin the next interval."""
         self._passed = run.clock if self.is_time else self._count(run, ends_epoch)
 
-    def _count(self, run: Any, ends_epoch: bool) -> int:
+    def _count(self, run: CountedRun, ends_epoch: bool) -> int:
         progress = run.progress
         if self.unit != "epochs":
             return int((progress.update if self.unit == "updates" else progress.samples) // self.amount)
@@ -104,11 +125,11 @@ class Interval:
         within = run.trained_fraction if self.is_within_epochs and progress.is_mid_epoch else 0
         return int((progress.epochs_completed + (within or 0)) // self.amount)
 
-    def state_dict(self, run: Any) -> dict[str, Any]:
+    def state_dict(self, run: CountedRun) -> StateDict:
         """Return what a resumed run needs to continue."""
         return {"every": self.text, "passed": run.clock - self._passed if self.is_time else self._passed}
 
-    def load_state_dict(self, state: dict[str, Any], run: Any) -> None:
+    def load_state_dict(self, state: StateDict, run: CountedRun) -> None:
         """Load a state returned by :meth:`state_dict`, unless it is that of another interval."""
         if state.get("every") == self.text:
             self._passed = run.clock - state["passed"] if self.is_time else state["passed"]

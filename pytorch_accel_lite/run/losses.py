@@ -9,8 +9,11 @@ import torch
 
 from pytorch_accel_lite.base import reprs
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.window import Count
 
 
 class LossTracker:
@@ -27,11 +30,11 @@ class LossTracker:
 
     def reset(self) -> None:
         """Reset all sums to zero."""
-        self.loss_value: Any = 0
-        self.total_loss: Any = 0
-        self.running_count: Any = 0
+        self.loss_value: torch.Tensor | float = 0
+        self.total_loss: torch.Tensor | float = 0
+        self.running_count: Count = 0
 
-    def update(self, loss_batch_value: torch.Tensor | float, batch_size: Any = 1) -> None:
+    def update(self, loss_batch_value: torch.Tensor | float, batch_size: Count = 1) -> None:
         """Add the mean loss of a batch, weighted by its size.
 
         :param loss_batch_value: a number, or a tensor, whose elements are averaged
@@ -53,7 +56,7 @@ class LossTracker:
         self.loss_value = loss
         self.running_count = self.running_count + batch_size  # not in place, as it may be the user's tensor
 
-    def _add_on_device(self, loss: torch.Tensor, batch_size: Any) -> None:
+    def _add_on_device(self, loss: torch.Tensor, batch_size: Count) -> None:
         if not isinstance(self.total_loss, torch.Tensor):
             self.total_loss = torch.full((), self.total_loss, dtype=accumulation_dtype(loss.device), device=loss.device)
         if isinstance(batch_size, torch.Tensor):
@@ -61,11 +64,11 @@ class LossTracker:
             batch_size = 1
         self.total_loss.add_(loss.reshape(()), alpha=batch_size)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the sums."""
         return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load sums returned by :meth:`state_dict`."""
         for name in ("loss_value", "total_loss", "running_count"):
             value = state[name]
@@ -105,14 +108,14 @@ class LossTrackers(dict[str, LossTracker]):
         self.parts: set[str] = set()
         self.logged: set[str] = set()
         self.is_recorded = False
-        self.num_items: dict[str, Any] = {}
-        self.measured: tuple[Batch | None, Any] = None, 0
-        self.unweighed: list[tuple[Batch, str, Any]] = []
+        self.num_items: dict[str, Count] = {}
+        self.measured: tuple[Batch | None, Count] = None, 0
+        self.unweighed: list[tuple[Batch, str, torch.Tensor | float]] = []
 
-    def add(self, output: dict[str, Any]) -> None:
+    def add(self, output: BatchOutput) -> None:
         """Add the losses of a step, each a mean over its samples, or over its ``num_items_in_batch``."""
         self.is_empty = False
-        weight = output["num_items_in_batch"] if "num_items_in_batch" in output else output["batch_size"]
+        weight: Count = output["num_items_in_batch"] if "num_items_in_batch" in output else output["batch_size"]
         if output["loss"] is None:
             self.of(_WITHOUT_LOSS).update(0.0, weight)
             return
@@ -124,12 +127,12 @@ class LossTrackers(dict[str, LossTracker]):
             for name, loss in output["losses"].items():
                 self.of(name).update(loss, self.num_items.get(name, weight))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the sums of logged values, which a failing step may have changed, unlike losses."""
         logged = {name: t.state_dict() for name, t in self.items() if name != "loss" and name not in self.parts}
         return {"logged": logged, "unweighed": len(self.unweighed)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
         del self.unweighed[state["unweighed"] :]
         for name in self.keys() - self.parts - state["logged"].keys() - {"loss"}:
@@ -141,7 +144,7 @@ class LossTrackers(dict[str, LossTracker]):
         """Return the tracker for a name, creating it if necessary."""
         return self.setdefault(name, LossTracker())
 
-    def log(self, name: str, value: torch.Tensor | float, weight: Any) -> None:
+    def log(self, name: str, value: torch.Tensor | float, weight: Count) -> None:
         """Add a value under its own name, a mean over ``weight`` items."""
         self.logged.add(name)
         self.of(name).update(value, weight)
@@ -153,7 +156,7 @@ class LossTrackers(dict[str, LossTracker]):
         if batch is self.measured[0]:
             self.weigh()
 
-    def measure(self, batch: Batch, size: Any) -> None:
+    def measure(self, batch: Batch, size: Count) -> None:
         """Note the number of samples in a batch, as its step has returned it."""
         self.measured = batch, size
         if self.unweighed:

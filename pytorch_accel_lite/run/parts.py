@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
 
-from pytorch_accel_lite.data import Batch, ShardedLoader
+from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.optimizers.rates import Options
-from pytorch_accel_lite.run.events import RunPausedError
+from pytorch_accel_lite.optimizers.rates import Options, Rate
+from pytorch_accel_lite.run.events import Failure, RunPausedError
+from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 #: The name of an owner, and that of an attribute of it.
@@ -24,6 +28,13 @@ Key = tuple[str, str]
 class RunData:
     """The data of a run, and their loaders.
 
+    :ivar train_dataset: the dataset that the run trains on
+    :ivar eval_dataset: the dataset that it evaluates on, or a dict of them
+    :ivar collate_fn: what makes a batch from a list of samples, if it was passed
+    :ivar train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
+    :ivar train_loader_kwargs: arguments of that loader
+    :ivar eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
+    :ivar eval_loader_kwargs: arguments of those loaders
     :ivar ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
     :ivar seed: determines the order of the data, unless it is ``None``
     :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
@@ -35,22 +46,42 @@ class RunData:
     """
 
     ranks: Ranks
-    train_dataset: Any
-    eval_dataset: Any
-    collate_fn: Any
+    train_dataset: NamedData | None
+    eval_dataset: NamedData | None
+    collate_fn: CollateFunction | None
     seed: int | None = None
     first_epoch: int = 0
-    train_loader: Any = None
-    train_loader_kwargs: dict[str, Any] | None = None
-    eval_loader: Any = None
+    train_loader: ShardedLoader | None = None
+    train_loader_kwargs: LoaderKwargs | None = None
+    eval_loader: ShardedLoader | None = None
     eval_dataset_name: str | None = None
-    eval_loaders: dict[str, Any] = field(default_factory=dict)
-    eval_loader_kwargs: dict[str, Any] | None = None
+    eval_loaders: dict[str, ShardedLoader] = field(default_factory=dict)
+    eval_loader_kwargs: LoaderKwargs | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     has_fillers: bool = True
 
     @property
-    def all_eval_loaders(self) -> list[Any]:
+    def required_train_loader(self) -> ShardedLoader:
+        """The loader of the training batches.
+
+        :raises RuntimeError: if the run does not train
+        """
+        if self.train_loader is None:
+            raise RuntimeError("There is no train_dataloader before train() has been called.")
+        return self.train_loader
+
+    @property
+    def required_eval_loader(self) -> ShardedLoader:
+        """The loader of the evaluation or prediction that is being made.
+
+        :raises RuntimeError: if there is none
+        """
+        if self.eval_loader is None:
+            raise RuntimeError("There is no eval_dataloader before evaluate() has been called.")
+        return self.eval_loader
+
+    @property
+    def all_eval_loaders(self) -> list[ShardedLoader]:
         """The loaders of this process's evaluation batches, for all datasets."""
         return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
 
@@ -66,7 +97,7 @@ class RunSchedule:
     """
 
     initial_options: Options = field(default_factory=list)
-    final_rates: list[Any] = field(default_factory=list)
+    final_rates: list[Rate] = field(default_factory=list)
     shift: int = 0
     is_recreated: bool = False
 
@@ -108,11 +139,11 @@ class LeftOutBatch(NamedTuple):
 
     rank: int
     step: int
-    indices: list[Any] | None
+    indices: list[Index] | None
     samples: int | None
     error: str
 
-    def as_failure(self) -> dict[str, Any]:
+    def as_failure(self) -> Failure:
         """Return what callbacks are told of it."""
         return {"rank": self.rank, "indices": self.indices, "error": self.error}
 
@@ -139,14 +170,14 @@ class Training(NamedTuple):
 
     config: TrainerRunConfig
     end: RunEnd
-    eval_dataset: Any
+    eval_dataset: NamedData | None
 
 
 class Evaluation(NamedTuple):
     """What :meth:`Trainer.evaluate` found for the weights that the model has after a run."""
 
-    eval_dataset: Any
-    metrics: Mapping[str, Any]
+    eval_dataset: NamedData | None
+    metrics: Mapping[str, MetricValue]
 
 
 class GlobalModes(NamedTuple):
@@ -187,7 +218,7 @@ class CreatedAttributes:
     :ivar digests: of each attribute of moderate size
     :ivar settings: of each attribute that holds only numbers and texts, its node
     :ivar changed: attributes that are known to have changed
-    :ivar told: what has been said not to be kept
+    :ivar warned_of: paths of what states cannot keep, of which a warning has been given
     :ivar compared: attributes whose arguments the comparison of settings has named
     :ivar trainability: which parameters are trained after the starting events
     """
@@ -196,7 +227,7 @@ class CreatedAttributes:
     settings: dict[Key, object] = field(default_factory=dict)
     names: dict[str, set[str]] = field(default_factory=dict)
     changed: set[Key] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    warned_of: set[str] = field(default_factory=set)
     compared: set[Key] = field(default_factory=set)
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)
 
@@ -209,7 +240,7 @@ class OpenTensor(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...  # noqa: D102
 
-    def read(self, like: Any = None) -> Any:
+    def read(self, like: torch.Tensor | None = None) -> torch.Tensor:
         """Read the tensor, sharded like another one of its shape."""
 
 
@@ -227,9 +258,9 @@ class TrainingState:
     """
 
     directory: Path | str
-    metadata: dict[str, Any]
-    shared: dict[str, Any]
-    local: dict[str, Any] | None = None
+    metadata: StateDict
+    shared: StateDict
+    local: StateDict | None = None
     weights: dict[str, torch.Tensor] | None = None
     tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -13,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
-from pytorch_accel_lite.optimizers.operations import is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
 
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
 
@@ -32,7 +30,7 @@ class PreparedModel:
     :ivar has_run: whether the prepared model has been called, and not just the bare one inside it
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: TrainerOptimizer, training: bool) -> None:
         self._originals = model, optimizer
         self.trains = False
         self._forward = vars(model).get("forward")
@@ -82,7 +80,7 @@ class PreparedModel:
         if type(self.optimizer) is AcceleratedOptimizer and parts_of(self.optimizer):
             self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
 
-    def _note_first_call(self, *_: Any) -> None:
+    def _note_first_call(self, *_: object) -> None:
         self.has_run = True
         self._first_call.remove()
 
@@ -90,7 +88,7 @@ class PreparedModel:
         """Whether the prepared model can be rewrapped: not if its weights are sharded or its wrapper is compiled."""
         return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
 
-    def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
+    def release(self, model: nn.Module) -> tuple[nn.Module, TrainerOptimizer]:
         """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
         original, optimizer = self._originals
         for module in (original, unwrap(original, keep_torch_compile=False)):

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pytorch_accel_lite.base.reprs import call
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
+
+
+class StateSource(Protocol):
+    """A callback that knows of training states.
+
+    :ivar find_latest: returns the latest one that a trainer can resume, or ``None``
+    :ivar save_dir: where they are
+    """
+
+    @property
+    def save_dir(self) -> str | os.PathLike[str]: ...  # noqa: D102
+    @property
+    def find_latest(self) -> Callable[..., Any]: ...  # noqa: D102
 
 
 @dataclass(eq=False)
@@ -16,9 +30,10 @@ class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
     Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and
-    become part of the :class:`TrainerRunConfig`.
+    most become part of the :class:`TrainerRunConfig`.
 
     :param kind: whether the run trains, evaluates or predicts
+    :param sanity_check: try the evaluation on one batch before the first update
     :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
     :param skips_failed_batches: skip training batches that fail
     :param skips_in_evaluation: leave out evaluation batches that fail
@@ -44,6 +59,7 @@ class RunRequest:
     eval_every_n_epochs: int = 1
     evaluate_every: str | None = None
     auto_microbatch: bool = False
+    sanity_check: bool = False
     saves_training_states: bool = False
     skips_failed_batches: bool = False
     skips_in_evaluation: bool = False
@@ -51,7 +67,7 @@ class RunRequest:
     ends_at_signals: bool = False
     max_batches: int | None = None
     first_sample: int = 0
-    state_sources: list[Any] = field(default_factory=list)
+    state_sources: list[StateSource] = field(default_factory=list)
     metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
     paths: dict[str, str] = field(default_factory=dict)
     locked_paths: dict[str, str] = field(default_factory=dict)
@@ -120,9 +136,9 @@ class TrainerRunConfig:
 
     num_epochs: int | None
     train_per_device_batch_size: int
-    train_dl_kwargs: dict[str, Any] | None
+    train_dl_kwargs: LoaderKwargs | None
     eval_per_device_batch_size: int
-    eval_dl_kwargs: dict[str, Any] | None
+    eval_dl_kwargs: LoaderKwargs | None
     gradient_accumulation_steps: int | Mapping[int, int]
     gradient_clip_value: float | None
     train_total_batch_size: int
@@ -152,7 +168,7 @@ class TrainerRunConfig:
     def __repr__(self) -> str:
         return call(type(self).__name__, self.notable())
 
-    def notable(self) -> dict[str, Any]:
+    def notable(self) -> dict[str, object]:
         """Return the settings that differ from their defaults and, with several processes, which one this is."""
         per_process = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
         hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else per_process)
@@ -160,6 +176,6 @@ class TrainerRunConfig:
         settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
         return {name: value for name, value in settings.items() if value != defaults.get(name)}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
         return {k: dict(v) if isinstance(v, dict) else v for k, v in vars(self).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Shadowable(Generic[T]):
     """A property that the package never reads, so that a subclass may use its name for an attribute of its own."""
 
-    def __init__(self, read: Callable[[Any], T]) -> None:
+    def __init__(self, read: Callable[..., T]) -> None:
         self._read = read
         self.__doc__ = read.__doc__
 
@@ -27,4 +27,4 @@ class Shadowable(Generic[T]):
 
     if TYPE_CHECKING:  # if it were there, an attribute of an instance would not hide the property
 
-        def __set__(self, trainer: object, value: Any) -> None: ...
+        def __set__(self, trainer: object, value: object) -> None: ...

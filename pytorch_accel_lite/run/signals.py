@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.run.events import RunInterruptedError
@@ -24,7 +24,7 @@ def ending_in_order(request: Callable[[Exception], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[signal.Signals, Any] = {}
+    before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def handle(signum: int, frame: object) -> None:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.base.inspection import find_length, overridden_methods
+from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.mixtures import NamedDatasets
+from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.events import CallbackHandler
+from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.run.events import CallbackHandler, Phase
 from pytorch_accel_lite.run.goodput import Goodput
-from pytorch_accel_lite.run.history import RunHistory
+from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.parts import (
@@ -41,23 +48,63 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
-from pytorch_accel_lite.run.window import Accumulation, GradientWindow
+from pytorch_accel_lite.run.window import Accumulation, Count, GradientWindow
+
+T = TypeVar("T")
+
+
+class Logical(Protocol):
+    """The logical processes of a job, as those see them that compute with their shares.
+
+    :ivar count: number of logical processes of the job
+    :ivar current: the number of the one whose share is being computed
+    :ivar shares: which of them this process stands for, as ``shares.local``
+    :ivar outputs: the share of each in this step, by number, and what the step has returned for it
+    :ivar is_computing: whether this process computes for them
+    """
+
+    count: int
+    current: int
+    shares: Shares
+    outputs: dict[int, tuple[Batch, BatchOutput]]
+    is_computing: bool
+
+    def begin_share(self, batch: Batch) -> None: ...
+    def create_trackers(self) -> LossTrackers: ...
+    def capture(self, trainer: TrainerLike) -> StateDict: ...
+    def restore(self, trainer: TrainerLike, state: TrainingState) -> None: ...
+    def computing_identically(self, trainer: TrainerLike) -> AbstractContextManager[None]: ...
+
+
+class CompiledForwardLike(Protocol):
+    """A compiled ``calculate_train_batch_loss``.
+
+    :ivar logged: what it has logged while it was compiled: the name, the value and the weight of each
+    """
+
+    logged: list[tuple[str, torch.Tensor | float, Count | None]]
+
+    def begin_run(self, run: Run) -> None: ...
+    def __call__(self, batch: BatchData) -> BatchOutput: ...
+    def outputs_and_loss(
+        self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
+    ) -> BatchOutput: ...
 
 
 class TrainerLike(Protocol):
     """A trainer, as callbacks, steps and tools see it. :class:`~pytorch_accel_lite.Trainer` documents the attributes.
 
-    What users pass in has the type ``Any``: losses, optimizers, schedulers, datasets and their batches.
+    Its optimizer and its scheduler may be of any library.
     """
 
     saves_attributes: ClassVar[bool]
     unsaved_attributes: ClassVar[Collection[str]]
     recomputes_gradients: ClassVar[bool | None]
     model: nn.Module
-    loss_func: Any
-    optimizer: Any
-    scheduler: Any
-    create_scheduler_fn: Any
+    loss_func: LossFunction | None
+    optimizer: TrainerOptimizer
+    scheduler: TrainerScheduler
+    create_scheduler_fn: SchedulerFactory | None
     accelerator: Accelerator
     callback_handler: CallbackHandler
     run_history: RunHistory
@@ -66,23 +113,25 @@ class TrainerLike(Protocol):
     channels_last: bool
     check_replicas: bool
     deterministic: bool | None
-    logical: Any
-    compiled_forward: Any
-    registered_objects: dict[str, Any]
+    logical: Logical | None
+    compiled_forward: CompiledForwardLike | None
+    registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None
     open_runs: list[Run]
-    _latest_eval_dataset: Any
+    _latest_eval_dataset: NamedData | None
     _library_attributes: set[str]
 
     # The current or last run.
-    current_run: Run
+    current_run: Run  # the attribute behind ``run``, which the package reads in every step
     run_config: TrainerRunConfig | None
-    step_metrics: dict[str, Any]
-    train_dataset: Any
-    eval_dataset: Any
-    train_dataloader: Any
-    eval_dataloader: Any
+    step_metrics: dict[str, MetricValue]
+    train_dataset: NamedData | None
+    eval_dataset: NamedData | None
+    train_dataloader: ShardedLoader | None
+    eval_dataloader: ShardedLoader | None
 
+    @property
+    def run(self) -> Run: ...
     @property
     def progress(self) -> Progress: ...
     @property
@@ -90,7 +139,7 @@ class TrainerLike(Protocol):
     @property
     def data_ranks(self) -> Ranks: ...
     @property
-    def eval_dataloaders(self) -> list[Any]: ...
+    def eval_dataloaders(self) -> list[ShardedLoader]: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -103,14 +152,18 @@ class TrainerLike(Protocol):
     def update_was_skipped(self) -> bool: ...
 
     # Steps and parts of a run.
-    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Any: ...
-    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Any: ...
-    def create_scheduler(self) -> Any: ...
-    def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None: ...
+    def create_train_dataloader(
+        self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]: ...
+    def create_eval_dataloader(
+        self, batch_size: int, eval_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]: ...
+    def create_scheduler(self) -> TrainerScheduler: ...
+    def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None: ...
     def training_run_start(self) -> None: ...
     def train_epoch_start(self) -> None: ...
-    def calculate_train_batch_loss(self, batch: Any) -> BatchOutput: ...
-    def train_step(self, batch: Any) -> BatchOutput | None: ...
+    def calculate_train_batch_loss(self, batch: BatchData) -> BatchOutput: ...
+    def train_step(self, batch: BatchData) -> BatchOutput | None: ...
     def backward_step(self, loss: torch.Tensor) -> None: ...
     def clip_gradients(self) -> None: ...
     def optimizer_step(self) -> None: ...
@@ -119,43 +172,63 @@ class TrainerLike(Protocol):
     def optimizer_zero_grad(self) -> None: ...
     def train_epoch_end(self) -> None: ...
     def eval_epoch_start(self) -> None: ...
-    def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput: ...
+    def calculate_eval_batch_loss(self, batch: BatchData) -> BatchOutput: ...
     def eval_epoch_end(self) -> None: ...
     def training_run_epoch_end(self) -> None: ...
     def training_run_end(self) -> None: ...
     def evaluation_run_start(self) -> None: ...
     def evaluation_run_end(self) -> None: ...
-    def calculate_predict_batch_output(self, batch: Any) -> Any: ...
-    def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig: ...
+    def calculate_predict_batch_output(self, batch: BatchData) -> Tree: ...
+    def _create_run_config(self, per_device_batch_size: int, **settings: object) -> TrainerRunConfig: ...
     def _create_step(self, run: Run) -> Step: ...
     def _step_after_epoch(self) -> None: ...
+    def _check_scheduler(self, request: RunRequest) -> None: ...
     def _run_training(self) -> None: ...
-    def _run_train_epoch(self, train_dl: Any) -> bool: ...
-    def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None: ...
+    def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool: ...
+    def _run_eval_epoch(
+        self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
+    ) -> None: ...
 
     # What steps and callbacks may call.
-    def call_event(self, event: str, **kwargs: Any) -> None: ...
-    def print(self, *args: Any, **kwargs: Any) -> None: ...
+    def call_event(self, event: str, **kwargs: object) -> None: ...
+    def print(self, *args: object, **kwargs: Any) -> None: ...
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module: ...
     def rewrap_model(self) -> None: ...
     def skip_update(self) -> None: ...
     def compare_replicas(self) -> None: ...
     def recompute_gradients(self) -> torch.Tensor: ...
-    def log(self, name: str, value: torch.Tensor | float, weight: Any = None) -> None: ...
-    def gather(self, tensor: Any, padding_value: float | None = None, *, with_gradients: bool = False) -> Any: ...
+    def log(self, name: str, value: torch.Tensor | float, weight: Count | None = None) -> None: ...
+    def gather(self, tensor: Tree, padding_value: float | None = None, *, with_gradients: bool = False) -> Tree: ...
     def barrier(self) -> None: ...
-    def broadcast_object(self, obj: Any) -> Any: ...
-    def all_gather_object(self, obj: Any) -> list[Any]: ...
+    def broadcast_object(self, obj: T) -> T: ...
+    def all_gather_object(self, obj: T) -> list[T]: ...
     def sync_buffers(self, module: nn.Module) -> None: ...
-    def train(self, train_dataset: Any, *args: Any, **kwargs: Any) -> None: ...
-    def evaluate(self, dataset: Any, *args: Any, **kwargs: Any) -> Any: ...
-    def run_evaluation(self, *args: Any, **kwargs: Any) -> Any: ...
-    def predict_iter(self, dataset: Any, *args: Any, **kwargs: Any) -> Any: ...
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
+    def train(self, train_dataset: NamedData, *args: Any, **kwargs: Any) -> None: ...
+    def evaluate(self, dataset: NamedData | None = None) -> dict[str, MetricValue]: ...
+    def run_evaluation(
+        self,
+        model: nn.Module | None = None,
+        prefix: str = "",
+        is_intermediate: bool = True,
+        callbacks: CallbackHandler | None = None,
+    ) -> dict[str, float]: ...
+    def predict_iter(self, dataset: Data) -> Iterator[Tree]: ...
+    def save_checkpoint(
+        self,
+        save_path: str | os.PathLike[str],
+        checkpoint_kwargs: StateDict | None = None,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        save_per_node: bool = True,
+        *,
+        trainable_only: bool = False,
+    ) -> None: ...
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], load_optimizer: bool = True, load_scheduler: bool = True
+    ) -> StateDict: ...
     def check_weights(self) -> None: ...
-    def save_training_state(self, *args: Any, **kwargs: Any) -> Any: ...
-    def load_training_state(self, *args: Any, **kwargs: Any) -> Any: ...
+    def save_training_state(self, output_dir: str | os.PathLike[str], *args: Any, **options: Any) -> None: ...
+    def load_training_state(self, input_dir: str | os.PathLike[str]) -> StateDict: ...
     def close(self) -> None: ...
 
 
@@ -191,10 +264,15 @@ class Step:
         self.must_compare_replicas = False
         self.without_gradient: list[nn.Parameter] = []
 
+    @property
+    def optimizers_never_updated(self) -> list[str]:
+        """The names of the optimizers that the run has never updated, if they are updated one by one."""
+        return []
+
     def begin(self, trainer: TrainerLike) -> None:
         """Prepare for the first batch of a training run, rather than of a trial."""
 
-    def optimizer_to_update(self, trainer: TrainerLike) -> Any:
+    def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
         """Return the optimizer of the current update, without the others if they are updated one by one."""
         return trainer.optimizer
 
@@ -214,97 +292,118 @@ class Step:
         run.window.steps = steps
         run.window.filled = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a training state keeps of the step, the same on every process."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore what :meth:`state_dict` returned; states of earlier versions, and of other kinds, may lack a key."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
-    """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
+    """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
+    Callbacks read what is listed here; what it says follows from the trainer, so treat it as read-only. The other
+    attributes belong to the trainer, and may change with any version.
+
+    :ivar kind: ``"training"``, also in the evaluations that belong to it, ``"evaluation"`` by ``evaluate``, or
+        ``"prediction"``
+    :ivar ranks: the processes of the job, and their communication
+    :ivar device: the device of this process
+    :ivar overridden: names of the methods of a trainer that the user's class overrides
     :ivar request: the settings requested for the run
-    :ivar config: the settings resolved from the request and the data
+    :ivar config: the settings resolved from the request and the data; ``None`` before that
+    :ivar data: the data and their loaders
+    :ivar progress: its epoch, update, step and so on
     :ivar step: how the run trains on a batch
-    :ivar before: the run that is restored when this one ends
-    :ivar outer: the run within which this one was started, if any
+    :ivar window: the accumulation window, and how much of it is filled
     :ivar accumulation: how many batches there are in an update
-    :ivar locks: what frees the paths that the run writes to
-    :ivar goodput: how the time of the job is spent
-    :ivar settings: the settings that its training states hold, on the main process; ``None`` if it saves none
-    :ivar evaluations: how often the run evaluates
-    :ivar acts_after_updates: whether there is something to do after some updates: evaluations, or larger windows
-    :ivar is_in_loop: whether its epochs are those of our loop, rather than those of an overridden ``_run_training``
-    :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
-    :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
-    :ivar resumed: the training state that is still being restored
-    :ivar created: what the program had created when the run began
-    :ivar holders: modules outside of the model that hold trained parameters, by the ids of these
-    :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar epoch_phase: how far the epoch has got
+    :ivar schedule: what is known of the learning rate schedule
+    :ivar end: how the run ends
     :ivar batch: the batch being processed; ``None`` outside a step
     :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
     :ivar loss_trackers: the running losses of the epoch or evaluation
-    :ivar unrecorded: the running losses of the training epoch, until they are recorded
-    :ivar recorded_losses: the mean losses of the last epoch or evaluation
+    :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+    :ivar step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
+    :ivar epoch_phase: how far the epoch has got
     :ivar left_out: what fails in its evaluations or its prediction; ``None`` if that is an error
-    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
-    :ivar training: the latest training: this one, or that after which this run evaluates
-    :ivar evaluation: the latest evaluation after the training, if no other weights were loaded since
-    :ivar loaded: the weights that were loaded last, if any
-    :ivar global_modes: settings of torch after the starting events
+    :ivar outer: the run within which this one was started, if any
+    :ivar resumed: the training state from which the run starts, until it is restored
+    :ivar goodput: how the time of the job is spent
+    :ivar locks: closed when the run ends, which frees the paths that it writes to
     """
 
+    ranks: Ranks
     control: StopCoordinator
     window: GradientWindow
     request: RunRequest
     data: RunData
+    device: torch.device
+    overridden: frozenset[str]
+    kind: Phase = "training"
     config: TrainerRunConfig | None = None
     step: Step = field(default_factory=Step)
     schedule: RunSchedule = field(default_factory=RunSchedule)
     end: RunEnd = field(default_factory=RunEnd)
-    before: Run | None = None
     outer: Run | None = None
     accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
     locks: ExitStack = field(default_factory=ExitStack)
     goodput: Goodput = field(default_factory=Goodput)
-    settings: dict[str, Any] | None = None
-    evaluations: Interval | None = None
-    acts_after_updates: bool = False
-    is_in_loop: bool = False
-    has_reached_limit: bool = False
-    completes_evaluation: bool = False
-    resumed: TrainingState | None = None
-    created: CreatedAttributes = field(default_factory=CreatedAttributes)
-    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)
-    trained_model: nn.Module | None = None
     progress: Progress = field(default_factory=Progress)
     epoch_phase: EpochPhase = EpochPhase.TRAINING
     batch: Batch | None = None
     batch_number: int | None = None
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
-    unrecorded: LossTrackers | None = None
     recorded_losses: dict[str, float] = field(default_factory=dict)
-    step_metrics: dict[str, Any] = field(default_factory=dict)
+    step_metrics: dict[str, MetricValue] = field(default_factory=dict)
     left_out: LeftOut | None = None
-    set_apart: dict[str, set[int]] = field(default_factory=dict)
-    training: Training | None = None
-    evaluation: Evaluation | None = None
-    loaded: LoadedWeights | None = None
-    global_modes: GlobalModes | None = None
+    resumed: TrainingState | None = None
+
+    # Of the trainer.
+    before: Run | None = None  # is restored when this one ends
+    settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
+    evaluations: Interval | None = None  # how often it evaluates
+    has_update_schedules: bool = False  # whether evaluations, or the sizes of windows, are scheduled by updates
+    is_in_loop: bool = False  # whether its epochs are ours, rather than those of an overridden _run_training
+    has_reached_limit: bool = False  # whether an overridden _run_train_epoch says that it has made all updates
+    completes_evaluation: bool = False  # whether the evaluation that begins next is the last of an epoch
+    created: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
+    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of trained parameters, by ids
+    trained_model: nn.Module | None = None  # the trainer's model, while another is evaluated in its place
+    unrecorded: LossTrackers | None = None  # the running losses of the training epoch, until they are recorded
+    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)  # indices of values within it, by metric
+    training: Training | None = None  # the latest: this one, or that after which this run evaluates
+    evaluation: Evaluation | None = None  # the latest after the training, if no other weights were loaded since
+    loaded: LoadedWeights | None = None  # the weights that were loaded last
+    global_modes: GlobalModes | None = None  # settings of torch after the starting events
 
     @classmethod
     def create(
-        cls, ranks: Ranks, request: RunRequest, train_data: Any = None, eval_data: Any = None, collate_fn: Any = None
+        cls,
+        trainer: TrainerLike,
+        request: RunRequest,
+        train_data: NamedData | None = None,
+        eval_data: NamedData | None = None,
+        collate_fn: CollateFunction | None = None,
+        ranks: Ranks | None = None,
     ) -> Run:
-        """Create a run that has not started yet. A dict of training datasets is combined into one."""
+        """Create a run that has not started yet. A dict of training datasets is combined into one.
+
+        :param ranks: the processes, if the trainer has no run yet to take them from
+        """
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
-        window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        return cls(StopCoordinator(ranks), window, request, RunData(ranks, train_data, eval_data, collate_fn))
+        ranks = ranks or trainer.ranks
+        return cls(
+            ranks=ranks,
+            control=StopCoordinator(ranks),
+            window=GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1),
+            request=request,
+            data=RunData(ranks, train_data, eval_data, collate_fn),
+            device=trainer.device,
+            overridden=overridden_methods(trainer),
+        )
 
     def __repr__(self) -> str:
         return f"Run({self.request.kind}, {self.progress})"
@@ -363,7 +462,7 @@ class Run:
     @property
     def max_num_samples(self) -> int | None:
         """The number of samples in all epochs of the run, which may end before the last does; ``None`` if unknown."""
-        samples, num_epochs = self.data.train_loader.num_samples, self.required_config.num_epochs
+        samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
     @property
@@ -379,14 +478,14 @@ class Run:
 
         It follows from the samples seen where their number is known, so that it is the same on any number of processes.
         """
-        loader, progress = self.data.train_loader, self.progress
+        loader, progress = self.data.required_train_loader, self.progress
         total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
         done = progress.step if total is None or left is None else total - left
         length = find_length(loader)
         return None if not length else Fraction(min(done, length - 1), length)
 
     @property
-    def batch_indices(self) -> list[Any] | None:
+    def batch_indices(self) -> list[Index] | None:
         """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
 
         ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
@@ -425,7 +524,7 @@ class Run:
             history._record_means(losses.means(ranks, name), name)
 
 
-def run_to_change(trainer: Any, loader_of: Literal["train", "eval"] | None = None) -> Run:
+def run_to_change(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
     """Return the current run, for a program to set an attribute of it.
 
     :param loader_of: whose dataloader that is, if it is one

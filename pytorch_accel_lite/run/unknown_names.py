@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pytorch_accel_lite.base.environment import hide_frames, leave_out_libraries, warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
 
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 _PUBLIC_METHODS = (
     *("__init__", "train", "evaluate", "run_evaluation", "predict", "predict_iter"),
@@ -173,7 +174,8 @@ _ADVICE = {
     ("tf32", "allow_tf32"): "call torch.set_float32_matmul_precision('high') before training.",
     ("benchmark", "cudnn_benchmark"): "set torch.backends.cudnn.benchmark = True before training.",
     ("num_sanity_val_steps", "sanity_eval_batches"): (
-        "call evaluate(Subset(eval_dataset, range(64))) before train(), or check(train_dataset, eval_dataset)."
+        "train() tries one batch of each eval_dataset, unless sanity_check=False; check(train_dataset, eval_dataset) "
+        "tries more."
     ),
     ("stopping_threshold", "divergence_threshold"): (
         "raise StopTrainingError in a callback's on_training_run_epoch_end once the metric in run_history is beyond it."
@@ -252,11 +254,11 @@ def suggest_arguments(cls: C) -> C:
     return cls
 
 
-def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
+def _suggesting(method: Callable[..., T], cls: type) -> Callable[..., T]:
     names = _arguments_of(cls, method)
 
     @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> T:
         __tracebackhide__ = True  # IPython and pytest hide this frame
         if not kwargs.keys() <= set(names):
             function = _called(cls, method.__name__)
@@ -281,7 +283,7 @@ def _suggesting(method: Callable[..., Any], cls: type) -> Callable[..., Any]:
     return call
 
 
-def _arguments_of(cls: type, method: Callable[..., Any]) -> list[str]:
+def _arguments_of(cls: type, method: Callable[..., object]) -> list[str]:
     """Return the arguments of a method, which may take those of ``train`` as ``**arguments``."""
     names = list(inspect.signature(method).parameters)[1:]
     if "arguments" not in names:
@@ -290,7 +292,7 @@ def _arguments_of(cls: type, method: Callable[..., Any]) -> list[str]:
     return list(dict.fromkeys([*names, *_arguments_of(cls, vars(cls)["train"])]))
 
 
-def _answer(cls: type, method: Callable[..., Any], word: str, value: Any) -> str:
+def _answer(cls: type, method: Callable[..., object], word: str, value: object) -> str:
     """Return what to write instead of an unknown argument."""
     candidates = [word, *_our_names(word)]
     arguments = _arguments_of(cls, method)
@@ -367,7 +369,7 @@ def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ())
         _warn_of_hooks(cls, defined, events)
     for name, advice in never_called.items():
         warn_outside(f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}")
-    for name, value in defined.items() if not is_ours(cls) else ():
+    for name, value in defined.items() if not is_from_this_package(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)
         if is_read_only or name in ("_check_scheduler", "_step_after_epoch"):

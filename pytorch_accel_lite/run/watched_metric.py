@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import reprlib
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.state import TrainerLike
 
 Key = TypeVar("Key")
@@ -44,7 +46,7 @@ class WatchedMetric:
         self._requested = greater_is_better
         self._remedy = remedy
         self._has_value = False
-        self._history: Any = None
+        self._history: RunHistory | None = None
 
     def __str__(self) -> str:
         return self._where
@@ -118,11 +120,11 @@ class WatchedMetric:
         ranking = sorted(values.items(), key=lambda item: item[1], reverse=bool(self.greater_is_better))
         return dict(ranking[:n])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the name of the metric, its direction, and how many values have been seen."""
         return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, Any], owner: object) -> bool:
+    def load_state_dict(self, state: StateDict, owner: object) -> bool:
         """Load a state returned by :meth:`state_dict`, unless it is of another metric; return whether it was loaded.
 
         Warns if not, as other values in the state of the callback then cannot be compared with those to come.
@@ -184,7 +186,7 @@ def _agreed(where: object, name: str, value: float, trainer: TrainerLike) -> flo
     return by_rank[0]
 
 
-def _as_number(where: object, value: Any) -> float:
+def _as_number(where: object, value: MetricValue) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # the last for tensors of several elements
@@ -201,7 +203,7 @@ def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | Non
     not known to record the metric.
     """
     run = trainer.current_run
-    candidates = [index for index in indices if index not in run.set_apart.get(name, ())]
+    candidates = [index for index in indices if index not in run.recorded_by_evaluate.get(name, ())]
     if not candidates and name not in run.request.metrics.evaluated:
         candidates = list(indices)
     return candidates[-1] if candidates else None
@@ -216,7 +218,7 @@ def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
         reason = " yet. The callback that records it must come before the one that watches it."
     else:
         reason = f".{did_you_mean(name, recorded)}"
-        if reason == "." and not all(is_ours(type(callback)) for callback in trainer.callback_handler):
+        if reason == "." and not all(is_from_this_package(type(callback)) for callback in trainer.callback_handler):
             reason = " yet. A callback that records it must come before the one that watches it."
     return ValueError(
         f"{where}: the run has not recorded it{reason}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 import torch
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.devices import accumulation_dtype
 from pytorch_accel_lite.base.modules import local
@@ -72,7 +73,8 @@ class Accumulation:
         return epochs
 
 
-Count = int | float | torch.Tensor
+#: A number of samples or items, or another weight in a mean; as a tensor, it has one element.
+Count: TypeAlias = int | float | torch.Tensor
 
 
 class GradientWindow:
@@ -145,7 +147,7 @@ class GradientWindow:
         self.sizes = nominal * self.steps * self._ranks.world_size, true
         return loss * (local / (nominal * self.steps))
 
-    def finish(self, optimizer: Any) -> Count:
+    def finish(self, optimizer: Optimizer) -> Count:
         """Correct the gradients if the window's true size differs from the nominal one, and start a new window.
 
         :return: the factor by which the gradients were multiplied

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory
-from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues
+from pytorch_accel_lite.optimizers.operations import CreateScheduler, SchedulerFactory
+from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
 from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
 
 #: The names that ``train(create_scheduler_fn=...)`` takes: ``"constant"``, ``"linear"``, ``"cosine"``, ``"wsd"``.
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
 #: What ``train`` takes.
-ScheduleArgument = ScheduleName | SchedulerFactory | Mapping[str, ScheduleName | Callable[..., Any]]
+ScheduleArgument = ScheduleName | SchedulerFactory | Mapping[str, ScheduleName | CreateScheduler]
 
 
 def resolve_names(
-    create_scheduler_fn: Any, warmup_steps: float = 0, interval: str = "update", argument: str = "create_scheduler_fn"
+    create_scheduler_fn: object,
+    warmup_steps: float = 0,
+    interval: str = "update",
+    argument: str = "create_scheduler_fn",
 ) -> Any:
     """Return the factory that a name stands for, also in a dict by optimizer; functions are returned unchanged.
 
@@ -52,7 +55,7 @@ def resolve_names(
     return create_scheduler_fn
 
 
-def check_factory(create: Callable[..., Any], argument: str = "create_scheduler_fn") -> None:
+def check_factory(create: CreateScheduler, argument: str = "create_scheduler_fn") -> None:
     """Check that a function can be called with an optimizer alone, which becomes its first argument."""
     function = create.func if isinstance(create, partial) else create
     name = getattr(function, "__name__", type(function).__name__)
@@ -80,13 +83,13 @@ def _factory(argument: str, name: str, warmup_steps: float, interval: str) -> pa
             f"Choose from {_names()}, or pass a function such as functools.partial(StepLR, step_size=10)."
         )
     values = TrainerPlaceholderValues
-    total: Any = values.NUM_EPOCHS if interval == "epoch" else values.MAX_NUM_TRAIN_STEPS
+    total: Unresolved = values.NUM_EPOCHS if interval == "epoch" else values.MAX_NUM_TRAIN_STEPS
     is_fraction = isinstance(warmup_steps, float) and warmup_steps < 1
     if is_fraction:
         check_range("warmup_steps", warmup_steps)
     elif warmup_steps:
         check_positive_int("warmup_steps", warmup_steps)
-    warmup: Any = round(warmup_steps * total) if is_fraction and warmup_steps else warmup_steps
+    warmup: Unresolved = round(warmup_steps * total) if is_fraction and warmup_steps else warmup_steps
     schedule = partial(WSDLrScheduler, total_steps=total, num_warmup_steps=warmup, lr_min=0.0)
     if name == "wsd":
         return partial(schedule, decay="sqrt", decay_phase_ratio=0.1)

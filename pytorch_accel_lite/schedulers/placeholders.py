@@ -5,34 +5,49 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 
 class PlaceholderError(ValueError):
     """A placeholder has no value in this run. The message names it and gives advice."""
 
 
+class Settings(Protocol):
+    """The settings of a run, of which others are looked for by their names."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int | Mapping[int, int]: ...  # noqa: D102
+    @property
+    def num_update_steps_per_epoch(self) -> int | None: ...  # noqa: D102
+
+
 class HasSettings(Protocol):
     """A trainer, of which only the settings of its run must be known; loaders are looked for by their names."""
 
     @property
-    def run_config(self) -> Any: ...  # noqa: D102
+    def run_config(self) -> Settings | None: ...  # noqa: D102
 
 
-def _operators(symbol: str, apply: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Placeholder], ...]:
+#: A placeholder in place of a number, until it is resolved.
+Unresolved: TypeAlias = Any
+#: What placeholders are combined with.
+Operand: TypeAlias = "float | Placeholder"
+
+
+def _operators(symbol: str, apply: Callable[..., float]) -> tuple[Callable[[Operand, Operand], Placeholder], ...]:
     """Return the methods of an operator, for a placeholder on its left and on its right."""
 
-    def combine(left: Any, right: Any) -> Placeholder:
+    def combine(left: Operand, right: Operand) -> Placeholder:
         for operand in (left, right):
             if not isinstance(operand, (numbers.Real, Placeholder)):
                 return NotImplemented  # type: ignore[no-any-return]
         return _expression(f"({{}} {symbol} {{}})", apply, left, right)
 
-    def reflected(right: Any, left: Any) -> Placeholder:
+    def reflected(right: Operand, left: Operand) -> Placeholder:
         return combine(left, right)
 
     return combine, reflected
@@ -50,11 +65,11 @@ class Placeholder:
     """
 
     _text: str
-    _compute: Callable[[HasSettings], Any]
+    _compute: Callable[[HasSettings], float]
     name: str
     value: str
 
-    def resolve(self, trainer: HasSettings) -> Any:
+    def resolve(self, trainer: HasSettings) -> float:
         """Return the value of the expression in the trainer's current run.
 
         :raises PlaceholderError: if a value does not exist in this run, or is divided by zero
@@ -94,7 +109,7 @@ class Placeholder:
     def __trunc__(self) -> Placeholder:
         return _call(math.trunc, self)
 
-    def _refuse_conversion(self, *_: Any) -> NoReturn:
+    def _refuse_conversion(self, *_: object) -> NoReturn:
         raise TypeError(
             f"The placeholder {self!r} has no value before the run starts, so it cannot be compared or converted, "
             "nor used inside a function such as lr_lambda: pass it as an argument of a functools.partial. Use "
@@ -104,12 +119,12 @@ class Placeholder:
     __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __bool__ = _refuse_conversion
 
 
-def _expression(template: str, apply: Callable[..., Any], *operands: Any) -> Placeholder:
+def _expression(template: str, apply: Callable[..., float], *operands: Operand) -> Placeholder:
     """Return what a function makes of numbers and placeholders; the template has a ``{}`` for each."""
     text = template.format(*map(repr, operands))
     named = [operand for operand in operands if isinstance(operand, Placeholder)]
 
-    def compute(trainer: HasSettings) -> Any:
+    def compute(trainer: HasSettings) -> float:
         try:
             return apply(*(replace_trainer_placeholder_values(trainer, operand) for operand in operands))
         except ArithmeticError as error:
@@ -119,7 +134,7 @@ def _expression(template: str, apply: Callable[..., Any], *operands: Any) -> Pla
     return Placeholder(text, compute, named[0].name if named else "", template.format(*sources))
 
 
-def _call(function: Callable[..., Any], *operands: Any) -> Placeholder:
+def _call(function: Callable[..., float], *operands: Operand) -> Placeholder:
     return _expression(f"{function.__name__}({', '.join(['{}'] * len(operands))})", function, *operands)
 
 
@@ -129,10 +144,12 @@ _NO_LENGTH = (
 )
 
 
-def _named(name: str, source: str, read: Callable[[HasSettings], Any], missing: str = _NO_LENGTH) -> Placeholder:
+def _named(
+    name: str, source: str, read: Callable[[HasSettings], float | None], missing: str = _NO_LENGTH
+) -> Placeholder:
     text = f"TrainerPlaceholderValues.{name}"
 
-    def compute(trainer: HasSettings) -> Any:
+    def compute(trainer: HasSettings) -> float:
         if trainer.run_config is None:
             raise PlaceholderError(f"{text} cannot be resolved: no run has been started yet.")
         unknown = PlaceholderError(f"{text} cannot be resolved: {missing}")
@@ -152,9 +169,10 @@ def _setting(name: str, setting: str, missing: str = _NO_LENGTH) -> Placeholder:
     return _named(name, f"trainer.{path}", operator.attrgetter(path), missing)
 
 
-def _loader(trainer: HasSettings, name: str) -> Any:
+def _loader(trainer: HasSettings, name: str) -> Sized:
     """Return a loader of a trainer, or of an object that has only its name in pytorch-accelerated."""
-    return getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer, f"_{name}")
+    loader: Sized = getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer, f"_{name}")
+    return loader
 
 
 def _num_eval_batches(trainer: HasSettings) -> int | None:
@@ -163,8 +181,9 @@ def _num_eval_batches(trainer: HasSettings) -> int | None:
 
 
 def _updates_per_epoch(name: str) -> Placeholder:
-    def read(trainer: HasSettings) -> Any:
-        config: Any = trainer.run_config
+    def read(trainer: HasSettings) -> int | None:
+        config = trainer.run_config
+        assert config is not None  # see _named
         steps = config.gradient_accumulation_steps
         if isinstance(steps, Mapping) and len(set(steps.values())) > 1:
             raise PlaceholderError(

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.optimizers.operations import CreateScheduler
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleName, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
 
 
 def schedule_values(
-    create_scheduler_fn: ScheduleName | Callable[..., Any],
+    create_scheduler_fn: ScheduleName | CreateScheduler,
     num_updates: int,
-    lr: float | Sequence[float] = 1.0,
+    lr: float | Sequence[float | Mapping[str, float]] = 1.0,
     num_epochs: int = 1,
     warmup_steps: float = 0,
 ) -> list[list[float]]:
@@ -27,21 +28,17 @@ def schedule_values(
 
     :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
     :param num_updates: number of optimizer updates in the run
-    :param lr: learning rate of the optimizer, or one for each parameter group
+    :param lr: learning rate of the optimizer, or one for each parameter group, or its options in a dict
     :param num_epochs: number of epochs in the run
     :param warmup_steps: as for ``train()``, for a schedule by name
     """
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)
-    rates = [lr] if isinstance(lr, (int, float)) else list(lr)
-    groups = [{"lr": rate} for rate in rates]
-    return values_of_groups(resolve_names(create_scheduler_fn, warmup_steps), num_updates, groups, num_epochs)
-
-
-def values_of_groups(
-    create_scheduler_fn: Callable[..., Any], num_updates: int, groups: Sequence[Mapping[str, Any]], num_epochs: int
-) -> list[list[float]]:
-    """Return the learning rate at each update of parameter groups with these rates and other options."""
+    groups = [
+        group if isinstance(group, Mapping) else {"lr": group}
+        for group in ([lr] if isinstance(lr, (int, float)) else lr)
+    ]
+    create = resolve_names(create_scheduler_fn, warmup_steps)
     optimizer = torch.optim.SGD([{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups], lr=0)
     per_epoch = math.ceil(num_updates / num_epochs)
     trainer: Any = SimpleNamespace(
@@ -54,7 +51,7 @@ def values_of_groups(
         train_dataloader=range(per_epoch),
         eval_dataloaders=[],
     )
-    scheduler = replace_trainer_placeholder_values(trainer, create_scheduler_fn)(optimizer)
+    scheduler = replace_trainer_placeholder_values(trainer, create)(optimizer)
     is_timm = hasattr(scheduler, "step_update") and not isinstance(scheduler, SchedulerBase)
     curves: list[list[float]] = [[] for _ in groups]
     with warnings.catch_warnings():

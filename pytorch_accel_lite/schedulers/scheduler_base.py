@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.text import to_number
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.optimizers.rates import layer_scales, set_option
-from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues
+from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
 
-UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+UPDATES_PER_EPOCH: Unresolved = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 # Epochs of the run, a fraction if it is limited by max_num_train_steps.
-RUN_EPOCHS: Any = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS / UPDATES_PER_EPOCH
+RUN_EPOCHS: Unresolved = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS / UPDATES_PER_EPOCH
 
 
 class SchedulerBase(ABC):
@@ -71,11 +71,11 @@ class SchedulerBase(ABC):
         """Return the current value of each parameter group."""
         return [to_number(group[self.param_group_field]) for group in self.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return all attributes except the optimizer. Override this if some are not plain values."""
         return {name: value for name, value in vars(self).items() if name != "optimizer"}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`."""
         vars(self).update(state_dict)
 
@@ -123,11 +123,11 @@ class PlannedLrScheduler(StatefulSchedulerBase):
         rates = self._rates_before_scaling(num_updates)
         return [rate * scale for rate, scale in zip(rates, self._layer_scales, strict=True)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the number of updates and the initial learning rate of each group."""
         return {"num_updates": self._num_updates, "base_lr_values": list(self.base_lr_values)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`, and set the learning rates accordingly.
 
         :raises ValueError: if the state lacks the number of updates, or has another number of parameter groups

@@ -6,13 +6,31 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
+from pytorch_accel_lite.schedulers.placeholders import Unresolved
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
+
+
+class Period(TypedDict):
+    """A period of a schedule, in updates."""
+
+    period_start: int
+    period_end: int
+    decay_steps: int
+    pre_decay_step: int
+
+
+class PhaseInfo(Period):
+    """A period, and the phase of it in which an update is."""
+
+    phase: str
+
 
 #: Decay shapes: the fraction of the base rate as a function of t, from 0 to 1, and of the final fraction.
 DECAYS: dict[str, Callable[[float, float], float]] = {
@@ -112,7 +130,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         self.num_warmup_steps = 0 if is_continuation_from_checkpoint else self._count_warmup(num_warmup_steps)
         self.step_update(0)
 
-    def _plan_period(self, start: int, end: int) -> dict[str, int]:
+    def _plan_period(self, start: int, end: int) -> Period:
         # The small number compensates for products like 0.29 * 100, which fall just short of an integer.
         decay_steps = max(1, int(self.decay_phase_ratio * (end - start) + 1e-9)) if self.decay_phase_ratio else 0
         return {
@@ -151,21 +169,21 @@ class WSDLrScheduler(PlannedLrScheduler):
         fraction = DECAYS[self.decay](min(done / period["decay_steps"], 1.0), self.lr_min) if decays else 1.0
         return [base * fraction for base in self.base_lr_values]
 
-    def _period_at(self, num_updates: int) -> dict[str, int]:
+    def _period_at(self, num_updates: int) -> Period:
         return self._periods[min(bisect_right(self._ends, num_updates), len(self._ends) - 1)]
 
     def get_checkpoint_steps(self) -> list[int]:
         """Return the numbers of updates at which the periods end."""
         return list(self._ends)
 
-    def get_decay_info(self) -> list[dict[str, int]]:
+    def get_decay_info(self) -> list[Period]:
         """Return the start and end of each period, the length of its decay, and when the decay starts.
 
         :return: dicts with ``period_start``, ``period_end``, ``decay_steps`` and ``pre_decay_step``, all in updates
         """
-        return [dict(period) for period in self._periods]
+        return [period.copy() for period in self._periods]
 
-    def get_phase_info(self, num_updates: int) -> dict[str, Any]:
+    def get_phase_info(self, num_updates: int) -> PhaseInfo:
         """Return the period and phase of the schedule after a number of updates.
 
         :return: the period as in :meth:`get_decay_info`, and the ``phase`` of the next update: ``"warmup"``,
@@ -180,7 +198,7 @@ class WSDLrScheduler(PlannedLrScheduler):
             phase = "stable" if num_updates < period["pre_decay_step"] else "decay"
         return {**period, "phase": phase}
 
-    def get_current_phase_info(self) -> dict[str, Any]:
+    def get_current_phase_info(self) -> PhaseInfo:
         """Return :meth:`get_phase_info` for the current number of updates."""
         return self.get_phase_info(self.num_updates)
 
@@ -188,11 +206,11 @@ class WSDLrScheduler(PlannedLrScheduler):
         """Return the number of updates counted so far."""
         return self.num_updates
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the number of updates, the initial rates, and whether the run is a continuation."""
         return super().state_dict() | {"is_continuation_from_checkpoint": self.is_continuation_from_checkpoint}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state returned by :meth:`state_dict`, and set the learning rates accordingly.
 
         If this schedule is a continuation and the state is not, the schedule starts from the beginning: see
@@ -211,7 +229,7 @@ class WSDLrScheduler(PlannedLrScheduler):
             state_dict = {**state_dict, "num_updates": self.num_updates}
         super().load_state_dict(state_dict)
 
-    def continue_from(self, state_dict: dict[str, Any] | None) -> None:
+    def continue_from(self, state_dict: StateDict | None) -> None:
         """Start this schedule with the base rates of another run, and set the learning rates accordingly.
 
         :param state_dict: state of the other run's scheduler; ``None`` keeps the optimizer's base rates
@@ -239,7 +257,9 @@ class WSDLrScheduler(PlannedLrScheduler):
 
         :param num_warmup_epochs: length of the warm-up in epochs, may be fractional; ``None`` for 1 % of the run
         """
-        warmup: Any = None if num_warmup_epochs is None else round(num_warmup_epochs * num_update_steps_per_epoch)
+        warmup: Unresolved = (
+            None if num_warmup_epochs is None else round(num_warmup_epochs * num_update_steps_per_epoch)
+        )
         return partial(
             cls,
             num_epochs=total_num_epochs,

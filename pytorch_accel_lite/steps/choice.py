@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.loop.step import PlainStep
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
-from pytorch_accel_lite.steps.combinations import KINDS, check_combinations
+from pytorch_accel_lite.steps.combinations import KINDS, find_features
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
 
@@ -14,13 +14,13 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
 
     :raises ValueError: if the run uses features that do not work together, see :mod:`.combinations`
     """
-    check_combinations(trainer, run)
+    features = find_features(trainer, run)
     if trainer.compiled_forward is not None:
         trainer.compiled_forward.begin_run(run)
     for kind in KINDS:
-        if any(feature.applies(trainer, run) for feature in kind.features):
+        if any(feature in features for feature in kind.features):
             return kind(trainer, run)
     # Not a feature that is asked for: the weights are sharded, and in a way that ShardedStep knows.
-    if are_sharded(trainer.model.parameters()) and trainer.ranks.world_size > 1:
+    if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
         return ShardedStep(trainer, run)
     return PlainStep(trainer, run)

@@ -6,8 +6,9 @@ import inspect
 
 import torch
 
-from pytorch_accel_lite.base.inspection import codes_in, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import is_from_this_package, is_overridden
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
@@ -34,7 +35,9 @@ def _names_recompute_gradients(trainer: TrainerLike) -> bool:
     """Whether ``optimizer_step`` is overridden, and one of the methods of the user's classes names it."""
     if not is_overridden(trainer, "optimizer_step"):
         return False
-    values = [value for base in type(trainer).__mro__ if not is_ours(base) for value in vars(base).values()]
+    values = [
+        value for base in type(trainer).__mro__ if not is_from_this_package(base) for value in vars(base).values()
+    ]
     methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # may be decorated
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
     return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
@@ -51,7 +54,7 @@ _CONFLICTS = (
 )
 _SEVERAL = Feature(
     "other optimizers, unless optimizer_step is overridden",
-    lambda trainer, run: bool(parts_of(trainer.optimizer)) and not is_overridden(trainer, "optimizer_step"),
+    lambda trainer, run: bool(parts_of(trainer.optimizer)) and "optimizer_step" not in run.overridden,
 )
 _ONLY_ALONE = Conflict(
     _SEVERAL,
@@ -92,7 +95,7 @@ class ReplayingStep(PlainStep):
         if run.window.sizes is not None or run.progress.update != self._update:
             raise _refusal("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
-        loss = torch.zeros((), device=trainer.device)
+        loss = torch.zeros((), device=run.device)
         with Snapshot() as before, torch.enable_grad():  # each batch has been counted already
             before.keep_buffers([trainer.get_model(), *attributes.modules(trainer).values()])
             before.keep_generators()
@@ -105,10 +108,10 @@ class ReplayingStep(PlainStep):
                 is_last = number == len(self._steps)
                 with gradient_sync(trainer.accelerator, trainer.model, is_last) if run.window.steps > 1 else NOTHING:
                     loss = loss + self._loss(trainer, run, batch)
-            if trainer.ranks.world_size > 1:
+            if run.ranks.world_size > 1:
                 if self.averaged:
-                    average_gradients(self.averaged, trainer.ranks)
-                loss = trainer.ranks.sum_on_device(loss) / trainer.ranks.world_size
+                    average_gradients(self.averaged, run.ranks)
+                loss = run.ranks.sum_on_device(loss) / run.ranks.world_size
             loss = loss * run.window.finish(trainer.optimizer)
             trainer.clip_gradients()
         return loss

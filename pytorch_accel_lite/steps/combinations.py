@@ -6,7 +6,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compiled import COMPILED
 from pytorch_accel_lite.steps.failed_batches import GuardedStep
-from pytorch_accel_lite.steps.features import Kind
+from pytorch_accel_lite.steps.features import Feature, Kind
 from pytorch_accel_lite.steps.logical_step import LogicalStep
 from pytorch_accel_lite.steps.manual import ManualStep
 
@@ -15,13 +15,19 @@ KINDS: tuple[Kind, ...] = (GuardedStep, ManualStep, ReplayingStep, LogicalStep)
 FEATURES = (*(feature for kind in KINDS for feature in kind.features), COMPILED)
 
 
-def check_combinations(trainer: TrainerLike, run: Run) -> None:
-    """Raise a ``ValueError`` for features that do not work together."""
-    for feature in FEATURES:
-        if feature.is_refused and feature.is_used(trainer, run):
-            conflict = feature.find_conflict(trainer, run)
-            if conflict is not None:
-                raise ValueError(f"{feature.name} does not work with {conflict.other.name}: {conflict.reason}.")
+def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
+    """Return the features that a run uses and that work there.
+
+    :raises ValueError: for two that do not work together, unless that is a matter of the feature itself
+    """
+    found = []
+    for feature in [feature for feature in FEATURES if feature.is_used(trainer, run)]:
+        conflict = feature.find_conflict(trainer, run)
+        if conflict is None:
+            found.append(feature)
+        elif feature.is_refused:
+            raise ValueError(f"{feature.name} does not work with {conflict.other.name}: {conflict.reason}.")
+    return found
 
 
 def as_markdown() -> str:

@@ -15,10 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, find_batch_size
-from pytorch_accel_lite.data.loss_shapes import shapes_are_known
+from pytorch_accel_lite.data.loss_shapes import LossFunction, shapes_are_known
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.window import Count
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.logical_step import LOGICAL
 from pytorch_accel_lite.steps.manual import MANUAL
@@ -73,13 +77,13 @@ class CompiledForward:
         self._trainer = trainer
         self._options = options
         self._usual = trainer.calculate_train_batch_loss
-        self._compiled: Callable[[Any], BatchOutput] | None = None
+        self._compiled: Callable[[BatchData], BatchOutput] | None = None
         self._run: Run | None = None  # the run whose steps have begun
         self._runs_compiled = True
         self._has_warned = False
         self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
         self._is_unchecked = False  # whether shapes of outputs and targets have yet to be checked
-        self.logged: list[tuple[str, Any, Any]] = []
+        self.logged: list[tuple[str, torch.Tensor | float, Count | None]] = []
         self._adapter = adapter
         self.num_samples: int | None = None
         requested = options.get("options") or {}
@@ -94,14 +98,16 @@ class CompiledForward:
         """Create an instance, or return ``None`` if ``options`` is ``False``."""
         return None if options is False else cls(trainer, {} if options is True else dict(options), adapter)
 
-    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Any) -> BatchOutput:
+    def outputs_and_loss(
+        self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
+    ) -> BatchOutput:
         """Return what the adapter returns for a batch, so that torch traces only its data."""
         output = self._adapter.outputs_and_loss(model, loss_func, batch, None)
         if self.num_samples:
             output["batch_size"] = find_batch_size(batch, self.num_samples)
         return output
 
-    def __call__(self, batch: Any) -> BatchOutput:
+    def __call__(self, batch: BatchData) -> BatchOutput:
         """Return what the trainer's method returns."""
         run = self._trainer.current_run
         read = run.batch
@@ -124,7 +130,7 @@ class CompiledForward:
             self._is_unchecked = not shapes_are_known(self._trainer.loss_func, outputs, targets)
         return output
 
-    def _call(self, batch: Any) -> BatchOutput:
+    def _call(self, batch: BatchData) -> BatchOutput:
         assert self._compiled is not None
         self.logged.clear()
         output = self._compiled(batch)
@@ -153,7 +159,7 @@ class CompiledForward:
     def _compile(self, fullgraph: bool) -> None:
         usual = self._usual
 
-        def compute(batch: Any) -> BatchOutput:
+        def compute(batch: BatchData) -> BatchOutput:
             return usual(batch)
 
         # torch keeps compiled code with a code object, permanently, and in globals. Copies separate the trainers.
@@ -167,7 +173,7 @@ class CompiledForward:
             torch.compiler.reset()
         self._compiled = torch.compile(copied, **options)
 
-    def _compute_fallback(self, batch: Any, error: Exception) -> BatchOutput:
+    def _compute_fallback(self, batch: BatchData, error: Exception) -> BatchOutput:
         """Compute a batch for which compilation failed: in several graphs, or if that fails too, without compilation.
 
         A mistake of the user's raises an error in this second attempt as well, without a warning.
@@ -216,7 +222,7 @@ class CompiledForward:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
-def _has_other_size(run: Run, batch: Any) -> bool:
+def _has_other_size(run: Run, batch: BatchData) -> bool:
     """Whether a batch is the last of several in an epoch, and has a different number of samples."""
     read = run.batch
     if read is None or not read.is_last or run.progress.step == 0 or run.config is None:
@@ -225,7 +231,7 @@ def _has_other_size(run: Run, batch: Any) -> bool:
     return size != run.config.train_per_device_batch_size
 
 
-def _copied(values: Any) -> Any:
+def _copied(values: Tree) -> Tree:
     if isinstance(values, Mapping):
         return {name: _copied(value) for name, value in values.items()}
     return values.clone() if isinstance(values, torch.Tensor) else values

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache
 
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.data.sources import Index
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
@@ -41,7 +42,7 @@ class BatchFailure(NamedTuple):
     """
 
     rank: int
-    indices: list[Any] | None
+    indices: list[Index] | None
     error: str
 
 
@@ -57,7 +58,7 @@ class GuardedStep(PlainStep):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         self.num_microbatches = 1
-        run.window.is_guarded = trainer.ranks.world_size > 1
+        run.window.is_guarded = run.ranks.world_size > 1
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch, or undo it."""
@@ -69,8 +70,8 @@ class GuardedStep(PlainStep):
             returned: list[BatchOutput] = []
             error = None
             try:
-                sync_ddp_buffers(trainer.model, trainer.ranks)
-                with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
+                sync_ddp_buffers(trainer.model, run.ranks)
+                with unwrapped_model(trainer) if run.ranks.world_size > 1 else nullcontext():
                     outputs = self._attempt(trainer, run, batch, returned)
             except (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError):
                 raise
@@ -129,7 +130,7 @@ class GuardedStep(PlainStep):
                 outcome = FAILED
             else:
                 raise error
-        worst, largest = map(int, trainer.ranks.max([outcome, size]))
+        worst, largest = map(int, run.ranks.max([outcome, size]))
         if worst == OUT_OF_MEMORY and self.num_microbatches >= largest:
             if not skips:
                 raise error or RuntimeError("Another process ran out of memory with a single sample.")
@@ -146,11 +147,11 @@ class GuardedStep(PlainStep):
             "micro-batches. The gradients are still those of the whole batch."
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Also return into how many parts batches are split."""
         return {**super().state_dict(), "microbatches": self.num_microbatches}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Also restore that number."""
         super().load_state_dict(state)
         self.num_microbatches = state.get("microbatches", 1)
@@ -159,8 +160,8 @@ class GuardedStep(PlainStep):
 def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
     """Count the samples of a batch that is skipped, and report the failures of all processes."""
     text = f"{type(error).__name__}: {error}"
-    failure = None if error is None else BatchFailure(trainer.ranks.rank, run.batch_indices, text)
-    failures = [report._asdict() for report in trainer.ranks.all_gather_object(failure) if report is not None]
+    failure = None if error is None else BatchFailure(run.ranks.rank, run.batch_indices, text)
+    failures = [report._asdict() for report in run.ranks.all_gather_object(failure) if report is not None]
     total = batch.total_samples
     run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
     trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)

@@ -35,10 +35,6 @@ class Feature(NamedTuple):
         """Return the first reason why it does not work in a run, or ``None``."""
         return next((conflict for conflict in self.conflicts if conflict.other.is_used(trainer, run)), None)
 
-    def applies(self, trainer: TrainerLike, run: Run) -> bool:
-        """Whether a run uses it, and it works there."""
-        return self.is_used(trainer, run) and self.find_conflict(trainer, run) is None
-
 
 class Kind(Protocol):
     """A kind of step: a subclass of ``Step``, with the features for which it takes the place of the plain step."""

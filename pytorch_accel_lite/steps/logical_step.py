@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import nn
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.randomness import seed_all
@@ -98,7 +98,7 @@ class LogicalWindow(GradientWindow):
             self.items[self.number] = self.items.get(self.number, 0) + weight
         return loss * (weight / self.nominal)
 
-    def finish(self, optimizer: Any) -> Count:
+    def finish(self, optimizer: Optimizer) -> Count:
         """Give the parameters their gradients, corrected if the window's true size differs from the nominal one."""
         self.sums.finish()
         return super().finish(optimizer)
@@ -127,8 +127,9 @@ class LogicalStep(PlainStep):
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
+        assert trainer.logical is not None  # a run with it has this kind of step
         self._logical = trainer.logical
-        self._ranks = trainer.ranks
+        self._ranks = run.ranks
         batch_size = run.required_config.train_per_device_batch_size
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
         self._modules = [trainer.model, *attributes.modules(trainer).values()]
@@ -137,7 +138,7 @@ class LogicalStep(PlainStep):
         run.window = self._window
         self._find_buffers()
         shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
-        trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+        run.ranks.copy_from_first(list(dict.fromkeys(shared)))
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
         """Do nothing: the gradients and buffers of logical processes are the same on all."""
@@ -158,7 +159,7 @@ class LogicalStep(PlainStep):
         run.progress.add_samples(batch.total_samples)
         sums.end_step()
         _restore(self._buffers(), first)
-        trainer.ranks.copy_from_first(self._buffers())
+        run.ranks.copy_from_first(self._buffers())
         nominal, true = window.sizes or (window.nominal, 0)
         window.sizes = nominal, true + batch.total_samples
         seed_all(batch.share.seed)

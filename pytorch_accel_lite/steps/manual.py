@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -12,24 +12,24 @@ import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.loop.step import backward
-from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of, schedulers_in
 from pytorch_accel_lite.run.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
-from pytorch_accel_lite.run.window import GradientWindow
+from pytorch_accel_lite.run.window import Count, GradientWindow
 from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 
 _UPDATES = "the updates of a failed step cannot be undone"
 MANUAL = Feature(
     "an overridden train_step",
-    lambda trainer, run: is_overridden(trainer, "train_step"),
+    lambda trainer, run: "train_step" in run.overridden,
     (
         Conflict(MICROBATCHES, _UPDATES),
         Conflict(SKIPPED_BATCHES, _UPDATES),
@@ -53,25 +53,30 @@ class ManualStep(Step):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
-        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": optimizer}
+        self.optimizers: dict[str, TrainerOptimizer] = parts_of(trainer.optimizer) or {"loss": optimizer}
         self.updating = next(iter(self.optimizers))
         self.updated: set[str] = set()
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
         self.windows = {
-            name: GradientWindow(trainer.ranks, trainer.device, window.steps, batch_size) for name in self.optimizers
+            name: GradientWindow(run.ranks, run.device, window.steps, batch_size) for name in self.optimizers
         }
-        self._num_parameters = max(len([*optimized_parameters(part)]) for part in self.optimizers.values())
+        self._num_parameters = max(len(optimized_parameters(part)) for part in self.optimizers.values())
         self.losses: dict[str, torch.Tensor] = {}
-        self.items: dict[str, Any] = {}
+        self.items: dict[str, Count] = {}
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
         self._updates_made: list[bool] = []  # for each update of the step, False if it was skipped
         self._synced_buffers: list[tuple[torch.nn.Module, str]] = []
-        if trainer.ranks.world_size > 1:
+        if run.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
-            trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+            run.ranks.copy_from_first(list(dict.fromkeys(shared)))
             self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
+
+    @property
+    def optimizers_never_updated(self) -> list[str]:
+        """The names of the optimizers that the run has never updated."""
+        return [name for name in self.optimizers if name not in self.updated]
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the user's step on a batch and track its losses."""
@@ -88,7 +93,7 @@ class ManualStep(Step):
         run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
         return output
 
-    def optimizer_to_update(self, trainer: TrainerLike) -> Any:
+    def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
         """Return the one that ``update`` is called for."""
         return self.optimizers[self.updating]
 
@@ -98,7 +103,7 @@ class ManualStep(Step):
         for window in self.windows.values():
             window.steps = steps
 
-    def _complete(self, output: Any) -> BatchOutput:
+    def _complete(self, output: object) -> BatchOutput:
         if output is not None and not isinstance(output, dict):
             raise TypeError(f"train_step must return a dict or None, not {type(output).__name__}.")
         completed: BatchOutput = {} if output is None else output
@@ -119,7 +124,9 @@ class ManualStep(Step):
             completed.setdefault("num_items_in_batch", counts[0])
         return completed
 
-    def update_one(self, trainer: TrainerLike, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
+    def update_one(
+        self, trainer: TrainerLike, name: str, loss: torch.Tensor, items: Count | None, retain_graph: bool
+    ) -> None:
         """Accumulate the gradients of an optimizer's parameters; at the end of a window, update them."""
         run = trainer.current_run
         batch = run.batch
@@ -210,28 +217,28 @@ class ManualStep(Step):
         self._update_scaler()
         self.skips_update = not all(self._updates_made)
         if self._synced_buffers:
-            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
+            run.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
-            vars(trainer.optimizer)["_opt_called"] = True  # otherwise torch warns that the scheduler steps too early
+            trainer.optimizer._opt_called = True  # otherwise torch warns that the scheduler steps too early
             is_skipped = bool(self._updates_made) and not any(self._updates_made)
             if run.request.scheduler_interval == "update" and not is_skipped:
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Also return the nominal sizes of the windows."""
         items = {name: window.items_per_batch for name, window in self.windows.items()}
         return {**super().state_dict(), "own_items_per_batch": items}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Also restore the nominal sizes of the windows."""
         super().load_state_dict(state)
         for name, window in self.windows.items():
             window.items_per_batch = state.get("own_items_per_batch", {}).get(name)
 
 
-def _refuse_gradients(name: str, optimizer: Any) -> None:
+def _refuse_gradients(name: str, optimizer: TrainerOptimizer) -> None:
     """Raise an error if there are gradients before the first backward pass of an update, which would use them, too."""
     gradients = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
     if any(bool(gradient.any()) for gradient in gradients):  # an overridden optimizer_zero_grad may leave zeros
@@ -248,12 +255,12 @@ class _ScaledOptimizer:
     :ivar was_skipped: whether the step was left out
     """
 
-    def __init__(self, optimizer: Any, scaler: Any) -> None:
+    def __init__(self, optimizer: TrainerOptimizer, scaler: Any) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
         self.was_skipped = True
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         """Step the optimizer if its gradients are finite."""
         hook = self._optimizer.register_step_post_hook(self._note)
         try:
@@ -261,7 +268,7 @@ class _ScaledOptimizer:
         finally:
             hook.remove()
 
-    def _note(self, *_: Any) -> None:
+    def _note(self, *_: object) -> None:
         self.was_skipped = False
 
     def __getattr__(self, name: str) -> Any:
@@ -269,7 +276,7 @@ class _ScaledOptimizer:
 
 
 @contextmanager
-def _only_optimizer(trainer: TrainerLike, optimizer: Any) -> Iterator[None]:
+def _only_optimizer(trainer: TrainerLike, optimizer: TrainerOptimizer) -> Iterator[None]:
     """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone.
 
     Its gradients are unscaled already, so Accelerate must not unscale those of all optimizers to clip them.
@@ -283,7 +290,7 @@ def update(
     loss: torch.Tensor,
     optimizer: str | None = None,
     *,
-    num_items: Any = None,
+    num_items: Count | None = None,
     retain_graph: bool = False,
 ) -> None:
     """Update the parameters of one optimizer with the gradients of a loss, in an overridden ``train_step``.

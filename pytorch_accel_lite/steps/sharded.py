@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pytorch_accel_lite.base.modules import local
@@ -26,7 +24,7 @@ class ShardedStep(PlainStep):
         super().__init__(trainer, run)
         from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
-        self._fsdp_modules: list[Any] = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+        self._fsdp_modules = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
         self._reduces = True
         for sharded in self._fsdp_modules:  # a run that failed within a window may have disabled it
             sharded.set_requires_gradient_sync(True, recurse=False)
@@ -41,7 +39,7 @@ class ShardedStep(PlainStep):
         parameters = [*model.parameters(), *parameters_not_in_model(model, trainer.optimizer)]
         self.averaged = [parameter for parameter in parameters if not covers(parameter, run.data.ranks)]
         buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
-        trainer.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
+        run.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
         run.data.ranks.copy_from_first([local(shard) for shard in self.averaged if not _is_plain(shard)])
         changing = set(model.state_dict())  # constants are usually not in it
         names = [name.rpartition(".") for name in buffers if name in changing]

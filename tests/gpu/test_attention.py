@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.data import PackSequences, packed_attention, packed_mask, packed_mask_function
 from tests.gpu.parts import DEVICE, ON_GPU, autocast, copied, moved, sized
+
+packing = pytest.importorskip("pytorch_accel_lite.extensions.packing", reason="an extension, which is deleted")
 
 VOCABULARY, HEADS, PER_HEAD = 64, 4, sized(64, 8)
 LENGTHS = sized([500, 37, 128, 1, 256, 300, 77], [9, 1, 4, 7])
@@ -49,15 +50,15 @@ class Packed(nn.Module):
 
     def attend(self, query: Any, key: Any, value: Any, positions: torch.Tensor, bounds: list[int]) -> torch.Tensor:
         if self.how == "mask":
-            return scaled_dot_product_attention(query, key, value, attn_mask=packed_mask(positions))
+            return scaled_dot_product_attention(query, key, value, attn_mask=packing.packed_mask(positions))
         if self.how == "flex":
-            mask, length = packed_mask_function(positions), query.shape[2]
+            mask, length = packing.packed_mask_function(positions), query.shape[2]
             blocks = create_block_mask(mask, 1, None, length, length, device=DEVICE.type)
             return compiled_flex()(query, key, value, block_mask=blocks)
         if self.how == "varlen":
             return by_lengths(query, key, value, bounds)
         with flash():
-            return packed_attention(query, key, value, bounds)
+            return packing.packed_attention(query, key, value, bounds)
 
 
 def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -98,7 +99,7 @@ def gradient_of_packed(how: str, precision: str) -> torch.Tensor:
     before = copied(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = PackedTrainer(model, None, optimizer, [], mixed_precision=precision)
-    trainer.train(texts(), 1, per_device_batch_size=len(LENGTHS), collate_fn=PackSequences(model))
+    trainer.train(texts(), 1, per_device_batch_size=len(LENGTHS), collate_fn=packing.PackSequences(model))
     assert trainer.progress.update == 1
     return moved(before, model)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytorch_accel_lite.base.text import visible
 
@@ -51,7 +51,7 @@ def _fence_of(text: str) -> str:
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """Render a template; values are escaped in HTML.
 
     :param template: name of a file in this directory

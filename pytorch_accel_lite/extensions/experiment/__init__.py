@@ -12,10 +12,9 @@ from pytorch_accel_lite.extensions.experiment.search import retry_killed_trials,
 from pytorch_accel_lite.extensions.experiment.seed_comparison import MeanDifference, SeedComparison, compare_seeds
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import ExperimentError, load_yaml
-from pytorch_accel_lite.integrations import OptunaPruningCallback
 
 __all__ = [
-    "CrossValidation", "Experiment", "ExperimentError", "Fold", "MeanDifference", "OptunaPruningCallback",
-    "RunComparison", "SeedComparison", "compare_runs", "compare_seeds", "cross_validate", "load_yaml",
-    "retry_killed_trials", "run_tests", "suggest_overrides",
+    "CrossValidation", "Experiment", "ExperimentError", "Fold", "MeanDifference", "RunComparison", "SeedComparison",
+    "compare_runs", "compare_seeds", "cross_validate", "load_yaml", "retry_killed_trials", "run_tests",
+    "suggest_overrides",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import as_json, format_metric, record_error, suggest
 
 _EPILOG = """\
-Every value of the file can be overridden by an option, such as --optimizer.lr 3e-4
+Every value of the file can be overridden by an option, such as --train.num_epochs 5
 or --callbacks+ EarlyStoppingCallback; "train FILE --help" lists them,
 and "train FILE --help optimizer" says what those of a group mean.
 To begin, "train --print_config > experiment.yaml" writes a file to fill in."""

@@ -27,9 +27,12 @@ from pytorch_accel_lite.extensions.experiment.parsing import TOOLS, Parser
 from pytorch_accel_lite.extensions.experiment.results import write_json
 from pytorch_accel_lite.extensions.experiment.run_folders import folders_of, new_folder
 from pytorch_accel_lite.extensions.experiment.yaml_files import (
+    COMMAND_LINE,
     DIRECTIONS,
+    OVERRIDES,
     PARTS,
     RESOLVED,
+    SETTING_RATES,
     Document,
     ExperimentError,
     dump_yaml,
@@ -46,7 +49,7 @@ _INPUT_PREFIXES = ("initial_", "input_", "load_", "pretrained_", "resume_")
 #: The directories of Python, of installed packages and of this package.
 _LIBRARIES = (
     *(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[2]),
 )
 
 
@@ -204,6 +207,28 @@ class Experiment:
         self.trainer.train(self.train_dataset, **self.train_arguments)
         return self.trainer
 
+    def describe_unused_rate(self) -> str:
+        """Return a message if the command line sets a learning rate that the scheduler replaces; or an empty text.
+
+        The trainer itself names those that the optimizer would not have by default, from which it could not tell this.
+        """
+        optimizer, scheduler = (self._parser.parts.get(key) for key in ("optimizer", "scheduler"))
+        name = getattr(scheduler, "__name__", "")
+        if name not in SETTING_RATES or not self._parser.overrides("optimizer.lr"):
+            return ""
+        rate = self._arguments_of("optimizer.init_args").get("lr")
+        default = inspect.signature(optimizer).parameters.get("lr") if callable(optimizer) else None
+        if (
+            default is None
+            or rate != default.default
+            or rate == self._arguments_of("scheduler.init_args").get("max_lr")
+        ):
+            return ""
+        return (
+            f"--optimizer.lr {rate:g} has no effect: {name} sets rates of its own. Pass the rate that "
+            "you want as --scheduler.max_lr, or train without it: --scheduler null."
+        )
+
     # ---------------------------------------------------------------------------------- creating the parts
 
     @cached_property
@@ -287,11 +312,10 @@ def create_parser(
         document.content.setdefault("output_dir", f"runs/{file.stem}")
     is_mapping = isinstance(overrides, Mapping)
     for key, value in overrides.items() if isinstance(overrides, Mapping) else _options(overrides):
-        document.override("train.resume_from" if key == "resume" else key, value, "overrides" if is_mapping else _LINE)
+        document.override(
+            "train.resume_from" if key == "resume" else key, value, OVERRIDES if is_mapping else COMMAND_LINE
+        )
     return Parser(document, tool if tool in TOOLS else None)
-
-
-_LINE = "command line"
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -315,7 +339,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield key, load_yaml(value) if is_within else value
         except yaml.YAMLError as error:
             problem = getattr(error, "problem", None) or error
-            raise ExperimentError(f"{_LINE}: {option} {value} is not YAML: {problem}. Quote text.") from None
+            raise ExperimentError(f"{COMMAND_LINE}: {option} {value} is not YAML: {problem}. Quote text.") from None
 
 
 def _release_folder(folder: Path) -> None:
@@ -400,6 +424,8 @@ class ExperimentRecord(TrainerCallback):
             self._claim.detach()
         if folder.name != Path(experiment.config["output_dir"]).name and not trainer.progress.update:
             trainer.print(f"This run is in {folder}, as {experiment.config['output_dir']} has one already.")
+        if unused := experiment.describe_unused_rate():
+            trainer.print(unused)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the resolved file, for a training state."""

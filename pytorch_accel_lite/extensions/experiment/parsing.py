@@ -17,6 +17,7 @@ from pytorch_accel_lite.extensions.experiment.help_pages import all_keys, descri
 from pytorch_accel_lite.extensions.experiment.importing import check_kinds, full_name, import_path
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import (
+    OVERRIDING,
     PARTS,
     Document,
     ExperimentError,
@@ -77,6 +78,10 @@ class Parser:
     def locate(self, key: str) -> str:
         """Return the start of an error message about a key: its location and the key."""
         return self._document.locate(key)
+
+    def overrides(self, key: str) -> bool:
+        """Whether a value of the file has been overridden, on the command line or by ``overrides``."""
+        return self._document.locations.get(key) in OVERRIDING
 
     def _arguments(self, key: str) -> dict[str, Any]:
         """Return the arguments of a part in the file."""

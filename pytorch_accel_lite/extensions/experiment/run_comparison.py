@@ -71,7 +71,7 @@ class RunComparison(Results):
         rows = []
         for run in self.runs:
             row = {"run": run.name, "epochs": int(run.rows[-1]["epoch"])}
-            row |= {key: run.settings.get(key) for key in self.differences}
+            row |= {key: run.effective_settings.get(key) for key in self.differences}
             names = [str(metric) if metric.name in row else metric.name for metric in self.metrics]
             values = [metric.value_in(run) for metric in self.metrics]
             rows.append(row | dict(zip(names, values, strict=True)))
@@ -107,7 +107,7 @@ class RunComparison(Results):
         """Return a table of the settings that differ."""
         columns = [Column("run", [run.name for run in self.runs])]
         for key in self.differences:
-            values = [run.settings.get(key, _MISSING) for run in self.runs]
+            values = [run.effective_settings.get(key, _MISSING) for run in self.runs]
             is_number = all(isinstance(value, (int, float)) or value == _MISSING for value in values)
             columns.append(Column(key, [_brief(value, _LONGEST) for value in values], is_number))
         return columns
@@ -122,7 +122,10 @@ class RunComparison(Results):
 
     def _notes(self) -> list[str]:
         """Return the notes below the tables."""
-        return [f"Left out, without metrics: {', '.join(self.left_out)}"] if self.left_out else []
+        notes = [f"Left out, without metrics: {', '.join(self.left_out)}"] if self.left_out else []
+        if len({run.settings["optimizer.lr"] for run in self.runs if run.has_unused_rate}) > 1:
+            notes.append("optimizer.lr differs, too, but has no effect: the scheduler sets rates of its own.")
+        return notes
 
     def _page(self) -> str:
         shared: dict[str, Any] = {}
@@ -200,12 +203,13 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
     Arguments of a class are not listed if they are missing only because a run has another class.
     """
     differences: list[str] = []
-    for key in dict.fromkeys(key for run in runs for key in run.settings):
-        with_key = [run for run in runs if key in run.settings]
-        sources = {run.source for run in with_key}
-        some_lack_it = any(run.source in sources and key not in run.settings for run in runs)
+    settings = [(run.source, run.effective_settings) for run in runs]
+    for key in dict.fromkeys(key for _, of_run in settings for key in of_run):
+        values = [of_run[key] for _, of_run in settings if key in of_run]
+        sources = {source for source, of_run in settings if key in of_run}
+        some_lack_it = any(source in sources and key not in of_run for source, of_run in settings)
         is_implied = _ENVIRONMENT.match(key) or any(key.startswith(f"{other}.") for other in differences)
-        is_different = any(run.settings[key] != with_key[0].settings[key] for run in with_key)
+        is_different = any(value != values[0] for value in values)
         if is_different or (some_lack_it and not is_implied):
             differences.append(key)
     return differences

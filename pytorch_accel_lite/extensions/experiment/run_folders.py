@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from pytorch_accel_lite.extensions.experiment.results import Row
-from pytorch_accel_lite.extensions.experiment.yaml_files import DIRECTIONS, RESOLVED, flat
+from pytorch_accel_lite.extensions.experiment.yaml_files import DIRECTIONS, RESOLVED, SETTING_RATES, flat
 from pytorch_accel_lite.utils import from_cell
 
 #: Callbacks that only observe a run and do not affect it.
@@ -78,6 +78,18 @@ class RecordedRun:
     directions: dict[str, bool] = field(default_factory=dict)
     outcome: str = ""
     name: str = ""
+
+    @property
+    def has_unused_rate(self) -> bool:
+        """Whether the optimizer has a learning rate that the scheduler replaces."""
+        scheduler = str(self.settings.get("scheduler")).rpartition(".")[2]
+        return scheduler in SETTING_RATES and "optimizer.lr" in self.settings
+
+    @property
+    def effective_settings(self) -> dict[str, Any]:
+        """The settings without a learning rate that has no effect."""
+        unused = "optimizer.lr" if self.has_unused_rate else None
+        return {key: value for key, value in self.settings.items() if key != unused}
 
     @property
     def metrics(self) -> dict[str, tuple[list[int], list[float]]]:

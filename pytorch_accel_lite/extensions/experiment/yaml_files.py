@@ -76,6 +76,12 @@ def short(key: str) -> str:
     return key.replace(".init_args.", ".").removesuffix(".init_args").removesuffix(".class_path").removesuffix("+")
 
 
+#: The sources of values that override those of a file.
+COMMAND_LINE, OVERRIDES = OVERRIDING = ("command line", "overrides")
+#: Schedulers that set rates of their own, whatever that of the optimizer is.
+SETTING_RATES = ("OneCycleLR", "CyclicLR")
+
+
 class ClassPath(str):
     """A setting that is the path of a class or a function, unlike the name of a file, which may look the same."""
 

@@ -726,6 +726,7 @@ def test_weights_of_another_model_are_refused(file, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.extension("tuning", "memory_estimate")
 def test_tools_take_the_arguments_of_train_and_their_own(file, capsys):
     _, printed, _ = run("find_lr", file, "--find_lr.num_steps", "10", capsys=capsys)
     assert "Tried 10 learning rates" in printed or "learning rates from" in printed

@@ -26,7 +26,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.experiment import Experiment, RunComparison
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
-from tests.extensions.experiment.test_experiments import FILE
+from tests.extensions.experiment.test_experiments import FILE, SCHEDULE
 from tests.tasks import listener, make_data, make_trainer
 
 METRICS = """
@@ -204,6 +204,17 @@ def test_a_metric_that_is_called_like_another_column_takes_none_away(tmp_path):
         "epochs (last)": 40,
         "share (last)": 0.5,
     }
+
+
+def test_a_learning_rate_that_has_no_effect_is_said_and_does_not_count_as_a_difference(tmp_path, capsys):
+    (tmp_path / "small.yaml").write_text(FILE + SCHEDULE)
+    for name, rate in {"default": 1e-3, "other": 3e-4, "same": 0.01}.items():
+        arguments = ["--optimizer.lr", str(rate), "--output_dir", str(tmp_path / name)]
+        assert main(["train", str(tmp_path / "small.yaml"), *arguments]) == 0
+        assert (f"{rate:g} has no effect: OneCycleLR sets rates of its own" in capsys.readouterr().out) == (rate < 0.01)
+    found = compare_runs(tmp_path)
+    assert found.differences == []
+    assert repr(found).endswith("optimizer.lr differs, too, but has no effect: the scheduler sets rates of its own.")
 
 
 def test_schedules_differ_in_their_arguments(tmp_path):

@@ -1,32 +1,12 @@
-"""Search with Optuna: values from a space, trials that are pruned in order, on one process and several."""
+"""Search with Optuna: values from a space, on one process and several."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import optuna
 import pytest
-import torch
-from torch import nn
 
-from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
-from tests.extensions.experiment.parts import CrashAt, Net, load_data
-from tests.launching import run_code
+from pytorch_accel_lite.experiment import Experiment, suggest_overrides
 from tests.ranks import rank
-from tests.tasks import equal
-
-
-class PruneAt(optuna.pruners.BasePruner):
-    """Prunes every trial after an epoch."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def prune(self, study, trial):
-        return trial.last_step >= self.epoch
-
 
 SPACE = {
     "optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True},
@@ -38,16 +18,6 @@ SPACE = {
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-
-def searching_trainer(*callbacks) -> Trainer:
-    torch.manual_seed(0)
-    model = Net()
-    return Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks, seed=0)
-
-
-def train(trainer: Trainer, **kwargs) -> None:
-    trainer.train(load_data(8), 4, load_data(8), per_device_batch_size=4, **kwargs)
 
 
 def test_a_space_gives_values_of_the_right_kind():
@@ -63,100 +33,9 @@ def test_a_space_gives_values_of_the_right_kind():
             suggest_overrides(study.ask(), {"x": wrong})
 
 
-def test_a_pruned_trial_ends_in_order_and_counts_as_pruned(tmp_path):
-    def objective(trial):
-        pruning = OptunaPruningCallback(trial)
-        trainer = searching_trainer(pruning, SaveTrainingStateCallback(tmp_path / str(trial.number)))
-        train(trainer)
-        pruning.check_pruned()
-        return trainer.run_history.get_latest_metric("eval_loss_epoch")
-
-    study = optuna.create_study(pruner=PruneAt(2))
-    study.optimize(objective, n_trials=1)
-    study.pruner = optuna.pruners.NopPruner()
-    study.optimize(objective, n_trials=1)
-    pruned, whole = study.trials
-    assert (pruned.state.name, list(pruned.intermediate_values)) == ("PRUNED", [1, 2])
-    assert (whole.state.name, list(whole.intermediate_values)) == ("COMPLETE", [1, 2, 3, 4])
-    assert [path.name for path in Path(tmp_path / "0").glob("update-*")] == ["update-000000004"]  # saved at its end
-
-
-def test_the_callbacks_after_the_one_that_prunes_complete_the_epoch_and_the_run(tmp_path):
-    trial = optuna.create_study(pruner=PruneAt(2)).ask()
-    best = SaveBestModelCallback(tmp_path / "best.pt")
-    pruning = OptunaPruningCallback(trial)
-    trainer = searching_trainer(pruning, best, MetricsFileCallback(tmp_path / "metrics.jsonl"))
-    train(trainer)
-    losses = trainer.run_history["eval_loss_epoch"]
-    assert pruning.is_pruned
-    assert losses[1] < losses[0]
-    assert best.best_metric_epoch == 2
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def saving(folder: Path, trial: optuna.Trial, *callbacks) -> Trainer:
-    """The trainer of a trial, which saves a training state after each epoch."""
-    states = SaveTrainingStateCallback(folder, save_every_n_epochs=1)
-    return searching_trainer(OptunaPruningCallback(trial), states, *callbacks)
-
-
-def test_a_trial_that_was_killed_continues_as_if_it_had_not_been(tmp_path):
-    study = optuna.create_study(pruner=PruneAt(9))
-    whole = saving(tmp_path / "whole", study.ask(), CrashAt(99))
-    train(whole)
-    trial = study.ask()
-    values = suggest_overrides(trial, SPACE, "runs")
-    with pytest.raises(ZeroDivisionError):
-        train(saving(tmp_path / "killed", trial, CrashAt(5)))
-    study.tell(0, 0.0)
-    assert retry_killed_trials(study) == [1]
-    again = study.ask()
-    assert suggest_overrides(again, SPACE, "runs") == values  # its folder, too
-    assert values["output_dir"] == "runs/1"
-    resumed = saving(tmp_path / "killed", again, CrashAt(99))
-    train(resumed, resume_from="latest")
-    assert equal(resumed.model.state_dict(), whole.model.state_dict())
-    first, killed, last = study.trials
-    assert (killed.state.name, list(killed.intermediate_values)) == ("FAIL", [1, 2])
-    assert last.intermediate_values == first.intermediate_values
-    assert retry_killed_trials(study) == [2]
-
-
-def test_a_pruned_trial_whose_program_was_killed_is_still_pruned(tmp_path):
-    study = optuna.create_study(pruner=PruneAt(2))
-    train(saving(tmp_path, study.ask()))
-    retry_killed_trials(study)
-    resumed = saving(tmp_path, study.ask())
-    train(resumed, resume_from="latest")
-    with pytest.raises(optuna.TrialPruned):
-        resumed.callbacks[0].check_pruned()
-
-
-def test_two_trials_on_one_folder_are_refused_before_anything_is_written(tmp_path):
-    study = optuna.create_study()
-    for name in ("first.jsonl", "second.jsonl"):
-        train(searching_trainer(OptunaPruningCallback(study.ask()), MetricsFileCallback(tmp_path / name)))
-    before = (tmp_path / "first.jsonl").read_text()
-    trainer = searching_trainer(MetricsFileCallback(tmp_path / "first.jsonl"), OptunaPruningCallback(study.ask()))
-    with pytest.raises(ValueError, match=r"Trial 2 would write to '.*first.jsonl', but that belongs to trial 0"):
-        train(trainer)
-    assert (tmp_path / "first.jsonl").read_text() == before
-
-
-def test_a_trial_ends_in_the_same_bits_after_any_other_trials():
-    study = optuna.create_study(pruner=PruneAt(2))
-    ended = []
-    for clips in (False, True, False):
-        trainer = searching_trainer(OptunaPruningCallback(study.ask()))
-        train(trainer, gradient_accumulation_steps=2 if clips else 1, gradient_clip_norm=0.1 if clips else None)
-        ended.append(trainer.model.state_dict())
-    assert equal(ended[0], ended[2])
-    assert not equal(ended[0], ended[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["bf16", "no"])
-def test_a_trial_does_not_silently_take_over_the_precision_of_another(first, tmp_path, no_accelerator):
+def test_a_trial_does_not_take_over_the_precision_of_another(first, tmp_path, no_accelerator):
     pytest.importorskip("jsonargparse")
     (tmp_path / "small.yaml").write_text(
         "model: tests.extensions.experiment.parts.Net\nloss_func: MSELoss\noptimizer: AdamW\n"
@@ -171,48 +50,6 @@ def test_a_trial_does_not_silently_take_over_the_precision_of_another(first, tmp
     assert Experiment.from_file(tmp_path / "small.yaml", trials[0]).trainer.accelerator.mixed_precision == first
 
 
-def test_a_study_of_the_wrong_direction_and_an_unknown_metric_are_refused():
-    trial = optuna.create_study(direction="maximize").ask()
-    with pytest.raises(ValueError, match=r"smaller is better\. Create the study with"):
-        train(searching_trainer(OptunaPruningCallback(trial)))
-    with pytest.raises(ValueError, match="accuracy"):
-        train(searching_trainer(OptunaPruningCallback(trial, "accuracy")))
-
-
-class Accuracy(TrainerCallback):
-    """Records a metric of which only the study knows the direction."""
-
-    def on_training_run_epoch_end(self, trainer, **kwargs):
-        trainer.run_history.update_metric("my_accuracy", trainer.progress.epoch)
-
-
-@pytest.mark.parametrize("direction", ["maximize", "minimize"])
-def test_of_a_metric_that_does_not_tell_the_study_knows_the_direction(direction, recwarn):
-    trial = optuna.create_study(direction=direction).ask()
-    pruning = OptunaPruningCallback(trial, "my_accuracy")
-    train(searching_trainer(Accuracy(), pruning))
-    assert trial.study.trials[0].intermediate_values == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
-    assert pruning.state_dict()["greater_is_better"] == (direction == "maximize")
-    assert not [warning for warning in recwarn if "greater values are better" in str(warning.message)]
-
-
-def run_trials() -> tuple[bool, int, str | None]:
-    """Whether a rank was told that the trial is run_trials, how far it came, and why it stopped."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    trial = optuna.create_study(pruner=PruneAt(2)).ask() if rank() == 0 else None
-    model = Net()
-    pruning = OptunaPruningCallback(trial)
-    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), [pruning], seed=0)
-    trainer.train(load_data(), 5, load_data(8), per_device_batch_size=4)
-    return pruning.is_pruned, trainer.progress.epoch, trainer.stop_reason
-
-
-def test_all_ranks_end_together(two_ranks):
-    results = two_ranks(run_trials)
-    assert [(is_pruned, epochs) for is_pruned, epochs, _ in results] == [(True, 2)] * 2
-    assert results[0][2].startswith("Optuna prunes this trial: eval_loss_epoch ")
-
-
 def suggested() -> dict[str, float]:
     """The overrides that a rank gets."""
     trial = optuna.create_study().ask() if rank() == 0 else None
@@ -223,23 +60,3 @@ def test_all_ranks_get_the_values_of_the_first(two_ranks):
     first, second = two_ranks(suggested)
     assert first == second
     assert first["output_dir"] == "runs/0"
-
-
-@pytest.mark.programs
-def test_without_optuna_the_error_names_the_command_that_installs_it():
-    code = """
-from tests.launching import forget
-forget("optuna", installed=False)
-from pytorch_accel_lite.experiment import OptunaPruningCallback
-try:
-    OptunaPruningCallback(None)
-except ImportError as error:
-    print(error)
-"""
-    assert "OptunaPruningCallback needs optuna. Install it with: pip install" in run_code(code)
-
-
-def test_the_best_trial_can_be_run_again():
-    callback = OptunaPruningCallback(optuna.trial.FixedTrial({}))
-    train(searching_trainer(callback))
-    assert not callback.is_pruned

@@ -1,0 +1,147 @@
+"""Metrics of torchmetrics by name, whose task and number of classes follow from the outputs if nobody says them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pytorch_accel_lite.base.reprs import short
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_MODULES = (
+    "aggregation", "audio", "classification", "clustering", "detection", "image", "nominal", "regression", "retrieval",
+    "segmentation", "text",
+)  # fmt: skip
+#: What people call metrics, besides the names of their classes and the initials of these, such as "mse".
+_ALIASES = {
+    "acc": "accuracy",
+    "auc": "auroc",
+    "rocauc": "auroc",
+    "averageprecisionscore": "averageprecision",
+    "f1": "f1score",
+    "iou": "jaccardindex",
+    "mcc": "matthewscorrcoef",
+    "r2": "r2score",
+    "sensitivity": "recall",
+}
+#: The tasks of classification metrics, with the argument that only those of one task need.
+_TASKS = {"multiclass": "num_classes", "multilabel": "num_labels"}
+
+
+class Classification(NamedTuple):
+    """What a classifier does, as far as its outputs and targets show.
+
+    :ivar task: ``"binary"``, ``"multiclass"`` or ``"multilabel"``
+    :ivar size: the number of classes or labels; 2 in a binary task
+    """
+
+    task: str
+    size: int
+
+    @classmethod
+    def of(cls, predictions: torch.Tensor, targets: torch.Tensor) -> Classification:
+        """Return what outputs and targets show by their shapes; no value is read.
+
+        :raises ValueError: if they are not those of a classifier
+        """
+        shape, wanted = predictions.shape, targets.shape
+        is_of_classes = predictions.is_floating_point() and not targets.is_floating_point()
+        if is_of_classes and len(shape) == len(wanted) + 1 and shape[0] == wanted[0] and shape[2:] == wanted[1:]:
+            return cls("multiclass", shape[1])
+        one_each = shape[1:2] in ((), (1,)) and (shape == wanted or shape[:1] == wanted)
+        if one_each:
+            return cls("binary", 2)
+        if shape == wanted and len(shape) == 2:  # with more dimensions, these may be pixels of one label
+            return cls("multilabel", shape[1])
+        raise ValueError(
+            f"the task of the metrics cannot be told from outputs {short(predictions)} and targets {short(targets)}. "
+            "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
+        )
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """The arguments that say it to a metric of torchmetrics."""
+        needed = _TASKS.get(self.task)
+        return {"task": self.task} | ({needed: self.size} if needed else {})
+
+
+class NamedMetric:
+    """A metric that is known by its name so far.
+
+    :param name: name of the class, in upper or lower case, with or without underscores; its initials, such as
+        ``"mse"``; or what people call it, such as ``"f1"``, ``"auc"``, ``"iou"`` and ``"top5"``
+    :param arguments: arguments for the metric
+    :raises ValueError: if there is none
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, object]) -> None:
+        self.arguments = dict(arguments)
+        classes = _classes()
+        word = _normalised(name)
+        top = re.fullmatch(r"top(\d+)(accuracy|acc)?", word)
+        if top:
+            word = "accuracy"
+            self.arguments = {"top_k": int(top[1])} | self.arguments
+        word = _ALIASES.get(word, word)
+        initials = [key for key, kind in classes.items() if word == re.sub("[^A-Z]", "", kind.__name__).lower()]
+        found = word if word in classes else initials[0] if len(initials) == 1 else None
+        if found is None:
+            raise ValueError(
+                f"metrics={name!r}: torchmetrics has no metric of this name.{_suggestion(word, classes)} {_listed()}"
+            )
+        self._kind = classes[found]
+        takes_task = "task" in inspect.signature(self._kind).parameters
+        tasks = [task for task, needed in _TASKS.items() if self.arguments.get(needed) is not None]
+        if takes_task and "task" not in self.arguments and len(tasks) == 1:
+            self.arguments["task"] = tasks[0]
+        self.needs_task = takes_task and "task" not in self.arguments
+
+    def create(self, classification: Classification | None = None) -> Metric:
+        """Create the metric; with what the classifier does, if it needs that."""
+        known = {} if classification is None or not self.needs_task else classification.arguments
+        metric: Metric = self._kind(**known, **self.arguments)
+        return metric
+
+    @property
+    def higher_is_better(self) -> bool | None:
+        """What the metric declares, as far as it is the same in all tasks."""
+        kinds = importlib.import_module("torchmetrics.classification")
+        kind = getattr(kinds, f"Multiclass{self._kind.__name__}", self._kind)
+        declared: bool | None = getattr(kind, "higher_is_better", None)
+        return declared
+
+
+def _classes() -> dict[str, type[Metric]]:
+    """Return the classes of metrics by their names in lower case."""
+    from torchmetrics import Metric
+
+    modules = [importlib.import_module(f"torchmetrics.{module}") for module in _MODULES]
+    classes = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
+    return {_normalised(kind.__name__): kind for kind in classes if issubclass(kind, Metric)}
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[_\-\s@]", "", name.lower())
+
+
+def _suggestion(word: str, classes: Mapping[str, type[Metric]]) -> str:
+    """Suggest the class that begins with a name, or that is spelt similarly."""
+    longer = sorted((key for key in classes if key.startswith(word)), key=len)
+    matches = [*longer, *difflib.get_close_matches(word, classes, n=1)]
+    return f" Did you mean {classes[matches[0]].__name__!r}?" if matches else ""
+
+
+def _listed() -> str:
+    """Name the metrics that most people want."""
+    classification = importlib.import_module("torchmetrics.classification")
+    regression = importlib.import_module("torchmetrics.regression")
+    tasks = [name for name in classification.__all__ if f"Multiclass{name}" in classification.__all__]
+    return f"For classifiers, there are {', '.join(tasks)}; for regression, {', '.join(regression.__all__)}."

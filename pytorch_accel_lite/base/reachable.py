@@ -1,0 +1,273 @@
+"""What objects hold, at any depth: to find generators in it, and to notice that any of it has changed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import chain, islice
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias, TypeGuard, TypeVar, get_args
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pytorch_accel_lite.base.environment import LIBRARIES, is_in_this_package, is_of_library
+
+T = TypeVar("T")
+
+#: A random generator, of a kind that objects may hold.
+RandomGenerator: TypeAlias = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+_GENERATORS = get_args(RandomGenerator)
+#: What holds nothing to look for.
+_DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+_MOST_REACHED = 10_000  # objects
+_MOST_PARTS = 1000  # of a list or dict
+_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
+
+#: What :func:`marks_of` returns: numbers and types, which refer to no data.
+Marks: TypeAlias = list[object]
+
+#: A list, tuple, set, dict or array of objects.
+_Elements: TypeAlias = Any
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+#: What is not searched for more.
+_LEAVES = (ModuleType, type, torch.Tensor, np.ndarray, np.generic, DataLoader)
+_SHORT = 1000  # elements; parts_held searches lists and dicts of up to as many
+_MOST_OBJECTS = 10_000
+_MOST_PLAIN = 1 << 17  # elements of a list of numbers or names that are all compared
+_MOST_OTHERS = 1 << 13  # those of other lists and of dicts
+_PART = 16  # if there are more, at most a 16th of as many is compared
+_MOST_BYTES = 1 << 24  # of an array
+_PIECES, _PIECE = 1 << 10, 1 << 12  # of a larger one, and bytes of each
+
+
+def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[object]:
+    """Return objects and what they hold at any depth: attributes, parts of short lists and dicts, what functions use.
+
+    Functions hold what they enclose, are bound to, or have as defaults; those of the user also what they use by a
+    global name, and methods count with their object. Lists that begin with data, and long lists and dicts, are not
+    searched: these are samples. Nor is what belongs to this package other than datasets.
+
+    :param in_loaders: whether to search what a ``DataLoader`` holds
+    """
+    excluded = (*_DATA, ModuleType, type) if in_loaders else (*_DATA, ModuleType, type, DataLoader)
+    reached: dict[int, object] = {}
+    left = [*roots]
+    while left and len(reached) < _MOST_REACHED:
+        item = left.pop()
+        if id(item) in reached or is_a(item, *excluded):
+            continue
+        reached[id(item)] = item
+        left += parts_held(item)
+    return [*reached.values()]
+
+
+def is_a(item: object, *kinds: type[T]) -> TypeGuard[T]:
+    """Whether an object is of one of some classes, without asking a proxy for that of what it stands for."""
+    return issubclass(type(item), kinds)
+
+
+def is_generator(item: object) -> TypeGuard[RandomGenerator]:
+    """Whether an object is a random generator."""
+    return issubclass(type(item), _GENERATORS)
+
+
+def parts_held(item: object) -> list[object]:
+    """Return what an object holds itself, see :func:`reachable_from`."""
+    if is_a(item, list, tuple):
+        is_data = not item or len(item) > _MOST_PARTS or is_a(item[0], *_DATA, list, tuple, dict)
+        return [] if is_data else [*item]
+    if is_a(item, dict):
+        return [*item.values()] if len(item) <= _MOST_PARTS else []
+    if is_a(item, FunctionType):
+        return [*_used_by(item)]
+    if is_a(item, MethodType):
+        return [item.__self__, item.__func__]
+    if not is_a(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
+        return []
+    if type(item).__module__.startswith("datasets."):  # whose order follows from its seed and set_epoch
+        return [value for value in attributes_of(item).values() if not is_generator(value)]
+    called = [item.func, item.args, item.keywords] if is_a(item, partial) else []
+    return [*called, *attributes_of(item).values(), *_of_its_class(item)]
+
+
+def attributes_of(item: object) -> dict[str, object]:
+    """Return the attributes of an object by name, also those that its class declares as slots."""
+    slots = [name for kind in type(item).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    found = {**{name: getattr(item, name) for name in slots if hasattr(item, name)}, **getattr(item, "__dict__", {})}
+    return {name: value for name, value in found.items() if name != "_iterator"}  # of a DataLoader, with its workers
+
+
+def _names(slots: str | Iterable[str]) -> list[str]:
+    names = [slots] if isinstance(slots, str) else [*slots]
+    return [name for name in names if not name.startswith("__")]
+
+
+def _of_its_class(item: object) -> Iterator[object]:
+    """Yield generators that are class attributes, and what else the user has defined in the class: also its methods."""
+    for kind in type(item).__mro__:
+        is_the_users = not is_of_library(kind.__module__)
+        for value in vars(kind).values():
+            if is_generator(value):
+                yield value
+            elif is_the_users:
+                function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+                if is_a(function, FunctionType) or type(function).__module__ != "builtins":
+                    yield function
+
+
+def _used_by(function: FunctionType) -> Iterator[object]:
+    """Yield what a function encloses, has as defaults and, if it is the user's, uses by a global name."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield function.__defaults__ or ()
+    yield function.__kwdefaults__ or {}
+    yield function.__dict__
+    if not is_installed(function.__code__):
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
+        yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of those that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether code belongs to Python, to an installed package or to this one, rather than to the user's program."""
+    return _is_installed(code.co_filename)
+
+
+@lru_cache(maxsize=4096)
+def _is_installed(path: str) -> bool:
+    return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
+
+
+def marks_of(roots: Iterable[object]) -> Marks:
+    """Return what differs if objects, or what they hold, are no longer the same; reads nothing from a device.
+
+    Compared are the attributes of objects at any depth, and what functions use: numbers, names, the shapes, versions
+    and addresses of tensors, the contents of arrays, and elements of lists and dicts. Of a very long list or a large
+    array that is changed in place, a part is compared.
+    """
+    marks: Marks = []
+    seen: dict[int, object] = {}
+    left = [*roots]
+    while left and len(seen) < _MOST_OBJECTS:
+        item = left.pop()
+        if is_a(item, *_PLAIN):
+            marks.append(hash(item))
+        elif id(item) not in seen:
+            seen[id(item)] = item
+            marks.append(type(item))
+            marks += _own_marks(item)
+            left += [] if is_a(item, *_LEAVES) else parts_held(item)
+    return marks
+
+
+def _own_marks(item: object) -> Iterator[object]:
+    """Yield marks of an object, other than those of what ``parts_held`` returns."""
+    if is_a(item, torch.Tensor):
+        yield _mark_of_tensor(item)
+    elif is_a(item, np.ndarray, np.generic):
+        yield _mark_of_array(np.asarray(item))
+    elif is_a(item, ModuleType, type):
+        yield id(item)
+    elif is_a(item, dict) and len(item) <= _SHORT:
+        yield from map(hash, item)
+    elif is_a(item, list, tuple, dict, set, frozenset):
+        yield id(item) if len(item) > _SHORT else None
+        yield _mark_of_elements(item)
+    elif hasattr(type(item), "iloc"):
+        yield from _marks_of_table(item)
+
+
+def _marks_of_table(table: Any) -> Iterator[object]:
+    """Yield marks of the columns of a data frame, or of a series."""
+    columns = [table] if len(table.shape) == 1 else [table.iloc[:, number] for number in range(table.shape[1])]
+    yield table.shape
+    for column in columns[:_SHORT]:
+        yield _mark_of_array(column.to_numpy(), compares_address=False)
+
+
+def _mark_of_tensor(tensor: torch.Tensor) -> object:
+    shape = () if tensor.is_nested else tuple(tensor.shape)
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.dtype, shape, _version_of(tensor)
+    if tensor.is_shared():  # type: ignore[no-untyped-call]
+        return tensor.dtype, shape, tensor.data_ptr()  # workers see what is changed in place
+    few = tensor.detach().reshape(-1)[:: max(tensor.numel() // _PIECES, 1)]  # changed by its array, perhaps
+    return (
+        tensor.dtype,
+        shape,
+        _version_of(tensor),
+        tensor.data_ptr(),
+        crc32(few.contiguous().view(torch.uint8).numpy().tobytes()),
+    )
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been changed in place, which only tensors made in inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _mark_of_array(array: npt.NDArray[Any], compares_address: bool = True) -> object:
+    address = array.__array_interface__["data"][0] if compares_address else None
+    if array.dtype == object:
+        return array.shape, address, _mark_of_elements(array.reshape(-1))
+    if not array.flags.writeable or isinstance(array, np.memmap) or isinstance(array.base, np.memmap):
+        return array.dtype.str, array.shape, address  # of a file, which workers read themselves
+    if array.nbytes <= _MOST_BYTES:
+        return array.dtype.str, array.shape, address, crc32(np.ascontiguousarray(array).view(np.uint8).data)
+    rows = array.reshape(-1) if array.flags.c_contiguous else array
+    step, count = max(len(rows) // _PIECES, 1), max(_PIECE * len(rows) // array.nbytes, 1)
+    number = 0
+    for begin in range(0, len(rows), step):
+        number = crc32(np.ascontiguousarray(rows[begin : begin + count]).tobytes(), number)
+    return array.dtype.str, array.shape, address, number
+
+
+def _mark_of_elements(elements: _Elements) -> int:
+    """Return a hash of the elements of a list, dict, set or array of objects; of some, if there are very many."""
+    length = len(elements)
+    if isinstance(elements, (set, frozenset)):
+        return hash((length, frozenset(elements) if length <= _MOST_PLAIN else None))
+    if isinstance(elements, dict):
+        elements = [*elements.items()]
+    few = _some_of(elements, _MOST_PLAIN)
+    if {*map(type, few)} <= {*_PLAIN}:
+        return hash((length, tuple(few)))
+    few = _some_of(elements, _MOST_OTHERS)
+    return hash((length, *(_mark_of_element(element, depth=3) for element in few)))
+
+
+def _some_of(elements: Sequence[object] | npt.NDArray[Any], most: int) -> Sequence[object] | npt.NDArray[Any]:
+    return elements if len(elements) <= most else elements[:: -(-len(elements) * _PART // most)]
+
+
+def _mark_of_element(element: object, depth: int) -> int:
+    if is_a(element, *_PLAIN):
+        return hash(element)
+    if is_a(element, torch.Tensor):
+        return hash((id(element), _version_of(element)))
+    if is_a(element, np.ndarray):
+        few = element.reshape(-1)[:: max(element.size // _PIECES, 1)]
+        return hash((id(element), few.tobytes() if element.dtype != object and element.flags.writeable else None))
+    if depth and is_a(element, list, tuple, dict):
+        parts = chain(element, element.values()) if is_a(element, dict) else iter(element)
+        return hash((len(element), *(_mark_of_element(part, depth - 1) for part in islice(parts, _SHORT))))
+    held = getattr(element, "__dict__", None)
+    return hash((id(element), _mark_of_element(held, depth - 1) if depth and held else 0))

@@ -1,0 +1,29 @@
+"""Public path of what your own checks for ``trainer.check()`` are written with, and of its results."""
+
+from pytorch_accel_lite.extensions.checking import (
+    CheckReport,
+    CheckResult,
+    Finding,
+    NotApplicableError,
+    Pass,
+    Probe,
+    ProgramError,
+    Watch,
+    doubt,
+    mistake,
+    remark,
+)
+
+__all__ = [
+    "CheckReport",
+    "CheckResult",
+    "Finding",
+    "NotApplicableError",
+    "Pass",
+    "Probe",
+    "ProgramError",
+    "Watch",
+    "doubt",
+    "mistake",
+    "remark",
+]

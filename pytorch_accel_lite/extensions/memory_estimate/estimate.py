@@ -1,0 +1,166 @@
+"""Estimating whether training fits into the memory of a device, without the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import convert_file_size_to_int
+
+from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
+from pytorch_accel_lite.extending import (
+    Report,
+    RunRequest,
+    Snapshot,
+    TrainerLike,
+    Trial,
+    check_positive_int,
+    find_batch_size,
+    is_overridden,
+)
+from pytorch_accel_lite.extensions.memory_estimate.fake_training import Scenario, measure_step
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import KINDS
+from pytorch_accel_lite.utils import format_bytes
+
+#: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
+_RESERVE = 0.1
+_REMEDIES = (
+    "Smaller batches, activation checkpointing, more processes or sharded=True lower it: estimate again with them."
+)
+
+
+@dataclass(repr=False)
+class MemoryEstimate(Report):
+    """The result of :meth:`Trainer.estimate_memory <pytorch_accel_lite.Trainer.estimate_memory>`; its repr is a report.
+
+    All sizes are in bytes, for one device.
+
+    :param peak: most memory that tensors take at a time
+    :param parts: what it consists of, by kind: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` (its
+        state), ``"averages"`` (of ``ModelEmaCallback``), ``"activations"`` (all that the forward pass keeps, including
+        the batch and copies of weights in another precision), ``"communication"`` (gathered weights and buffers of
+        communication) and ``"temporary"`` (other results of the backward pass and of the update)
+    :param stage: when the peak is: ``"forward pass"``, ``"backward pass"`` or ``"update"``
+    :param world_size: number of processes
+    :param per_device_batch_size: number of samples in a batch of one process
+    :param is_sharded: whether the model is divided over the processes
+    :param device_memory: the memory of a device, if it is known
+    """
+
+    peak: int
+    parts: dict[str, int]
+    stage: str
+    world_size: int
+    per_device_batch_size: int
+    is_sharded: bool
+    device_memory: int | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is at most 90 % of the memory of a device, which leaves room for what is not a tensor."""
+        return None if self.device_memory is None else self.peak <= (1 - _RESERVE) * self.device_memory
+
+    def summary(self) -> str:
+        """Return the peak and its conditions in a sentence."""
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        sharing = " that share the model" if self.is_sharded else ""
+        return (
+            f"At most {format_bytes(self.peak)} per device, in the {self.stage}: {processes}{sharing}, batches of "
+            f"{self.per_device_batch_size} (an experimental estimate)."
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the name of each part of the peak, with its size and its share as text."""
+        sizes = {kind: size for kind, size in self.parts.items() if size}
+        return [(kind, f"{format_bytes(size)}, {100 * size / self.peak:3.0f} %") for kind, size in sizes.items()]
+
+    def notes(self) -> list[str]:
+        """Return whether it fits, and if not, what would lower the peak."""
+        if self.device_memory is None:
+            return []
+        verdict = "This fits" if self.fits else "This does not fit"
+        reserve = f"{100 * _RESERVE:.0f} % of which are left for fragments, libraries and the driver"
+        note = f"{verdict} in {format_bytes(self.device_memory)}, {reserve}."
+        return [note] if self.fits else [note, _REMEDIES]
+
+
+def estimate_memory(
+    self: TrainerLike,
+    train_dataset: NamedData,
+    per_device_batch_size: int = 8,
+    world_size: int = 1,
+    gradient_accumulation_steps: int | Mapping[int, int] = 1,
+    gradient_clip_value: float | None = None,
+    gradient_clip_norm: float | None = None,
+    train_dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
+    *,
+    sharded: bool | None = None,
+    device_type: str | None = None,
+    device_memory: int | str | None = None,
+) -> MemoryEstimate:
+    """Estimate how much memory training takes on each device, for any number of processes, without these devices.
+
+    Experimental. Two updates are made on copies of the model and the optimizer with fake tensors, which have shapes but
+    no memory, so the model may be on the meta device and of any size. Nothing is changed. Call it in a single process.
+
+    :param world_size: number of processes
+    :param sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by
+        an overridden :meth:`parallelize_model`, or not at all.
+    :param device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
+    :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
+        trainer's GPU, if it has one.
+    :return: the estimate, to be printed in a script; consoles and notebooks show it
+    :raises NotImplementedError: if the step needs the values of tensors, as ``.item()`` does
+    """
+    check_positive_int("world_size", world_size)
+    request = RunRequest(
+        num_epochs=1,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_clip_value=gradient_clip_value,
+        gradient_clip_norm=gradient_clip_norm,
+    )
+    if self.ranks.world_size > 1 or dist.is_initialized() or self.is_sharded:
+        raise RuntimeError(
+            "estimate_memory() needs a plain Accelerator, and neither a job of several processes nor a process group. "
+            "Start the script as a single one: python script.py, without a launcher."
+        )
+    size, kwargs = per_device_batch_size, train_dataloader_kwargs
+    any_step = ("train_step", "closure")
+    trial = Trial(self, "estimate_memory", train_dataset, size, request, kwargs, collate_fn, supports=any_step)
+    memory = _capacity_of(self.device)
+    if device_memory is not None:
+        memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
+    windows = gradient_accumulation_steps
+    # More of them take as much as two.
+    request.gradient_accumulation_steps = min(max(windows.values()) if isinstance(windows, Mapping) else windows, 2)
+    how = _sharding(self, world_size, sharded)
+    with Snapshot() as before:
+        before.keep_generators()
+        batch = trial.read_batch(size)
+        size = find_batch_size(batch.data, batch.num_samples)
+        kind = device_type or self.device.type.replace("cpu", "cuda")
+        live = measure_step(trial, batch, Scenario(world_size, how, kind))
+    parts = {kind: live.at_peak[kind] for kind in KINDS}
+    return MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
+
+
+def _capacity_of(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory; ``None`` if torch does not know them, as for a CPU."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if properties is None else getattr(properties(device), "total_memory", None)
+
+
+def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["custom", "blocks", "none"]:
+    """Return how the model is divided over the processes."""
+    if is_overridden(trainer, "parallelize_model"):
+        if sharded is False:
+            owner = type(trainer).__name__
+            raise ValueError(f"sharded=False, but {owner}.parallelize_model shards the model. Use another trainer.")
+        return "custom"
+    if sharded and world_size == 1:
+        raise ValueError("sharded=True needs several processes to divide the model over: pass world_size=8, say.")
+    return "blocks" if sharded else "none"

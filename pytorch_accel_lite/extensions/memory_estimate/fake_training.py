@@ -1,0 +1,363 @@
+"""Training steps with fake tensors, which have no memory, as on a number of processes that need not exist."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate.utils.operations import convert_to_fp32
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from pytorch_accel_lite.callbacks import CallbackHandler, ModelEmaCallback
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.extending import (
+    ShardedStep,
+    TrainerLike,
+    Trial,
+    find_batch_size,
+    is_overridden,
+    other_modules,
+    other_optimizers,
+    replaced,
+    shard_model,
+    tensors_in,
+)
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes, local
+from pytorch_accel_lite.finetuning import find_blocks
+from pytorch_accel_lite.optimizers import CombinedOptimizer
+from pytorch_accel_lite.tracking import LossTrackers
+
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+_NOT_COPIED = ("model", "current_run")  # the model has been copied, and the run is another
+_BLOCK = 512  # bytes, of which the allocators of GPUs give out multiples
+
+
+#: What autocast computes in float32 on GPUs, but not on CPUs, and what takes memory.
+_IN_FLOAT32 = {"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
+_IN_FLOAT32 |= {"softmax", "log_softmax", "layer_norm", "group_norm"}
+
+
+class Scenario(NamedTuple):
+    """How the steps are made.
+
+    :param world_size: number of processes
+    :param sharding: ``"custom"``: by the trainer's ``parallelize_model``; ``"blocks"``: by ``fully_shard`` for each
+        block and the model; ``"none"``: a copy of the model on each process
+    :param device_type: the kind of device, for which optimizers choose their implementation
+    """
+
+    world_size: int
+    sharding: Literal["custom", "blocks", "none"]
+    device_type: str
+
+
+def measure_step(trial: Trial, batch: Batch, scenario: Scenario) -> LiveBytes:
+    """Return the bytes that are alive at the peak of a step, once the optimizer has its state.
+
+    The trainer is left as it is: copies of its model, its optimizer and its attributes make the steps.
+
+    :param trial: a trial that is not running, which has read the batch
+    :param batch: a real batch, on the device
+    :raises NotImplementedError: if the step needs the values of tensors
+    """
+    # Autograd starts a thread for each device when it is first used. That of a fake one would hinder forks later on.
+    torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+    with nullcontext() if scenario.sharding == "none" else _fake_group(scenario.world_size):
+        fake = FakeTrainer(trial, scenario)
+        if scenario.sharding != "none":
+            fake.shard()
+        fake.make_updates(batch)
+    return fake.live
+
+
+class LikeGpu(TorchFunctionMode):
+    """Calls functions in the way that takes as much memory on a CPU as their usual way takes on a GPU.
+
+    Attention with dropout keeps no weights there, and autocast computes more functions in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        elif getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = convert_to_fp32((args, kwargs))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _fake_group(world_size: int) -> Iterator[None]:
+    """Pretend to be the first process of a group that does not communicate."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with replaced(sys, excepthook=sys.excepthook):  # which torch replaces
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+class FakeCopies:
+    """Copies of modules, optimizers, and what holds them, with fake tensors in place of their parameters and buffers.
+
+    What the originals share, the copies share.
+
+    :param device: the device of the copies; the originals may be on the meta device
+    :ivar memo: the copies, by the identity of their originals, as ``copy.deepcopy`` takes them
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.memo: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return a copy, or the value itself if it neither is nor directly contains something to copy."""
+        if isinstance(value, nn.Module):
+            return self._of_module(_unwrapped(value))
+        if _is_optimizer(value):
+            return self._of_optimizer(value)
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if all(hasattr(value, name) for name in ("optimizer", "step", "state_dict", "load_state_dict")):  # a schedule
+            self.of(value.optimizer)
+            return copy.deepcopy(value, self.memo)
+        if type(value) is dict:
+            return {key: self.of(part) for key, part in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(self.of, value))
+        return value
+
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.memo:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+                vars(fake).update(vars(tensor))
+            self.memo[id(tensor)] = fake
+        copied: torch.Tensor = self.memo[id(tensor)]
+        return copied
+
+    def _of_module(self, module: nn.Module) -> nn.Module:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self._of_tensor(tensor)
+        for value in [value for part in module.modules() for value in vars(part).values()]:
+            if isinstance(value, torch.Tensor):
+                self.memo.setdefault(id(value), value)  # a constant, whose values may be needed
+        copied = copy.deepcopy(module, self.memo)
+        vars(copied)["to"] = lambda *_, **__: copied  # it is on the device, and fake parameters cannot be exchanged
+        return copied
+
+    def _of_optimizer(self, optimizer: Any) -> Any:
+        """Return an optimizer with the same hooks, and with the state that it has, as some do from the start."""
+        if id(optimizer) not in self.memo:
+            fake = self.memo[id(optimizer)] = object.__new__(type(optimizer))
+            for part in _parts_of(optimizer):
+                self._of_optimizer(part)
+            for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+                self._of_tensor(parameter)
+            for name, value in vars(optimizer).items():
+                if name == "state":
+                    fake.state = defaultdict(dict, self._states_of(value))
+                elif name != "step":  # which a schedule has wrapped
+                    vars(fake)[name] = copy.copy(value) if name.endswith("_hooks") else copy.deepcopy(value, self.memo)
+        return self.memo[id(optimizer)]
+
+    def _states_of(self, states: Mapping[torch.Tensor, Mapping[str, object]]) -> dict[torch.Tensor, dict[str, object]]:
+        """Return an optimizer's states for its parameters, of which each process may have shards only."""
+        found: dict[torch.Tensor, dict[str, object]] = {}
+        for parameter, state in states.items():
+            fake = self.memo.get(id(parameter))
+            if fake is None:  # not of a parameter
+                continue
+            found[fake] = {
+                name: torch.zeros_like(fake) if _is_like(value, parameter) else self.of(value)
+                for name, value in state.items()
+            }
+        return found
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return a module without the wrapper of ``torch.compile``."""
+    inner: nn.Module = vars(module).get("_modules", {}).get("_orig_mod", module)
+    return inner
+
+
+def _is_optimizer(value: object) -> bool:
+    """Whether there is an optimizer, rather than none, or a factory that has not been called yet."""
+    return hasattr(value, "param_groups")
+
+
+def _parts_of(optimizer: object) -> list[Any]:
+    """Return the optimizers that step as one."""
+    return list(optimizer.parts.values()) if isinstance(optimizer, CombinedOptimizer) else []
+
+
+def _is_like(value: object, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
+
+
+class NoLosses(LossTrackers):
+    """Keeps no losses, as fake ones have no values."""
+
+    def add(self, output: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+class FakeTrainer:
+    """A copy of a trainer with fake tensors, on one of a number of processes.
+
+    :ivar trainer: the copy
+    """
+
+    def __init__(self, trial: Trial, scenario: Scenario) -> None:
+        self._trial = trial
+        self._original = trainer = trial.trainer
+        self._scenario = scenario
+        self._copies = FakeCopies(trainer.device)
+        self._parameters: list[nn.Parameter] = []
+        self._modules: list[nn.Module] = []
+        self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+        is_real = trainer.device.type == scenario.device_type
+        self._kernels: AbstractContextManager[object] = nullcontext() if is_real else LikeGpu()
+        block = 1 if scenario.device_type == "cpu" else _BLOCK
+        self.live = LiveBytes(trainer.device, self._owners, block)
+        self.trainer: TrainerLike = copy.copy(trainer)
+        accelerator = copy.copy(trainer.accelerator)
+        accelerator.scaler = None  # it would read from the device, and takes no memory
+        accelerator._models, accelerator._optimizers = [], []
+        vars(self.trainer).update(
+            accelerator=accelerator,
+            _accelerator=accelerator,
+            callback_handler=CallbackHandler(),
+            scheduler=None,
+            prepared_model=None,
+            open_runs=[],
+            compile_model=False,
+            compiled_forward=None,
+        )
+        self._copies.memo[id(trainer)] = self.trainer
+        with self._mode, self._kernels, self.live:  # new tensors are fake, and counted
+            self.trainer.model = self._copies.of(trainer.get_model(keep_torch_compile=False))
+
+    def shard(self) -> None:
+        """Shard the model. New tensors are real meanwhile: the meshes need them."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = self.trainer.model
+        mesh = init_device_mesh(self.trainer.device.type, (self._scenario.world_size,), mesh_dim_names=("dp",))
+        if self._scenario.sharding == "custom":
+            shard_model(self.trainer, mesh)
+        else:
+            for block in find_blocks(model):
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        originals = self._original.get_model(keep_torch_compile=False).named_parameters(remove_duplicate=False)
+        shards = dict(model.named_parameters(remove_duplicate=False))
+        self._copies.memo |= {id(parameter): shards[name] for name, parameter in originals if name in shards}
+        for parameter in model.parameters():
+            self.live.note(local(parameter))
+
+    def _copy_others(self) -> None:
+        """Copy what else the trainer holds: the loss function, optimizers, teachers."""
+        trainer = self.trainer
+        held = vars(trainer)
+        held.update({name: self._copies.of(value) for name, value in held.items() if name not in _NOT_COPIED})
+        self._modules = [trainer.model, *other_modules(trainer).values()]
+        self._parameters = list(dict.fromkeys(p for module in self._modules for p in module.parameters()))
+        averages = [one for one in self._original.callback_handler if isinstance(one, ModelEmaCallback)]
+        size = sum(map(_bytes, [*trainer.model.parameters(), *trainer.model.buffers()]))
+        self.live.add("averages", size * len(averages))
+
+    def make_updates(self, batch: Batch) -> None:
+        """Make two updates, of which the first creates the state of the optimizer."""
+        with self._mode, self._kernels, self.live:
+            self._copy_others()
+            size = find_batch_size(batch.data, batch.num_samples)
+            trial = self._begin(size)
+            steps = trial.run.window.steps
+            with fake_tensor.FakeCopyMode(self._mode):
+                data = copy.deepcopy(batch.data)
+            for tensor in tensors_in(data):
+                self.live.note(tensor)
+            fake = batch._replace(data=data, num_samples=size, total_samples=size, is_last=False)
+            for step in range(2 * steps):
+                if step % steps == 0:
+                    self.live.forget_peak()
+                try:
+                    trial.train_step(fake)
+                except _NEEDS_VALUES as error:
+                    raise NotImplementedError(
+                        "estimate_memory() makes steps with tensors without values, but, in the line shown above, "
+                        f"{getattr(error, 'func', error)} needs values. Let the step do without: read numbers (.item(),"
+                        " float(), if) in callbacks only, and replace masks in indices by torch.where."
+                    ) from error
+
+    def _begin(self, batch_size: int) -> Trial:
+        """Begin the trial with the copy of the trainer."""
+        trainer = self.trainer
+        trial = self._trial.begin_on(trainer, batch_size)
+        run = trial.run
+        if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
+            run.step = ShardedStep(trainer, run)
+        elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
+            trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+            self.live.add("communication", sum(map(_bytes, trained)))  # the buckets of DistributedDataParallel
+        self._choose_implementations()
+        run.loss_trackers = NoLosses()
+        trainer.train_epoch_start()
+        return trial
+
+    def _choose_implementations(self) -> None:
+        """Let optimizers update many tensors at once where they do so by default: the type of fake ones hides it."""
+        live = self.live
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = self._scenario.device_type != "cpu"
+            if isinstance(optimizer, Optimizer):
+                optimizer.register_step_pre_hook(lambda *_: setattr(live, "is_updating", True))
+                optimizer.register_step_post_hook(lambda *_: setattr(live, "is_updating", False))
+
+    def _optimizers(self) -> list[Any]:
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        return [*(_parts_of(optimizer) or [optimizer]), *other_optimizers(self.trainer).values()]
+
+    def _owners(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are known, with what they are for."""
+        for module in self._modules:
+            yield from (("buffers", buffer) for buffer in module.buffers())
+        # fully_shard keeps gradients whole until the end of an accumulation window, in parameters that are whole.
+        whole = (parameter for module in self._modules for parameter in module.parameters())
+        for parameter in self._parameters:
+            yield "parameters", parameter
+        for parameter in (*self._parameters, *whole):
+            if parameter.grad is not None:
+                yield "gradients", parameter.grad
+        for optimizer in self._optimizers() if _is_optimizer(self.trainer.optimizer) else ():
+            for state in optimizer.state.values():
+                yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    part = local(tensor)
+    return part.numel() * part.element_size()

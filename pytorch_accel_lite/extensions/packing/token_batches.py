@@ -1,0 +1,130 @@
+"""Batches of samples of similar length, by a budget of tokens rather than by a number of samples."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
+
+from pytorch_accel_lite.extending_data import IndexedData, Sample, check_positive_int
+
+#: Relative resolution, a power of two, at which lengths are distinguished when samples are grouped.
+_RESOLUTION = 16
+
+
+class TokenBatchSampler(Sampler[list[int]]):
+    """A batch sampler: as many samples of similar length in each batch as a budget of tokens holds, padding included.
+
+    In each epoch, samples whose lengths differ by less than a sixteenth are shuffled, then all are sorted by length and
+    cut into batches, which are shuffled. The number of batches is the same in every epoch, so schedules know the length
+    of an epoch. Random numbers are torch's: the trainer seeds them for each epoch, if it has a seed.
+
+    Samples that are ``packed`` in a row need no padding, so a batch may have samples of any lengths. The lengths in
+    each batch are the same in every epoch, chosen by best-fit decreasing (Johnson 1973): the longest first, each in the
+    fullest batch that has room for it.
+
+    Each process takes one batch in a step, so the budget is that of one process and its memory. If the batches of an
+    epoch do not divide evenly, the samples of the remaining ones are divided among the processes.
+
+    :param data: the samples, or their lengths in tokens: a list, an array or a tensor of integers
+    :param max_tokens: the most tokens in a batch after padding: its number of samples times its greatest length; or,
+        if they are packed, their sum
+    :param length: returns the length of a sample, each of which is read once; ``None`` if ``data`` are lengths
+    :param shuffle: whether to shuffle; otherwise batches go from the shortest to the longest samples, as evaluation
+        may, or in that of their packing, and are the same in each epoch
+    :param packed: whether samples are put in a row without padding, as by :class:`PackSequences`
+    :raises ValueError: if there is no sample, if a sample is longer than the budget, or if a length is not positive
+    """
+
+    def __init__(
+        self,
+        data: IndexedData,
+        max_tokens: int = 4096,
+        length: Callable[[Sample], int] | None = None,
+        shuffle: bool = True,
+        packed: bool = False,
+    ) -> None:
+        check_positive_int("max_tokens", max_tokens)
+        if length is len:
+            length = _num_tokens
+        lengths = data if length is None else [length(data[index]) for index in range(len(data))]
+        self.lengths = _checked(lengths, max_tokens)
+        self.max_tokens = max_tokens
+        self.shuffle = shuffle
+        units = 2.0 ** np.maximum(np.frexp(self.lengths)[1] - _RESOLUTION.bit_length(), 0)
+        self._groups = np.minimum(np.ceil(self.lengths / units) * units, max_tokens).astype(np.int64)
+        numbers = (_pack if packed else _cut)(np.sort(self._groups).tolist(), max_tokens)
+        self._batch_order = np.argsort(numbers, kind="stable")
+        self._bounds = [0, *np.cumsum(np.bincount(numbers)).tolist()]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of the samples of each batch."""
+        size = len(self.lengths)
+        order = torch.randperm(size).numpy() if self.shuffle else np.argsort(self.lengths, kind="stable")
+        order = order[np.argsort(self._groups[order], kind="stable")][self._batch_order]
+        for number in torch.randperm(len(self)).tolist() if self.shuffle else range(len(self)):
+            yield order[self._bounds[number] : self._bounds[number + 1]].tolist()
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self._bounds) - 1
+
+    def __repr__(self) -> str:
+        return f"TokenBatchSampler({len(self.lengths)} samples, max_tokens={self.max_tokens}, {len(self)} batches)"
+
+
+def _num_tokens(sample: Sample) -> int:
+    if isinstance(sample, Mapping):
+        raise TypeError(
+            f"length=len of a dict is the number of its keys, here {len(sample)}. Pass the length of its tokens, such "
+            "as length=lambda sample: len(sample['input_ids'])."
+        )
+    return len(sample)
+
+
+def _checked(values: object, max_tokens: int) -> npt.NDArray[np.int64]:
+    lengths = np.asarray(values)
+    if not lengths.size or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"TokenBatchSampler needs the length of each sample, a sequence of integers, not {type(values).__name__} "
+            f"of shape {lengths.shape} and type {lengths.dtype}. Pass samples with a length function, such as "
+            "TokenBatchSampler(data, length=len), or pass lengths."
+        )
+    for index in np.flatnonzero((lengths < 1) | (lengths > max_tokens))[:1].tolist():
+        raise ValueError(
+            f"Sample {index} has length {lengths[index]}, but lengths must be from 1 to max_tokens={max_tokens}. Leave "
+            "it out, cut it, or raise max_tokens."
+        )
+    return lengths.astype(np.int64)
+
+
+def _cut(lengths: Sequence[int], max_tokens: int) -> list[int]:
+    """Return the number of the batch of each sample, with padding, given the sorted lengths."""
+    numbers: list[int] = []
+    number = first = 0
+    for index, length in enumerate(lengths):
+        if (index + 1 - first) * length > max_tokens:
+            number, first = number + 1, index
+        numbers.append(number)
+    return numbers
+
+
+def _pack(lengths: Sequence[int], max_tokens: int) -> list[int]:
+    """Return the number of the batch of each sample, without padding, given the sorted lengths."""
+    numbers: list[int] = []
+    rooms: list[tuple[int, int]] = []  # the room left in each batch that may take another sample, and its number
+    count = 0
+    for length in reversed(lengths):
+        fullest = bisect_left(rooms, (length, 0))
+        if fullest == len(rooms):
+            rooms.append((max_tokens, count))
+            count += 1
+        room, number = rooms.pop(fullest)
+        if room - length >= lengths[0]:
+            insort(rooms, (room - length, number))
+        numbers.append(number)
+    return numbers[::-1]

@@ -1,0 +1,5 @@
+"""Ray: runs that Ray Train starts, and starts again."""
+
+from pytorch_accel_lite.extensions.ray.report_callback import RayReportCallback
+
+__all__ = ["RayReportCallback"]

@@ -1,0 +1,271 @@
+"""Finding a learning rate or a batch size by trial."""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
+from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial, check_positive_int, check_range, layer_scales
+from pytorch_accel_lite.optimizers import CombinedOptimizer
+from pytorch_accel_lite.plotting import plot_range_test
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+#: Decay per step of the running mean of the losses, which detects divergence.
+_SMOOTHING = 0.9
+
+
+@dataclass(repr=False)
+class LearningRates:
+    """The result of :meth:`Trainer.find_lr <pytorch_accel_lite.Trainer.find_lr>`; its repr is a sentence.
+
+    :param lrs: the learning rates that were tried, in increasing order, for the parameter group with the largest rate
+    :param losses: the loss of the update made with each learning rate
+    :param smoothed: the losses, each averaged with its neighbours on both sides
+    :param suggestion: the learning rate at which the smoothed loss falls fastest; ``None`` if it never falls
+    """
+
+    lrs: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float | None
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Plot the losses over the learning rates, with the suggestion (extra ``plot``).
+
+        :param path: where to save the picture; ``None`` does not save it
+        """
+        return plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
+
+    def __repr__(self) -> str:
+        tried = f"Tried {len(self.lrs)} learning rates from {self.lrs[0]:.3g} to {self.lrs[-1]:.3g}."
+        if self.suggestion is None:
+            return f"{tried} The loss does not fall with any of them: look at plot(), or try smaller ones."
+        return f"{tried} The loss falls fastest at {self.suggestion:.3g}."
+
+
+def find_lr(
+    self: TrainerLike,
+    train_dataset: NamedData,
+    per_device_batch_size: int = 8,
+    min_lr: float = 1e-6,
+    max_lr: float = 10.0,
+    num_steps: int = 100,
+    gradient_accumulation_steps: int | Mapping[int, int] = 1,
+    gradient_clip_value: float | None = None,
+    train_dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
+    *,
+    gradient_clip_norm: float | None = None,
+    diverged: float = 4.0,
+    optimizer: str | None = None,
+) -> LearningRates:
+    """Run a learning rate range test: increase the learning rate with every update, and suggest one.
+
+    See Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). The model, the optimizer and the
+    generators are restored afterwards; the run history and the callbacks are not involved. Must be called on every
+    process. Other arguments are those of :meth:`train`.
+
+    :param min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
+    :param max_lr: last learning rate
+    :param num_steps: number of updates, at least 10
+    :param diverged: stop once the smoothed loss exceeds its minimum by this factor; a loss that is negative, once it
+        has risen by this factor times its fall
+    :param optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
+        default all increase together, except in an overridden ``train_step``, where each has its own loss.
+    :return: the rates, the losses, a ``suggestion`` and ``plot()``; to be printed in a script, unlike in a console or
+        a notebook
+    """
+    check_range("min_lr", min_lr, above=0)
+    check_range("max_lr", max_lr, above=0)
+    check_range("diverged", diverged, above=1)
+    if min_lr >= max_lr:
+        raise ValueError(f"min_lr={min_lr!r} must be less than max_lr={max_lr!r}.")
+    if check_positive_int("num_steps", num_steps) < 10:
+        raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer do not make a curve.")
+    request = RunRequest(
+        num_epochs=1,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_clip_value=gradient_clip_value,
+        gradient_clip_norm=gradient_clip_norm,
+    )
+    size = per_device_batch_size
+    any_update = ("train_step", "closure", "logical_processes")
+    kwargs = train_dataloader_kwargs
+    trial = Trial(self, "find_lr", train_dataset, size, request, kwargs, collate_fn, supports=any_update)
+    with trial.running():
+        return _range_test(trial, optimizer, min_lr, max_lr, num_steps, diverged)
+
+
+def _groups_to_test(trial: Trial, name: str | None) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, or of all."""
+    trainer = trial.trainer
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
+    parts = inner.parts if isinstance(inner, CombinedOptimizer) else {}
+    names = ", ".join(map(repr, parts))
+    if name is None and trial.run.step.updates_one_by_one and len(parts) > 1:
+        raise ValueError(f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each alone.")
+    if name is not None and name not in parts:
+        raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {names or 'one without a name'}.")
+    groups: list[dict[str, Any]] = (trainer.optimizer if name is None else parts[name]).param_groups
+    return groups
+
+
+def _range_test(
+    trial: Trial, name: str | None, min_lr: float, max_lr: float, num_steps: int, diverged: float
+) -> LearningRates:
+    """Train with a learning rate that increases with every update, until the loss diverges."""
+    groups = _groups_to_test(trial, name)
+    watched = "loss" if not trial.run.step.updates_one_by_one or name is None else name
+    set_rates = [float(group["lr"]) for group in groups]
+    rates = [rate * scale for rate, scale in zip(set_rates, layer_scales(groups, set_rates), strict=True)]
+    largest = max(rates)
+    shares = [rate / largest if largest else 1.0 for rate in rates]
+    lrs: list[float] = []
+    losses: list[float] = []
+    mean = 0.0
+    lowest = math.inf
+    batches = trial.batches()
+    trial.trainer.train_epoch_start()
+    for number, lr in enumerate(np.geomspace(min_lr, max_lr, num_steps).tolist()):
+        for group, share in zip(groups, shares, strict=True):
+            group["lr"] = lr * share
+        means = trial.update(batches)
+        loss = means.get(watched, means["loss"])
+        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+        if not math.isfinite(mean):
+            break
+        lrs.append(lr)
+        losses.append(loss)
+        corrected = mean / (1 - _SMOOTHING ** (number + 1))
+        lowest = min(lowest, corrected) if number >= 10 else math.inf
+        if corrected - lowest > (diverged - 1) * (lowest if lowest > 0 else losses[0] - lowest):
+            break
+    if len(lrs) < 3:
+        raise ValueError(f"The loss is not finite with learning rates as small as min_lr={min_lr!r}. Try smaller ones.")
+    smoothed = _smooth(np.asarray(losses))
+    return LearningRates(lrs, losses, smoothed.tolist(), _steepest(lrs, smoothed))
+
+
+def _smooth(losses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Smooth the losses with a Gaussian: a running mean would lag behind, and lead to too high a suggestion."""
+    at = np.arange(len(losses))
+    weights = np.exp(-0.5 * ((at[:, None] - at) / max(2.0, len(losses) / 20)) ** 2)
+    smoothed: NDArray[np.float64] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max()) / weights.sum(1)
+    return smoothed
+
+
+def _steepest(lrs: list[float], smoothed: NDArray[np.float64]) -> float | None:
+    """Return the rate at which the loss falls fastest over the logarithm of the rates, before its minimum.
+
+    To count as a fall and not as noise, it must be at least a tenth of the initial loss.
+    """
+    lowest = int(smoothed.argmin())
+    if lowest < 2 or smoothed[:lowest].max() - smoothed[lowest] < 0.1 * abs(smoothed[0]):
+        return None
+    slopes = np.gradient(smoothed, np.log(lrs))
+    return lrs[int(slopes[:lowest].argmin())]
+
+
+def find_batch_size(
+    self: TrainerLike,
+    train_dataset: NamedData,
+    start: int = 2,
+    max_batch_size: int | None = None,
+    num_steps: int = 2,
+    train_dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
+) -> int:
+    """Find the largest batch size per process with which training fits into memory.
+
+    Sizes are doubled until one does not fit, and then bisected; all processes agree on the result. Everything is
+    restored afterwards, as with :meth:`find_lr`. The result only just fits: if samples differ in size, a slightly
+    smaller batch is safer.
+
+    :param start: first size to try
+    :param max_batch_size: largest size to try; defaults to a process's share of the dataset
+    :param num_steps: number of updates with each size
+    :param train_dataset: a dataset with a length, or a ``DataLoader`` of one, which is tried with other batch sizes
+    :raises RuntimeError: if not even one sample fits
+    """
+    check_positive_int("start", start)
+    check_positive_int("num_steps", num_steps)
+    if isinstance(train_dataset, dict):
+        train_dataset = NamedDatasets(train_dataset)
+    most = _most_samples(train_dataset, self.ranks.world_size, train_dataloader_kwargs, max_batch_size)
+    request, kwargs = RunRequest(num_epochs=1), train_dataloader_kwargs
+    trial = Trial(self, "find_batch_size", train_dataset, 1, request, kwargs, collate_fn, sets_batch_size=True)
+    with trial.running():
+
+        def fits(size: int) -> bool:
+            return _fits(trial, trial.read_batch(size), num_steps)
+
+        self.train_epoch_start()
+        largest, size = 0, min(start, most)
+        while largest < most and fits(size):
+            largest, size = size, min(2 * size, most)
+        largest += bisect(range(largest + 1, size), False, key=lambda between: not fits(between))
+    if not largest:
+        raise RuntimeError("Not even a batch of one sample fits into memory.")
+    self.print(f"The largest batch size that fits is {largest}{' (the maximum)' if largest == most else ''}.")
+    return largest
+
+
+def _most_samples(
+    train_dataset: Source, world_size: int, loader_kwargs: LoaderKwargs | None, max_batch_size: int | None
+) -> int:
+    """Return the largest batch size that can be tried."""
+    fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
+    if fixed:
+        raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}, but find_batch_size() chooses them itself.")
+    is_loader = isinstance(train_dataset, (DataLoader, OwnShard))
+    if is_loader and getattr(train_dataset, "batch_size", None) is None:
+        kind = type(train_dataset).__name__
+        raise ValueError(f"train_dataset: find_batch_size() cannot change the batches of {kind}. Pass its dataset.")
+    data = train_dataset.dataset if isinstance(train_dataset, DataLoader) else train_dataset
+    if not hasattr(data, "__len__"):
+        raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
+    most = len(data) // world_size
+    if max_batch_size is not None:
+        most = min(most, check_positive_int("max_batch_size", max_batch_size))
+    if most < 1:
+        raise ValueError(f"train_dataset has only {len(data)} samples, too few for a batch on every process.")
+    return most
+
+
+def _fits(trial: Trial, batch: Batch, num_steps: int) -> bool:
+    """Make a few updates with a batch, independently on each process, so that a failing one leaves none waiting."""
+    trainer = trial.trainer
+    failed = False
+    with trial.alone():
+        try:
+            for _ in range(num_steps):
+                update_from(trial, batch)
+        except Exception as error:
+            failed = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
+            if not failed:
+                raise
+    trainer.optimizer_zero_grad()
+    trial.run.batch = None  # to leave its memory to the next one
+    clear_device_cache(garbage_collection=failed)
+    return not any(trainer.all_gather_object(failed))
+
+
+def update_from(trial: Trial, batch: Batch) -> None:
+    """Update the weights from one batch."""
+    trial.trainer.backward_step(trial.loss_of(batch))
+    trial.trainer.optimizer_step()
+    trial.trainer.optimizer_zero_grad()

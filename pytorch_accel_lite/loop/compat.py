@@ -1,0 +1,85 @@
+"""A loop of one's own in ``_run_training``, as pytorch-accelerated's users write it: what it leaves out is done here.
+
+Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of
+the history. One that calls ``super()._run_training()`` has our loop, which does everything.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.loop import training
+from pytorch_accel_lite.loop.lifecycle import close_failed
+from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+
+def run_training(trainer: TrainerLike, run: Run) -> None:
+    """Call an overridden ``_run_training``."""
+    try:
+        with _following(trainer, run):
+            trainer._run_training()
+    except BaseException as error:
+        if not run.is_in_loop:
+            close_failed(trainer, run, error, ended=run.end.has_begun)
+        raise
+    if not run.is_in_loop:
+        for message in run.end.messages:
+            message()
+        training.warn_of_weights(trainer, run)
+
+
+def begin_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Begin an epoch of a loop of one's own, once the one before is complete."""
+    name = f"{type(trainer).__name__}._run_training"
+    if run.resumed is not None:
+        raise RuntimeError(
+            f"{name} has a loop of its own, which begins with the first epoch, so the run cannot be resumed. Call "
+            "super()._run_training() instead, and put what it adds into training_run_start, training_run_epoch_end and "
+            "training_run_end."
+        )
+    if not run.progress.epoch and run.request.saves_training_states and run.ranks.rank == 0:
+        warn_outside(
+            f"{name} has a loop of its own, so the run cannot be resumed from the states that it saves. For that, let "
+            "it call super()._run_training()."
+        )
+    _complete_epoch(trainer, run)
+    training.begin_epoch(run)
+
+
+def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Complete the epoch of a loop of one's own, which only counts it in the history."""
+    if run.epoch_phase:
+        trainer._step_after_epoch()
+        training.complete_epoch(trainer, run)
+
+
+@contextmanager
+def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """Notice in a block how the run ends, before the callbacks do."""
+
+    def note_end(trainer: TrainerLike, **kwargs: object) -> None:
+        if not run.is_in_loop:
+            run.end.has_begun = True
+            with suppress(StopTrainingError):
+                if run.end.reason is None:  # a run that was stopped ends within its epoch
+                    _complete_epoch(trainer, run)
+
+    def note_stop(trainer: TrainerLike, **kwargs: object) -> None:
+        stop = sys.exc_info()[1]  # the event is fired where it is handled
+        if not run.is_in_loop and isinstance(stop, StopTrainingError):
+            run.end.reason, run.end.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
+            run.end.pause = stop if isinstance(stop, RunPausedError) else None
+
+    listeners = trainer.callback_handler.listeners
+    noted = {"on_training_run_end": note_end, "on_stop_training_error": note_stop}
+    for event, note in noted.items():
+        listeners[event] = (note, *listeners[event])
+    try:
+        yield
+    finally:
+        for event in noted:
+            listeners.pop(event, None)

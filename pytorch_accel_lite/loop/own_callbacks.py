@@ -1,0 +1,54 @@
+"""Calling a user's own callbacks outside a run, for as long as they work there."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.text import describe_error
+from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
+
+#: The events of a step, without that of saving.
+_OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")
+
+
+class OwnCallbacks(CallbackHandler):
+    """Calls the methods that the user wrote for the events of a step, of each callback until it raises an error.
+
+    A callback may fail because it needs an event that comes before those of a step.
+
+    :param now: returns the time in seconds
+    :ivar seconds: how long the callbacks took, by class
+    :ivar failures: the errors that they raised, by class
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback], now: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failures: dict[str, str] = {}
+        self.timer = self._try
+        self._now = now
+        for callback in callbacks:
+            overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
+            if overridden:
+                self.callbacks.append(callback)
+                self.set_listening(callback, False, *(event for event in EVENTS if event not in overridden))
+        self._tried = list(self.callbacks)
+
+    @contextmanager
+    def _try(self, callback: object) -> Iterator[None]:
+        if callback not in self._tried:  # a phase within a callback, such as saving
+            yield
+            return
+        name, begin = type(callback).__name__, self._now()
+        try:
+            yield
+        except StopTrainingError:
+            pass
+        except Exception as error:
+            self.failures[name] = describe_error(error)
+            self.set_listening(callback, False, *_OF_A_STEP)
+        self.seconds[name] += self._now() - begin
