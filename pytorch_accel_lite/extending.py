@@ -14,7 +14,7 @@ from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
-from pytorch_accel_lite.data.batches import TARGET_KEYS, find_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.data.batches import TARGET_KEYS, find_batch_size, is_single_sample, parts_in, tensors_in
 from pytorch_accel_lite.data.loss_shapes import LossShapeError
 from pytorch_accel_lite.data.splitting import select_samples
 from pytorch_accel_lite.distributed import Ranks
@@ -49,8 +49,9 @@ __all__ = [
     # Trials.
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # What a trainer holds, and what batches consist of.
-    "TARGET_KEYS", "LossShapeError", "all_optimized_parameters", "find_batch_size", "is_overridden", "layer_scales",
-    "nested_in", "other_modules", "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
+    "TARGET_KEYS", "LossShapeError", "all_optimized_parameters", "find_batch_size", "is_overridden", "is_single_sample",
+    "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in", "registered_objects",
+    "select_samples", "tensors_in",
     # Help.
     "Report", "check_positive_int", "check_range", "describe_error", "warn_outside",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Public path of helpers: limits, a single process of a job, averages of weights, optional packages, texts."""
 
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE, import_extra
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR, import_extra
 from pytorch_accel_lite.base.text import as_cell, format_bytes, format_metric, format_value, from_cell, listed
 from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
 from pytorch_accel_lite.callbacks.metrics_file import as_json
@@ -15,8 +15,6 @@ from pytorch_accel_lite.distributed.process_zero import (
 from pytorch_accel_lite.loop.collectives import remove_padding, result_of_first
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma
 from pytorch_accel_lite.run.unknown_names import suggest
-
-LIMIT_BATCHES_ENV_VAR = LIMIT_BATCHES_VARIABLE  # the name in pytorch-accelerated
 
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",

@@ -233,3 +233,24 @@ def test_none_in_a_list_of_callbacks_is_left_out():
     train(trainer)
     assert list(trainer.callback_handler) == [kept]
     assert seen == ["kept"]
+
+
+class FreezesFirst(TrainerCallback):
+    """Means the first epoch, which is number 1."""
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.epoch == 0:
+            trainer.get_model().requires_grad_(False)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        assert trainer.progress.epoch == 0
+
+
+def test_a_comparison_of_the_epoch_with_0_is_pointed_out_once():
+    trainer = make_trainer([FreezesFirst])
+    with pytest.warns(
+        UserWarning, match=r"FreezesFirst\.on_train_epoch_start compares progress\.epoch with 0"
+    ) as caught:
+        train(trainer)
+    assert len(caught) == 1
+    train(trainer)

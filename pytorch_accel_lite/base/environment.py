@@ -16,7 +16,7 @@ from typing import TextIO
 
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
-LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
+LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"
 HANG_VARIABLE = "PT_ACC_HANG_SECONDS"
 
 

@@ -6,6 +6,7 @@ from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
+from pytorch_accel_lite.callbacks.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
@@ -19,14 +20,10 @@ from pytorch_accel_lite.callbacks.monitoring import (
     LossScaleCallback,
 )
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.non_finite import GradientSpikeCallback, NaNReportCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback
-from pytorch_accel_lite.callbacks.prediction_writer import (
-    PredictionWriterCallback,
-    iterate_predictions,
-    read_predictions,
-)
+from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback
@@ -34,6 +31,7 @@ from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCall
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback
+from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.throughput import ThroughputCallback
 from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
@@ -41,6 +39,7 @@ from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallba
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
+from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions import slurm as slurm
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (

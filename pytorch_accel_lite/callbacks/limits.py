@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -33,14 +33,14 @@ class LimitBatchesCallback(TrainerCallback):
 
 def limit_from_environment() -> list[TrainerCallback]:
     """Return a list with a :class:`LimitBatchesCallback` if ``PT_ACC_LIMIT_BATCHES`` is set, or an empty list."""
-    value = os.environ.get(LIMIT_BATCHES_VARIABLE, "none")
+    value = os.environ.get(LIMIT_BATCHES_ENV_VAR, "none")
     if value.lower() in ("", "none"):
         return []
     try:
         return [LimitBatchesCallback(int(value))]
     except ValueError:
         raise ValueError(
-            f"The environment variable {LIMIT_BATCHES_VARIABLE}={value!r} must be an integer of at least 1, or none."
+            f"The environment variable {LIMIT_BATCHES_ENV_VAR}={value!r} must be an integer of at least 1, or none."
         ) from None
 
 
@@ -81,15 +81,15 @@ class LimitBatches:
         self._before: str | None = None
 
     def __enter__(self) -> LimitBatches:
-        self._before = os.environ.get(LIMIT_BATCHES_VARIABLE)
-        os.environ[LIMIT_BATCHES_VARIABLE] = str(self.num_batches)
+        self._before = os.environ.get(LIMIT_BATCHES_ENV_VAR)
+        os.environ[LIMIT_BATCHES_ENV_VAR] = str(self.num_batches)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
-            del os.environ[LIMIT_BATCHES_VARIABLE]
+            del os.environ[LIMIT_BATCHES_ENV_VAR]
         else:
-            os.environ[LIMIT_BATCHES_VARIABLE] = self._before
+            os.environ[LIMIT_BATCHES_ENV_VAR] = self._before
 
 
 class DataLoaderSlice:

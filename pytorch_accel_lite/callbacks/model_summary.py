@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-import torch
-
-from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction
-from pytorch_accel_lite.loop.arguments import check_data
-from pytorch_accel_lite.loop.inference import inference, inference_run
+from pytorch_accel_lite.loop.inference import inference
+from pytorch_accel_lite.loop.layer_summary import summarise
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
-from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 
 if TYPE_CHECKING:
-    from torchinfo import ModelStatistics
+    pass
 
 
 class ModelSummaryCallback(TrainerCallback):
@@ -37,7 +27,7 @@ class ModelSummaryCallback(TrainerCallback):
 
     def __init__(self, depth: int = 3) -> None:
         self.depth = check_positive_int("depth", depth)
-        _torchinfo("ModelSummaryCallback")
+        import_extra("torchinfo", "summary", "ModelSummaryCallback")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         set_listening(trainer, self, not trainer.progress.update, "on_train_step_start")
@@ -47,62 +37,4 @@ class ModelSummaryCallback(TrainerCallback):
         batch = trainer.run.batch
         if batch is not None:
             with preserving_generators(), inference(trainer):
-                trainer.print(_summarise(trainer, batch.data, self.depth))
-
-
-def summary(
-    self: TrainerLike,
-    dataset: Data | None = None,
-    per_device_batch_size: int = 8,
-    dataloader_kwargs: LoaderKwargs | None = None,
-    collate_fn: CollateFunction | None = None,
-    *,
-    depth: int = 3,
-) -> ModelStatistics:
-    """Return torchinfo's summary of the model, which prints as a table. Needs the extra ``summary``.
-
-    The forward pass of one batch, in evaluation mode, tells the shapes of the outputs and the multiply-adds; it changes
-    nothing. Call it on every process.
-
-    :param dataset: data to take that batch from, read as by :meth:`predict`; ``None`` for a table without shapes
-    :param depth: number of levels of nested modules to list
-    """
-    torchinfo = _torchinfo("trainer.summary()")
-    check_positive_int("depth", depth)
-    if dataset is None:
-        return torchinfo.summary(self.get_model(keep_torch_compile=False), depth=depth, verbose=0)
-    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-    request = RunRequest("prediction", num_epochs=1)
-    with (
-        preserving_generators(),
-        inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
-        inference(self),
-    ):
-        for batch in run.data.required_eval_loader.steps(run.progress.epoch):
-            return _summarise(self, batch.data, depth)
-    raise ValueError(f"dataset={dataset!r} gave no batch.")
-
-
-def _torchinfo(purpose: str) -> ModuleType:
-    return import_extra("torchinfo", "summary", purpose)
-
-
-def _summarise(trainer: TrainerLike, batch: BatchData, depth: int) -> ModelStatistics:
-    """Return the summary of the model with the inputs that the trainer gives it for a batch."""
-    model = trainer.get_model(keep_torch_compile=False)
-    calls: list[tuple[tuple[Tree, ...], dict[str, Tree]]] = []
-    hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    with preserving_modes(model.modules()), mixed_precision(trainer.accelerator):
-        model.eval()
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                trainer.calculate_predict_batch_output(batch)
-        finally:
-            hook.remove()
-        if not calls:
-            raise RuntimeError(
-                f"calculate_predict_batch_output() does not call the model, {type(model).__name__}, so the shapes of "
-                "its inputs are unknown. Call torchinfo.summary() with inputs of your own."
-            )
-        args, kwargs = calls[0]
-        return _torchinfo("A summary").summary(model, input_data=[*args], depth=depth, verbose=0, **kwargs)
+                trainer.print(summarise(trainer, batch.data, self.depth))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytorch_accel_lite.base.devices import accumulation_dtype, module_of, to_float
+from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.loop.gradients import total_norm
@@ -192,12 +192,12 @@ class DeviceMemoryCallback(TrainerCallback):
         request.metrics.record(self, [f"memory_{kind}_mib" for kind in ("allocated", "reserved", "resident")])
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        memory = module_of(trainer.device)
+        memory = getattr(torch, trainer.device.type, None)
         if memory is not None and hasattr(memory, "reset_peak_memory_stats"):
             memory.reset_peak_memory_stats(trainer.device)
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        memory = module_of(trainer.device)
+        memory = getattr(torch, trainer.device.type, None)
         if memory is not None and hasattr(memory, "reset_peak_memory_stats"):
             used = {
                 "memory_allocated_mib": memory.max_memory_allocated(trainer.device) / _MIB,

@@ -95,7 +95,7 @@ def shown_rates(trainer: TrainerLike) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates_of(trainer).items()}
 
 
-def rates_of(trainer: TrainerLike) -> dict[str, MetricValue]:
+def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
     """Return the same as numbers, or as copies of tensors, which it does not read."""
     parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}

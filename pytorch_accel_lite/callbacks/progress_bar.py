@@ -9,12 +9,12 @@ import time
 import torch
 from tqdm import tqdm
 
+from pytorch_accel_lite.base.bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
-from pytorch_accel_lite.callbacks.bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.callbacks.printing import epoch_of, shown_rates
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.run.events import TrainerCallback

@@ -11,12 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
+from pytorch_accel_lite.base.bars import NotebookOutput
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reprs import table
+from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.bars import NotebookOutput
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, rates_of, shown_rates
 from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
 from pytorch_accel_lite.run.history import MetricValue
@@ -195,7 +197,8 @@ class _RunTable:
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
-        self.rates_used: dict[str, MetricValue] = {}  # by the latest update, if the schedule sets a rate after each
+        #: Those that the latest update used, if the schedule sets a rate after each.
+        self.rates_used: dict[str, float | torch.Tensor] = {}
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten
         self._names = dict.fromkeys(self._expected.directions)  # of the metrics that are expected or recorded
@@ -391,7 +394,7 @@ class _RunTable:
         if self._best_row in rows and self._marked_column in columns:
             bold = rows.index(self._best_row), columns.index(self._marked_column)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
-        output.html = table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
+        output.html = html_table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
         lines = (self._line(row, layout) for row in rows)
         output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
         output.refresh()

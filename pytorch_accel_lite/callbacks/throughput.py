@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 
-from pytorch_accel_lite.base.devices import DeviceTimer, Moment, module_of
+from pytorch_accel_lite.base.devices import DeviceTimer, Moment
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
-from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, split_into_parts
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.snapshot import StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.step import loss_of
+from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -170,26 +164,14 @@ class ThroughputCallback(TrainerCallback):
     def _count(self, trainer: TrainerLike) -> None:
         """Count the FLOPs of a forward and a backward pass on the current batch, and agree with the other processes."""
         run = trainer.run
-        counted, samples, failure, is_full = 0, 0, "", False
-        if run.batch is not None and not run.batch.is_filler and not isinstance(run.batch.data, FailedRead):
-            try:
-                part = split_into_parts(run.batch, run.step.num_microbatches)[0]
-                with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
-                    counted = _count_flops(trainer, part)
-                samples = find_batch_size(part.data, part.num_samples)
-            except Exception as error:  # unless the counter caused it, the step itself will fail as well
-                failure, is_full = f"{type(error).__name__}: {error}", is_out_of_memory(error)
-        results = trainer.all_gather_object((counted, samples, failure, is_full))
-        if run.request.auto_microbatch and any(full for *_, full in results):
+        counts = trainer.all_gather_object(try_counting_flops(trainer))
+        if run.request.auto_microbatch and any(count.is_out_of_memory for count in counts):
             self._failed_parts = run.step.num_microbatches  # count again once batches are split further
-            return
-        all_flops, all_samples, failures, _ = zip(*results, strict=True)
-        if sum(all_samples):
+        elif samples := sum(count.samples for count in counts):
             self._must_count = False
-            self._flops = sum(all_flops) / sum(all_samples)
-        elif any(failures):
-            reason = next(filter(None, failures)).rstrip(".")
-            self._stop_counting(trainer, f"torch's counter has failed with {reason}")
+            self._flops = sum(count.flops for count in counts) / samples
+        elif failures := [count.failure for count in counts if count.failure]:
+            self._stop_counting(trainer, f"torch's counter has failed with {failures[0].rstrip('.')}")
 
     def on_backward_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._forward_start is not None:
@@ -249,18 +231,6 @@ class ThroughputCallback(TrainerCallback):
             trainer.run_history.update_metric("slowest_rank_factor_epoch", longest / others if others else 1.0)
 
 
-def _count_flops(trainer: TrainerLike, batch: Batch) -> int:
-    """Return the FLOPs of a forward and a backward pass on a batch, without compiled code."""
-    from torch.utils.flop_counter import FlopCounterMode  # which imports triton
-
-    has_compiled = "torch._dynamo" in sys.modules  # else importing it would take a second
-    eager = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
-    counter = FlopCounterMode(display=False)
-    with eager, replaced(trainer, compiled_forward=None), unwrapped_model(trainer), counter:
-        trainer.backward_step(loss_of(trainer, batch))
-    return int(counter.get_total_flops())
-
-
 def _reason_not_to_count(trainer: TrainerLike) -> str | None:
     """Return why a forward and a backward pass cannot be tried, if so."""
     if trainer.is_sharded:
@@ -274,7 +244,7 @@ def _reason_not_to_count(trainer: TrainerLike) -> str | None:
 
 def _find_peak(trainer: TrainerLike) -> float | None:
     """Return the peak of the trainer's device in FLOPs per second in the precision that it trains with, if known."""
-    name = getattr(module_of(trainer.device), "get_device_name", lambda device: "")(trainer.device)
+    name = getattr(getattr(torch, trainer.device.type, None), "get_device_name", lambda device: "")(trainer.device)
     peaks = next((peaks for model, peaks in _PEAKS.items() if re.search(rf"\b{model}\b{_VARIANTS}", name)), None)
     precision = _precision(trainer)
     if peaks is None or "MIG" in name or precision not in ("float16", "bfloat16", "float32"):
@@ -291,7 +261,7 @@ def _precision(trainer: TrainerLike) -> str:
 
 
 def _describe(trainer: TrainerLike) -> str:
-    get_name = getattr(module_of(trainer.device), "get_device_name", None)
+    get_name = getattr(getattr(torch, trainer.device.type, None), "get_device_name", None)
     name = f"{trainer.device.type!r}" if get_name is None else f"{get_name(trainer.device)!r}"
     return f"the device {name} with {_precision(trainer)}"
 

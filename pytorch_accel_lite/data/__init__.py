@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.composed_streams import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
-from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
 from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.sources import IndexedData
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions.packing import (
     PackSequences,
@@ -21,9 +21,12 @@ from pytorch_accel_lite.extensions.packing import (
 
 __all__ = [
     "Batch",
+    "BatchData",
+    "CollateFunction",
     "Data",
     "FailedRead",
     "IndexedData",
+    "LoaderKwargs",
     "LoaderOptions",
     "Mixture",
     "MixtureSampler",
@@ -33,8 +36,10 @@ __all__ = [
     "NamedSampler",
     "OwnShard",
     "PackSequences",
+    "Sample",
     "ShardedLoader",
     "ShuffledStream",
+    "Source",
     "TokenBatchSampler",
     "packed_attention",
     "packed_mask",

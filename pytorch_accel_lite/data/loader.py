@@ -11,13 +11,13 @@ from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
 
 import torch
+from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data.batches import Batch, find_batch_size, is_single_sample, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
-from pytorch_accel_lite.data.placement import placed
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
 from pytorch_accel_lite.data.workers import start_reading
@@ -259,3 +259,20 @@ def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sam
     other = copy.copy(loader)
     vars(other).update(changes)
     return other
+
+
+def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
+    """Return steps whose data are on a device, without waiting for the copies.
+
+    :param device: ``None`` if the data are there already
+    :param channels_last: whether tensors of four dimensions are put into this memory format
+    """
+    if device is not None:
+        steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)
+    if channels_last:
+        steps = (step._replace(data=recursively_apply(_to_channels_last, step.data)) for step in steps)
+    return steps
+
+
+def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from torch import nn
 
@@ -12,6 +11,8 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data import Batch, NamedData
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.arguments import check_data
 from pytorch_accel_lite.loop.explanations import explaining
@@ -22,7 +23,7 @@ from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.modes import call_start
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.events import CallbackHandler
-from pytorch_accel_lite.run.history import RunHistory, count_values
+from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.parts import Evaluation, LeftOut
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -120,7 +121,7 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
+def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
     completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
     trainer.eval_epoch_start()
@@ -180,11 +181,11 @@ def evaluate(
     self: TrainerLike,
     dataset: NamedData | None = None,
     per_device_batch_size: int = 8,
-    dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
     *,
     auto_microbatch: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, MetricValue]:
     """Evaluate the model, counting every sample exactly once on any number of processes."""
     dataset = self._latest_eval_dataset if dataset is None else dataset
     check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
@@ -242,7 +243,7 @@ def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> d
 
 
 @contextmanager
-def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
+def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]:
     """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
 
     Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
@@ -250,7 +251,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
     """
     history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
     counts_before = count_values(history)
-    latest: dict[str, Any] = {}
+    latest: dict[str, MetricValue] = {}
     try:
         yield latest
     finally:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.loop import compat, lifecycle, scheduling, training
 from pytorch_accel_lite.run.signals import ending_in_order, exit_after
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -20,8 +21,8 @@ class LoaderArguments(NamedTuple):
     """
 
     batch_size: int
-    of_train: dict[str, Any] | None
-    of_eval: dict[str, Any] | None
+    of_train: LoaderKwargs | None
+    of_eval: LoaderKwargs | None
 
 
 def fit(

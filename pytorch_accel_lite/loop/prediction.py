@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
@@ -16,8 +16,11 @@ from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.data.batches import Batch, find_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.arguments import check_data
@@ -38,11 +41,11 @@ def predict(
     self: TrainerLike,
     dataset: Data,
     per_device_batch_size: int = 8,
-    dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
     *,
     only_first: bool = False,
-) -> Any:
+) -> Tree:
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU."""
     predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
     outputs, is_empty = Concatenation(), True
@@ -62,11 +65,11 @@ def predict_iter(
     self: TrainerLike,
     dataset: Data,
     per_device_batch_size: int = 8,
-    dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
     *,
     only_first: bool = False,
-) -> Iterator[Any]:
+) -> Iterator[Tree]:
     """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process."""
     for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
         yield concatenate(parts) if parts else None
@@ -78,13 +81,13 @@ def _keeps(trainer: TrainerLike, only_first: bool) -> bool:
 
 def _predicted(
     self: TrainerLike,
-    dataset: Any,
+    dataset: Data,
     batch_size: int,
-    loader_kwargs: Any,
-    collate_fn: Any,
+    loader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
     only_first: bool,
     is_collected: bool,
-) -> Generator[list[Any], None, None]:
+) -> Generator[list[Tree], None, None]:
     """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
 
     :param is_collected: whether the caller does nothing but collect them
@@ -134,12 +137,12 @@ class _Report(NamedTuple):
     size: int
 
 
-def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Any]]:
+def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Tree]]:
     """Yield for each step the outputs of all processes, which they gather after a number of steps."""
     ranks = trainer.data_ranks
     is_late = is_collected and is_asynchronous(run.device)
     outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
-    generators: dict[str, Any] = {}
+    generators: StateDict = {}
     if is_collected and ranks.world_size == 1:
         with _predicting(trainer, run, generators):
             yield from filter(None, outputs)
@@ -170,7 +173,7 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
 
 
 @contextmanager
-def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> Iterator[None]:
+def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterator[None]:
     """Let the model predict in a block, without effect on an outer run.
 
     :param generators: the states of the generators of a prediction within a run, from one block to the next
@@ -183,13 +186,13 @@ def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> I
             generators.update(capture_generators())
 
 
-def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
+def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Tree]]:
     """Yield this process's outputs, each copied while the device computes the next step, which waits for nothing.
 
     The copies are in pinned memory, which is not kept: there may be many.
     """
     device = run.device
-    before: tuple[list[Any], Any] | None = None
+    before: tuple[list[Tree], torch.Event] | None = None
     for copies in _outputs(trainer, run, partial(torch.Tensor.to, device="cpu", non_blocking=True)):
         if before is not None:
             yield _arrived(*before)
@@ -198,7 +201,7 @@ def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
         yield _arrived(*before)
 
 
-def _arrived(copies: list[Any], arrival: Any) -> list[Any]:
+def _arrived(copies: list[Tree], arrival: torch.Event) -> list[Tree]:
     """Return copies out of pinned memory, once they have been made."""
     arrival.synchronize()
     return [to_cpu(each, copy=torch.Tensor.clone) for each in copies]
@@ -206,13 +209,13 @@ def _arrived(copies: list[Any], arrival: Any) -> list[Any]:
 
 def _outputs(
     trainer: TrainerLike, run: Run, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
-) -> Iterator[list[Any]]:
+) -> Iterator[list[Tree]]:
     """Yield this process's outputs step by step, on the CPU.
 
     :param copy: copies a tensor to the CPU
     """
     listeners = trainer.callback_handler.listeners
-    shares: list[Any] = []
+    shares: list[Tree] = []
     is_checked = run.ranks.rank > 0
     batches = run.data.required_eval_loader.steps(run.progress.epoch, run.request.first_sample)
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
@@ -229,7 +232,7 @@ def _outputs(
             shares = []
 
 
-def _check_rows(batch: Batch, output: Any) -> bool:
+def _check_rows(batch: Batch, output: Tree) -> bool:
     """Warn if no output has a row for each sample, and return whether the batch could tell."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
@@ -246,7 +249,7 @@ def _check_rows(batch: Batch, output: Any) -> bool:
     return True
 
 
-def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:
+def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
     """Make the run around a prediction the current one while a part of the prediction is being used."""
     for parts in steps:
         if run.before is not None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pytorch_accel_lite.base.environment import cores_per_process
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of
 from pytorch_accel_lite.run.state import TrainerLike
 
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
@@ -31,12 +29,13 @@ def faster_data(trainer: TrainerLike) -> str:
     )
 
 
-def unfused_class(optimizer: Any) -> str:
+def unfused_class(optimizer: TrainerOptimizer) -> str:
     """Return the class of an optimizer that has a faster fused variant for its parameters; ``""`` for any other.
 
     For SGD, the fused variant is not clearly faster. A variant that was chosen explicitly is respected.
     """
-    for part in parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]:
+    single: TrainerOptimizer = getattr(optimizer, "optimizer", optimizer)
+    for part in parts_of(optimizer).values() or [single]:
         parameters = list(optimized_parameters(part))
         is_chosen = any(group.get(name) for group in part.param_groups for name in _VARIANTS)
         is_possible = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,11 +13,13 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
 from pytorch_accel_lite.checkpoint.user_attributes import describe_left_out, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import evaluate_all, evaluate_if_due, start_evaluations
 from pytorch_accel_lite.loop.explanations import explaining
@@ -27,6 +28,7 @@ from pytorch_accel_lite.loop.lifecycle import create_loader, ending
 from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run import attributes
@@ -56,6 +58,8 @@ def train(trainer: TrainerLike, run: Run) -> None:
             run.global_modes = GlobalModes.now(run.device)
             run.control.sync(now=True)
             _describe_states(trainer, run)
+            if run.data.eval_loader is not None:
+                check_evaluation(trainer, run)
             over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
@@ -117,7 +121,7 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
 
 
 @contextmanager
-def _reading(run: Run, source: Any) -> Iterator[None]:
+def _reading(run: Run, source: Source) -> Iterator[None]:
     """Let a run read other training batches in a block, if they are not those that it reads anyway."""
     own = run.data.train_loader
     if source is own:
@@ -132,7 +136,7 @@ def _reading(run: Run, source: Any) -> Iterator[None]:
         run.data.train_loader = own
 
 
-def train_epoch(trainer: TrainerLike, run: Run, source: Any) -> bool:
+def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     """Run the steps of an epoch, or the remaining ones, and record its losses.
 
     :param source: the training batches, usually those of the run
@@ -195,7 +199,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             loader.seconds_waited += time.perf_counter() - begin
 
 
-def _check_length(run: Run, loader: Any, length: int | None) -> None:
+def _check_length(run: Run, loader: Source, length: int | None) -> None:
     """Check that an epoch had batches, and warn if a stream has ended before its length, which schedules rely on."""
     steps = run.progress.step
     if not steps:
@@ -295,7 +299,7 @@ def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     return False
 
 
-def _is_trained_further(trainer: TrainerLike, run: Run, about: Mapping[str, Any]) -> bool:
+def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
     """Whether a run that was stopped is longer now, or without the callback that stopped it; prints how it could be."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
@@ -325,7 +329,7 @@ def smallest_share(trainer: TrainerLike, run: Run) -> int:
     return _smallest_for_batch_norm(trainer, run, norms) if norms else 1
 
 
-def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, Any]) -> int:
+def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, _BatchNorm]) -> int:
     ranks = run.ranks
     alone = [
         f"{type(norm).__name__} {name.removeprefix('module.')!r}"

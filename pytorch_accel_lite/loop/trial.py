@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.data import Batch, NamedDatasets
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
@@ -57,11 +56,11 @@ class Trial:
         self,
         trainer: TrainerLike,
         name: str,
-        train_dataset: Any,
+        train_dataset: Source,
         batch_size: int,
         request: RunRequest,
-        loader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        loader_kwargs: LoaderKwargs | None = None,
+        collate_fn: CollateFunction | None = None,
         supports: Collection[str] = (),
         sets_batch_size: bool = False,
     ) -> None:
@@ -160,7 +159,7 @@ class Trial:
                     "start again each time, or pass a smaller num_steps."
                 )
 
-    def read_evaluation(self, eval_dataset: Any, loader_kwargs: dict[str, Any] | None = None) -> None:
+    def read_evaluation(self, eval_dataset: Source, loader_kwargs: LoaderKwargs | None = None) -> None:
         """Create the loaders of an evaluation dataset, ``run.data.eval_loader``."""
         self.run.data.eval_dataset = eval_dataset
         create_eval_loaders(self.trainer, self.run, self._batch_size, loader_kwargs)

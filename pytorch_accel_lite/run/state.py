@@ -54,7 +54,14 @@ T = TypeVar("T")
 
 
 class Logical(Protocol):
-    """The logical processes of a job, as those see them that compute with their shares."""
+    """The logical processes of a job, as those see them that compute with their shares.
+
+    :ivar count: number of logical processes of the job
+    :ivar current: the number of the one whose share is being computed
+    :ivar shares: which of them this process stands for, as ``shares.local``
+    :ivar outputs: the share of each in this step, by number, and what the step has returned for it
+    :ivar is_computing: whether this process computes for them
+    """
 
     count: int
     current: int
@@ -256,6 +263,11 @@ class Step:
         self.must_warm_up_ddp = False
         self.must_compare_replicas = False
         self.without_gradient: list[nn.Parameter] = []
+
+    @property
+    def optimizers_never_updated(self) -> list[str]:
+        """The names of the optimizers that the run has never updated, if they are updated one by one."""
+        return []
 
     def begin(self, trainer: TrainerLike) -> None:
         """Prepare for the first batch of a training run, rather than of a trial."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
 
 import torch
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_all
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.batches import Batch, BatchOutput, Share, is_number
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.window import Count
 
 
 class LogicalProcesses:
@@ -72,7 +73,7 @@ class LogicalProcesses:
         """Return running losses whose sums do not depend on the number of processes."""
         return SharedLossTrackers(self.shares.local, lambda: self.current)
 
-    def capture(self, trainer: TrainerLike) -> dict[str, Any]:
+    def capture(self, trainer: TrainerLike) -> StateDict:
         """Return the state of the logical processes for a training state. Call it on every process."""
         run = trainer.current_run
         losses = trainer.ranks.all_gather_object(run.loss_trackers.local_sums())
@@ -88,7 +89,7 @@ class LogicalProcesses:
         Between steps, the generators are the same on all processes.
         """
         is_same = state.metadata.get("logical_processes") == self.count
-        saved: dict[str, Any] = state.shared["logical"] if is_same else {"losses": [state.shared["losses"]]}
+        saved: StateDict = state.shared["logical"] if is_same else {"losses": [state.shared["losses"]]}
         run = trainer.current_run
         if isinstance(run.loss_trackers, SharedLossTrackers):
             run.loss_trackers.load_sums(saved["losses"])
@@ -122,12 +123,12 @@ class SharedLossTrackers(LossTrackers):
         self._current = current
         self.by_number = {number: LossTrackers() for number in numbers}
 
-    def add(self, output: dict[str, Any]) -> None:
+    def add(self, output: BatchOutput) -> None:
         """Add the losses of a share."""
         super().add(output)
         self.by_number[self._current()].add(output)
 
-    def log(self, name: str, value: Any, weight: Any) -> None:
+    def log(self, name: str, value: torch.Tensor | float, weight: Count) -> None:
         """Add a value of a share under its own name."""
         super().log(name, value, weight)
         self.by_number[self._current()].log(name, value, weight)

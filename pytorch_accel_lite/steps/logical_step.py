@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import nn
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.randomness import seed_all
@@ -98,7 +98,7 @@ class LogicalWindow(GradientWindow):
             self.items[self.number] = self.items.get(self.number, 0) + weight
         return loss * (weight / self.nominal)
 
-    def finish(self, optimizer: Any) -> Count:
+    def finish(self, optimizer: Optimizer) -> Count:
         """Give the parameters their gradients, corrected if the window's true size differs from the nominal one."""
         self.sums.finish()
         return super().finish(optimizer)

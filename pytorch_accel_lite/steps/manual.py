@@ -73,6 +73,11 @@ class ManualStep(Step):
             run.ranks.copy_from_first(list(dict.fromkeys(shared)))
             self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
 
+    @property
+    def optimizers_never_updated(self) -> list[str]:
+        """The names of the optimizers that the run has never updated."""
+        return [name for name in self.optimizers if name not in self.updated]
+
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the user's step on a batch and track its losses."""
         self.losses = {}

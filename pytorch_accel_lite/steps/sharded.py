@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pytorch_accel_lite.base.modules import local
@@ -26,7 +24,7 @@ class ShardedStep(PlainStep):
         super().__init__(trainer, run)
         from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
-        self._fsdp_modules: list[Any] = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+        self._fsdp_modules = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
         self._reduces = True
         for sharded in self._fsdp_modules:  # a run that failed within a window may have disabled it
             sharded.set_requires_gradient_sync(True, recurse=False)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -22,7 +23,6 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 
 T = TypeVar("T")
 
@@ -314,7 +314,8 @@ def peak_of(action: Callable[[], Any]) -> int:
     """The most bytes that are allocated at a time on the device, beyond those that were before."""
     free_memory()
     if not ON_GPU:
-        with LiveBytes(DEVICE, lambda: ()) as live:
+        counting = pytest.importorskip("pytorch_accel_lite.extensions.memory_estimate.live_bytes")  # may be deleted
+        with counting.LiveBytes(DEVICE, lambda: ()) as live:
             action()
         return int(live.peak)
     product = torch.ones(64, 64, device=DEVICE)

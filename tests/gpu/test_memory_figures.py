@@ -79,6 +79,7 @@ def trainer_for(case: str) -> Trainer:
     return Trainer(model, loss, optimizer(model.parameters()), [], mixed_precision=precision)
 
 
+@pytest.mark.extension("memory_estimate")
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimate_is_within_15_percent_of_the_measured_peak(case, measured):
     data = CASES[case][2]()

@@ -133,6 +133,7 @@ def test_a_run_goes_on_after_memory_ran_out():
     assert trainer.progress.update == 1
 
 
+@pytest.mark.extension("tuning")
 def test_find_batch_size_ends_and_leaves_the_memory_as_it_was():
     model = Wide()
     trainer = wide_trainer(model)

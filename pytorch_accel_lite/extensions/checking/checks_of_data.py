@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
+from pytorch_accel_lite.data import Sample, Source
 from pytorch_accel_lite.extending import TARGET_KEYS, nested_in, parts_in, tensors_in
 from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, doubt, mistake
 from pytorch_accel_lite.utils import listed
@@ -25,11 +27,11 @@ from pytorch_accel_lite.utils import listed
 # ----------------------------------------------------------------------------------------------------- reading
 
 
-def independent_copy(dataset: Any) -> Any:
+def independent_copy(dataset: Source) -> Source:
     """Return a copy of a dataset whose generators are its own, but whose data are not copied; itself if that fails."""
     if not isinstance(dataset, Dataset) or type(dataset) is TensorDataset:
         return dataset
-    shared: dict[int, Any] = {}
+    shared: dict[int, object] = {}
     for part in nested_in(dataset, lambda value: isinstance(value, Dataset)):
         for value in vars(part).values():
             for data in (value, *(value if isinstance(value, (list, tuple)) and len(value) <= 100 else ())):
@@ -42,13 +44,13 @@ def independent_copy(dataset: Any) -> Any:
         return dataset
 
 
-def owners_of_generators(data: Iterable[Any]) -> list[Any]:
+def owners_of_generators(data: Iterable[Source]) -> list[object]:
     """Return loaders, samplers and datasets, which may be nested, and what they have as attributes: transforms."""
     parts = [part for one in data for part in nested_in(one, lambda v: isinstance(v, (Dataset, DataLoader, Sampler)))]
     return [*parts, *(value for part in parts for value in getattr(part, "__dict__", {}).values())]
 
 
-def _datasets(probe: Probe) -> dict[str, Any]:
+def _datasets(probe: Probe) -> dict[str, Source]:
     """Return the training and the evaluation dataset, or those of the loaders passed in their place."""
     data = probe.run.data
     datasets = {"train_dataset": data.train_dataset, "eval_dataset": data.eval_dataset}
@@ -62,19 +64,19 @@ def _seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _is_indexed(dataset: Any) -> bool:
+def _is_indexed(dataset: Source) -> bool:
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return has_both and not isinstance(dataset, (IterableDataset, Mapping))
 
 
-def _read(dataset: Any, most: int, seconds: float = math.inf, seed: int = 0) -> dict[int, Any]:
+def _read(dataset: Source, most: int, seconds: float = math.inf, seed: int = 0) -> dict[int, Sample]:
     """Read samples of a dataset, chosen at random, with the same random numbers for each; a few of a stream."""
     end = time.monotonic() + seconds
     _seed_generators(seed)
     if not _is_indexed(dataset):
         return dict(enumerate(islice(dataset, min(most, 64)))) if isinstance(dataset, IterableDataset) else {}
     size = len(dataset)
-    samples: dict[int, Any] = {}
+    samples: dict[int, Sample] = {}
     for index in sorted(random.Random(0).sample(range(size), min(most, size))):
         _seed_generators(seed)
         samples[index] = dataset[index]
@@ -83,7 +85,7 @@ def _read(dataset: Any, most: int, seconds: float = math.inf, seed: int = 0) -> 
     return samples
 
 
-def _divide(sample: Any) -> tuple[Any, Any]:
+def _divide(sample: Sample) -> tuple[Sample, Sample]:
     """Return the inputs and the target of a sample, as far as they can be told apart."""
     if isinstance(sample, Mapping):
         target = next((sample[key] for key in TARGET_KEYS if key in sample), None)
@@ -93,7 +95,7 @@ def _divide(sample: Any) -> tuple[Any, Any]:
     return sample, None
 
 
-def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
+def _numbers(value: object) -> NDArray[Any] | None:
     """Return the numbers in an input, in a row."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -105,7 +107,7 @@ def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
     return value.reshape(-1) if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" else None
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _tensor(value: object) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.empty(0)
 
 
@@ -151,7 +153,7 @@ def check_data(probe: Probe) -> Iterator[Finding]:
     yield from _compare_ranges(probe)
 
 
-def _look_for_nan(probe: Probe, name: str, samples: Mapping[int, Any]) -> Iterator[Finding]:
+def _look_for_nan(probe: Probe, name: str, samples: Mapping[int, Sample]) -> Iterator[Finding]:
     bad = {}
     for index, sample in samples.items():
         if any(n is not None and not np.isfinite(n).all() for n in map(_numbers, parts_in([sample]))):
@@ -197,7 +199,7 @@ def _look_at_order(probe: Probe, labels: list[int]) -> Iterator[Finding]:
         yield doubt(text, "Shuffle the training data: train_dataloader_kwargs={'shuffle': True}, the default.")
 
 
-def _look_at_inputs(pairs: list[tuple[Any, Any]]) -> Iterator[Finding]:
+def _look_at_inputs(pairs: list[tuple[Sample, Sample]]) -> Iterator[Finding]:
     """Look for samples that are all the same, and for a target that is among the inputs."""
     digests = {_digest(inputs) for inputs, _ in pairs}
     if len(pairs) >= 8 and len(digests) == 1 and None not in digests:
@@ -218,7 +220,7 @@ def _look_at_inputs(pairs: list[tuple[Any, Any]]) -> Iterator[Finding]:
         yield doubt(text, "Remove them from the inputs if they encode the label.", columns=columns)
 
 
-def _encoding_columns(inputs: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> list[int]:
+def _encoding_columns(inputs: NDArray[np.float64], labels: NDArray[np.float64]) -> list[int]:
     """Return the columns that have one value for each label, and not the same for all."""
     kinds, counts = np.unique(labels, return_counts=True)
     if not 2 <= len(kinds) <= 100 or counts.min() < 5:
@@ -271,7 +273,7 @@ def check_leakage(probe: Probe) -> Iterator[Finding]:
         yield (mistake if share >= 0.05 else doubt)(text, advice, samples=both)
 
 
-def _digests(dataset: Any, seconds: float) -> dict[int, str]:
+def _digests(dataset: Source, seconds: float) -> dict[int, str]:
     """Return what identifies the inputs of samples, by index, if they hold so much that two are hardly the same."""
     digests = {}
     for index, sample in _read(dataset, 50_000, seconds).items():
@@ -286,7 +288,7 @@ def _digests(dataset: Any, seconds: float) -> dict[int, str]:
     return digests
 
 
-def _digest(inputs: Any) -> str | None:
+def _digest(inputs: object) -> str | None:
     """Return what identifies inputs; ``None`` if they hold something that cannot be compared."""
     digest = hashlib.sha1(usedforsecurity=False)
     for part in parts_in([inputs]):
@@ -332,6 +334,6 @@ def check_augmentation(probe: Probe) -> Iterator[Finding]:
         yield mistake(f"Reading a sample seeds the generator of {listed(fixed)}.", advice, generators=fixed)
 
 
-def _digest_of_first(dataset: Any, seed: int) -> str | None:
+def _digest_of_first(dataset: Source, seed: int) -> str | None:
     """Return what identifies a few samples, read with these random numbers."""
     return _digest([*_read(dataset, 3, seed=seed).values()])

@@ -14,12 +14,21 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import RandomSampler
 
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending import TARGET_KEYS, describe_error, registered_objects, tensors_in
+from pytorch_accel_lite.extending import (
+    TARGET_KEYS,
+    describe_error,
+    find_batch_size,
+    is_single_sample,
+    registered_objects,
+    tensors_in,
+)
 from pytorch_accel_lite.extensions.checking.probing import (
     TOLERANCE,
     Finding,
     NotApplicableError,
+    Part,
     Probe,
+    Update,
     Watch,
     difference,
     distance,
@@ -53,6 +62,14 @@ def check_runs(probe: Probe) -> Iterator[Finding]:
             probe.evaluate(probe.eval_batch)
     except Exception as error:
         yield mistake(f"The {phase} step raised {describe_error(error)}")
+    loader = probe.run.data.required_train_loader
+    gives_items = getattr(loader, "batch_size", 1) is None and getattr(loader, "batch_sampler", 1) is None
+    if gives_items and is_single_sample(probe.batch.data):
+        yield doubt(
+            "The DataLoader has batch_size=None: it takes each item of the dataset for a whole batch. The first looks "
+            f"like a single sample, whose {find_batch_size(probe.batch.data)} features would be counted as samples.",
+            "Pass batch_size=1 or more, which puts samples together, or let each item be a batch.",
+        )
     for name, text in probe.failed_callbacks.items():
         yield remark(f"{name} could not be tried outside of a run: {text}")
 
@@ -174,7 +191,7 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
     if isinstance(getattr(probe.run.data.train_loader, "sampler", None), RandomSampler):
         # Batches of pairs or triplets, one after another or in two halves, are the same if these are moved as a whole.
         half = size // 2
-        keys: list[Callable[[int], Any]] = [lambda row: -(row // 2), lambda row: -(row // 3)]
+        keys: list[Callable[[int], int | tuple[int, int]]] = [lambda row: -(row // 2), lambda row: -(row // 3)]
         keys.append(lambda row: (row // half, -row))
         moved = [probe.evaluate(select(batch, sorted(range(size), key=key))).loss - first.loss for key in keys]
         if min(map(abs, [*moved, second.loss - first.loss])) > TOLERANCE * max(abs(first.loss), 1e-6):
@@ -211,7 +228,7 @@ def check_inputs_matter(probe: Probe) -> Iterator[Finding]:
         yield (mistake if len(ignored) == len(inputs) else doubt)(text, input=name)
 
 
-def _ignored(probe: Probe, inputs: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+def _ignored(probe: Probe, inputs: Mapping[Part, torch.Tensor]) -> dict[Part, torch.Tensor]:
     """Return the inputs that change neither outputs nor loss when they are shuffled, in an evaluation or in training.
 
     A deep network whose batch norm has seen little has nearly the same outputs for all inputs in an evaluation.
@@ -338,7 +355,7 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def _find_padding(probe: Probe, parts: Mapping[Any, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
+def _find_padding(probe: Probe, parts: Mapping[Part, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
     """Return what marks padding in a batch, and which positions are none.
 
     :raises NotApplicableError: if nothing does
@@ -366,7 +383,7 @@ def _find_padding(probe: Probe, parts: Mapping[Any, torch.Tensor], ignored: int)
 def _pad(name: str, part: torch.Tensor, real: torch.Tensor, ignored: int) -> torch.Tensor:
     """Add padding to a part of a batch, of the kind that it has."""
     existing = part[~real].flatten()
-    value: Any = 1 - int(part.flatten()[0]) if "mask" in name.lower() else 0
+    value: float = 1 - int(part.flatten()[0]) if "mask" in name.lower() else 0
     if existing.numel():
         value = existing[-1].item()
     elif name in TARGET_KEYS and not part.is_floating_point():
@@ -415,7 +432,7 @@ def check_reload(probe: Probe) -> Iterator[Finding]:
         yield doubt(text + reason, parameters=different, lost=lost)
 
 
-def _update(probe: Probe, update: Any, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
+def _update(probe: Probe, update: Update, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
     """Make updates with batches of these numbers, and return copies of the parameters."""
     for number in numbers:
         update(probe.batches[number % len(probe.batches)], number)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import (
     TARGET_KEYS,
     LossShapeError,
@@ -27,6 +26,7 @@ from pytorch_accel_lite.extensions.checking.probing import (
     Finding,
     LossCall,
     NotApplicableError,
+    Part,
     Pass,
     Probe,
     distance,
@@ -521,7 +521,7 @@ def _shuffled(batch: Batch, order: torch.Generator) -> Batch:
     return batch._replace(data=with_parts(batch.data, _targets(batch, rows.tolist())))
 
 
-def _targets(batch: Batch, rows: list[int]) -> dict[Any, Any]:
+def _targets(batch: Batch, rows: list[int]) -> dict[Part, BatchData]:
     """Return the targets of some samples of a batch, by name, as far as it is known which parts are targets."""
     size = batch.num_samples or 0
     targets = {name: part for name, part in parts_by_name(batch.data).items() if name in (*TARGET_KEYS, 1)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +18,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from pytorch_accel_lite.callbacks import TrainerCallback
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import (
     LogicalProcesses,
     OwnCallbacks,
+    TrainerLike,
     Trial,
     all_optimized_parameters,
     find_batch_size,
@@ -49,6 +50,10 @@ class NotApplicableError(Exception):
     """Raised by a check that cannot tell; its text is the reason."""
 
 
+#: The name of a part of a batch: its key in a dict, its number in a list or tuple.
+Part = Hashable
+#: Makes an update from a batch, or one for each logical process in a list, with a seed as its second argument.
+Update = Callable[..., "Pass"]
 #: What came of a check, the worst first.
 Status = Literal["failed", "warned", "passed", "not applicable"]
 
@@ -67,20 +72,20 @@ class Finding:
     status: Status
     message: str
     advice: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
-def mistake(message: str, advice: str = "", **details: Any) -> Finding:
+def mistake(message: str, advice: str = "", **details: object) -> Finding:
     """Return a finding that is a mistake, so that the check fails."""
     return Finding("failed", message, advice, details)
 
 
-def doubt(message: str, advice: str = "", **details: Any) -> Finding:
+def doubt(message: str, advice: str = "", **details: object) -> Finding:
     """Return a finding that may be a mistake, of which the check warns."""
     return Finding("warned", message, advice, details)
 
 
-def remark(message: str, **details: Any) -> Finding:
+def remark(message: str, **details: object) -> Finding:
     """Return something worth knowing of a check that passes."""
     return Finding("passed", message, "", details)
 
@@ -118,7 +123,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[tuple[tuple[object, ...], dict[str, object], BatchData]] = []
         self.modes: dict[str, bool] = {}
         self.first_input: torch.Tensor | None = None
         self.losses: list[LossCall] = []
@@ -130,12 +135,12 @@ class Watch(TorchFunctionMode):
         self._activations: dict[int, tuple[str, torch.Tensor]] = {}
         self._model, self._names = model, names
 
-    def note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def note_call(self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: BatchData) -> None:
         """Note a call of the model that has ended."""
         self._is_in_model = False
         self.calls.append((args, kwargs, output))
 
-    def note_part(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+    def note_part(self, part: nn.Module, args: tuple[object, ...]) -> None:
         """Note a call of the model, or of one of its parts, that begins."""
         self._is_in_model |= part is self._model
         if part in self._names:
@@ -170,7 +175,7 @@ class Watch(TorchFunctionMode):
             self.losses[-1].mean = float(result.detach().float().mean())
         return result
 
-    def _note_square(self, first: Any, second: Any) -> None:
+    def _note_square(self, first: object, second: object) -> None:
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             column, row = (first, second) if first.ndim > second.ndim else (second, first)
             is_square = row.ndim == 1 and column.shape == (len(row), 1) and len(row) > 1
@@ -192,7 +197,7 @@ class Pass:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def outputs(self) -> Any:
+    def outputs(self) -> BatchData:
         """The outputs of the model, in the order of its calls, or else those that the step returned."""
         return [output for *_, output in self.watch.calls] or self.output.get("model_outputs")
 
@@ -240,10 +245,12 @@ class _Recorder(TrainerCallback):
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self.names = names
 
-    def on_optimizer_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.result.gradients |= gradients_of(self.names)
 
-    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: dict[str, Any], **kwargs: Any
+    ) -> None:
         self.result.output = batch_output
 
 
@@ -463,7 +470,7 @@ class Probe:
             return [float(group.get("lr", 0.0)) for group in self.trainer.optimizer.param_groups]
 
     @contextmanager
-    def training(self, quiet: bool = False, logical_processes: int | None = None) -> Iterator[Callable[..., Pass]]:
+    def training(self, quiet: bool = False, logical_processes: int | None = None) -> Iterator[Update]:
         """Train for a block: yields a function that makes an update from a batch, with a seed as its second argument.
 
         The user's own callbacks are called in each step.
@@ -500,12 +507,13 @@ class Probe:
 # -------------------------------------------------------------------------------------- samples and comparisons
 
 
-def is_as_long(data: Any, size: int) -> bool:
+def is_as_long(data: object, size: int) -> bool:
     """Whether data have an element for each of ``size`` samples."""
     if isinstance(data, Mapping):
         return bool(data) and all(is_as_long(value, size) for value in data.values())
-    is_long = isinstance(data, (list, tuple)) or (isinstance(data, torch.Tensor) and data.ndim > 0)
-    return is_long and len(data) == size
+    if isinstance(data, torch.Tensor):
+        return data.ndim > 0 and len(data) == size
+    return isinstance(data, (list, tuple)) and len(data) == size
 
 
 def is_divisible(batch: Batch) -> bool:
@@ -529,19 +537,19 @@ def select(batch: Batch, rows: Sequence[int]) -> Batch:
     return batch._replace(data=data, num_samples=len(rows), total_samples=len(rows), indices=indices)
 
 
-def parts_by_name(data: Any) -> dict[Any, Any]:
+def parts_by_name(data: BatchData) -> dict[Part, BatchData]:
     """Return the parts of a batch by key, or by number; that of a tensor is 0."""
     if isinstance(data, (list, tuple)):
         return dict(enumerate(data))
     return dict(data) if isinstance(data, Mapping) else {0: data}
 
 
-def tensors_by_name(data: Any) -> dict[Any, torch.Tensor]:
+def tensors_by_name(data: BatchData) -> dict[Part, torch.Tensor]:
     """Return the parts of a batch that are tensors with dimensions."""
     return {name: part for name, part in parts_by_name(data).items() if isinstance(part, torch.Tensor) and part.ndim}
 
 
-def with_parts(data: Any, changed: Mapping[Any, Any]) -> Any:
+def with_parts(data: BatchData, changed: Mapping[Part, BatchData]) -> BatchData:
     """Return a batch with other parts, by their names in :func:`parts_by_name`."""
     parts = parts_by_name(data) | dict(changed)
     if isinstance(data, Mapping):
@@ -564,8 +572,10 @@ def difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) ->
 
 def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
     """Return how far gradients are apart, as a share of the norm of the first."""
-    pairs: list[tuple[Any, Any]] = [(first.get(name, 0.0), second.get(name, 0.0)) for name in {*first, *second}]
-    off, norm = (
-        sum(float(t.double().square().sum()) for t in ts) for ts in ([a - b for a, b in pairs], first.values())
-    )
+    zero = torch.zeros(())
+    differences = [
+        first.get(name, zero.to(other.device)) - second.get(name, zero.to(other.device))
+        for name, other in {**first, **second}.items()
+    ]
+    off, norm = (sum(float(t.double().square().sum()) for t in tensors) for tensors in (differences, first.values()))
     return (off / norm) ** 0.5 if norm else float("inf") if off else 0.0

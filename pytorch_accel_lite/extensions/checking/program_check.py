@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
+from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.extending import (
     Report,
     RunRequest,
@@ -74,7 +75,7 @@ class CheckResult:
     name: str
     status: Status
     message: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
     advice: str = ""
     tried: str = ""
     why: str = ""
@@ -173,8 +174,8 @@ class ProgramError(RuntimeError):
 
 def check(
     self: TrainerLike,
-    train_dataset: Any,
-    eval_dataset: Any = None,
+    train_dataset: NamedData,
+    eval_dataset: NamedData | None = None,
     per_device_batch_size: int = 8,
     *,
     seconds: float = 60.0,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
-from pytorch_accel_lite.data import NamedData
+from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import (
     Report,
     RunRequest,
@@ -95,8 +95,8 @@ def estimate_memory(
     gradient_accumulation_steps: int | Mapping[int, int] = 1,
     gradient_clip_value: float | None = None,
     gradient_clip_norm: float | None = None,
-    train_dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    train_dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
     *,
     sharded: bool | None = None,
     device_type: str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -146,14 +146,15 @@ class FakeCopies:
             return type(value)(map(self.of, value))
         return value
 
-    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.memo:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
                 vars(fake).update(vars(tensor))
             self.memo[id(tensor)] = fake
-        return self.memo[id(tensor)]
+        copied: torch.Tensor = self.memo[id(tensor)]
+        return copied
 
     def _of_module(self, module: nn.Module) -> nn.Module:
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -180,9 +181,9 @@ class FakeCopies:
                     vars(fake)[name] = copy.copy(value) if name.endswith("_hooks") else copy.deepcopy(value, self.memo)
         return self.memo[id(optimizer)]
 
-    def _states_of(self, states: Any) -> dict[Any, Any]:
+    def _states_of(self, states: Mapping[torch.Tensor, Mapping[str, object]]) -> dict[torch.Tensor, dict[str, object]]:
         """Return an optimizer's states for its parameters, of which each process may have shards only."""
-        found: dict[Any, Any] = {}
+        found: dict[torch.Tensor, dict[str, object]] = {}
         for parameter, state in states.items():
             fake = self.memo.get(id(parameter))
             if fake is None:  # not of a parameter
@@ -236,7 +237,7 @@ class FakeTrainer:
         self._modules: list[nn.Module] = []
         self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         is_real = trainer.device.type == scenario.device_type
-        self._kernels: AbstractContextManager[Any] = nullcontext() if is_real else LikeGpu()
+        self._kernels: AbstractContextManager[object] = nullcontext() if is_real else LikeGpu()
         block = 1 if scenario.device_type == "cpu" else _BLOCK
         self.live = LiveBytes(trainer.device, self._owners, block)
         self.trainer: TrainerLike = copy.copy(trainer)
@@ -341,7 +342,7 @@ class FakeTrainer:
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         return [*(_parts_of(optimizer) or [optimizer]), *other_optimizers(self.trainer).values()]
 
-    def _owners(self) -> Iterator[tuple[str, Any]]:
+    def _owners(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that are known, with what they are for."""
         for module in self._modules:
             yield from (("buffers", buffer) for buffer in module.buffers())
@@ -357,6 +358,6 @@ class FakeTrainer:
                 yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
 
 
-def _bytes(tensor: Any) -> int:
+def _bytes(tensor: torch.Tensor) -> int:
     part = local(tensor)
     return part.numel() * part.element_size()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,14 +23,14 @@ _FRAMES_TO_SEARCH = 32
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
 
 #: Returns what is known of tensors: pairs of a kind and a tensor of that kind.
-Owners = Callable[[], Iterable[tuple[str, Any]]]
+Owners = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 @dataclass(eq=False, repr=False)
 class _LiveStorage:
     """A storage that is alive: a reference that reports when it is freed, what it is for, and its size in bytes."""
 
-    freed: Any
+    freed: weakref.ref[torch.UntypedStorage]
     kind: str
     size: int = 0
 
@@ -69,18 +69,20 @@ class LiveBytes(TorchDispatchMode):
         self.at_peak: Counter[str] = Counter()
         self.stage = ""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         resize = self._resize
 
-        def resize_and_count(storage: Any, size: int) -> Any:  # FSDP frees and allocates parameters in this way
+        # FSDP frees and allocates parameters in this way.
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
             self._measure(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[assignment,method-assign]
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -107,7 +109,7 @@ class LiveBytes(TorchDispatchMode):
             self._storages[key] = _LiveStorage(freed, kind=_kind_of_new())
         self._measure(storage)
 
-    def _measure(self, storage: Any) -> None:
+    def _measure(self, storage: torch.UntypedStorage) -> None:
         """Count the size that a storage has now, if it is counted at all."""
         live = self._storages.get(id(storage))
         if live is not None:

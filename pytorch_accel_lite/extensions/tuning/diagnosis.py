@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from pytorch_accel_lite.callbacks import TrainerCallback
-from pytorch_accel_lite.data import Batch, NamedData
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import (
     OwnCallbacks,
     Report,
@@ -95,8 +94,8 @@ def diagnose(
     train_dataset: NamedData,
     per_device_batch_size: int = 8,
     num_steps: int = 200,
-    train_dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    train_dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
 ) -> Diagnosis:
     """Find out what limits the speed of training, and advise what to change.
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.data import Batch, NamedData, NamedDatasets, OwnShard
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
 from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial, check_positive_int, check_range, layer_scales
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 from pytorch_accel_lite.plotting import plot_range_test
@@ -65,8 +66,8 @@ def find_lr(
     num_steps: int = 100,
     gradient_accumulation_steps: int | Mapping[int, int] = 1,
     gradient_clip_value: float | None = None,
-    train_dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    train_dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
     *,
     gradient_clip_norm: float | None = None,
     diverged: float = 4.0,
@@ -159,15 +160,15 @@ def _range_test(
     return LearningRates(lrs, losses, smoothed.tolist(), _steepest(lrs, smoothed))
 
 
-def _smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _smooth(losses: NDArray[np.float64]) -> NDArray[np.float64]:
     """Smooth the losses with a Gaussian: a running mean would lag behind, and lead to too high a suggestion."""
     at = np.arange(len(losses))
     weights = np.exp(-0.5 * ((at[:, None] - at) / max(2.0, len(losses) / 20)) ** 2)
-    smoothed: np.ndarray[Any, Any] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max()) / weights.sum(1)
+    smoothed: NDArray[np.float64] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max()) / weights.sum(1)
     return smoothed
 
 
-def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
+def _steepest(lrs: list[float], smoothed: NDArray[np.float64]) -> float | None:
     """Return the rate at which the loss falls fastest over the logarithm of the rates, before its minimum.
 
     To count as a fall and not as noise, it must be at least a tenth of the initial loss.
@@ -185,8 +186,8 @@ def find_batch_size(
     start: int = 2,
     max_batch_size: int | None = None,
     num_steps: int = 2,
-    train_dataloader_kwargs: dict[str, Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    train_dataloader_kwargs: LoaderKwargs | None = None,
+    collate_fn: CollateFunction | None = None,
 ) -> int:
     """Find the largest batch size per process with which training fits into memory.
 
@@ -223,7 +224,9 @@ def find_batch_size(
     return largest
 
 
-def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_batch_size: int | None) -> int:
+def _most_samples(
+    train_dataset: Source, world_size: int, loader_kwargs: LoaderKwargs | None, max_batch_size: int | None
+) -> int:
     """Return the largest batch size that can be tried."""
     fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
     if fixed:

@@ -135,7 +135,7 @@ def test_a_trial_uses_deterministic_kernels_and_restores_them():
             seen.append(torch.are_deterministic_algorithms_enabled())
             return super().forward(x)
 
-    quiet_trainer(Looking(4, 1), deterministic=True).find_lr(regression_data(20), num_steps=10)
+    quiet_trainer(Looking(5, 1, dtype=torch.float64), deterministic=True).find_lr(regression_data(20), num_steps=10)
     assert set(seen) == {True}
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -41,6 +41,7 @@ class TerminalBar(tqdm):  # type: ignore[misc]
         super().__init__(bar_format=bar_format, leave=False, dynamic_ncols=True, file=stream, **kwargs)
 
     def close(self) -> None:
+        """Remove the bar."""
         super().close()
         if self._is_shown:
             self._is_shown = False
@@ -107,7 +108,8 @@ class NotebookBar(tqdm):  # type: ignore[misc]
             output.bars.append(self)
             output.refresh()
 
-    def display(self, *args: Any, **kwargs: object) -> None:
+    def display(self, *args: Any, **kwargs: Any) -> None:
+        """Draw the bar with the others of the output."""
         self._output.refresh()
 
     def clear(self, *args: Any, **kwargs: object) -> None:

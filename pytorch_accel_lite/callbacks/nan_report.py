@@ -1,123 +1,30 @@
-"""Losses and gradients that are not finite or unusually large: ending the run, finding the cause, skipping updates."""
+"""Finding out where a loss or a gradient that is not finite comes from, and repeating its step."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.base.devices import to_float
 from pytorch_accel_lite.base.paths import StrPath, folder_path
-from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.callbacks.operation_watch import OperationWatch, are_finite
+from pytorch_accel_lite.base.types import JsonObject, Tree
 from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.run.state import Run, TrainerLike
-
-_StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
-
-
-class TerminateOnNaNCallback(TrainerCallback):
-    """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
-
-    Other numbers that steps log may be either. No step waits for the device: losses on a GPU are checked a
-    few steps after they were computed, and always by the end of the epoch.
-
-    :ivar triggered: whether a non-finite loss has been seen
-    """
-
-    #: Steps between checks of losses on a GPU.
-    LOOK_EVERY = 8
-
-    def __init__(self) -> None:
-        self.triggered = False
-        self._run: Run | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self._recent: deque[_StepLosses] = deque(maxlen=2 * self.LOOK_EVERY)
-        self._copied: list[_StepLosses] = []
-        self._copy: AsyncCopy | None = None  # of the sum of the losses of self._copied
-
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self.triggered = False
-        self._run = trainer.run
-        self._clear()
-
-    def on_train_step_end(
-        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
-    ) -> None:
-        run = self._run or trainer.run  # kept, as a property costs a call in each step
-        latest = run.loss_trackers["loss"].loss_value
-        if isinstance(latest, float) and math.isfinite(latest):
-            return  # the loss is in host memory and has already been read
-        losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
-        step = trainer.progress.step - 1
-        self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
-        if isinstance(latest, float):
-            self._search(trainer, self._recent)
-        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # else at the end of the epoch
-            self._check_copy(trainer)
-
-    def _check_copy(self, trainer: TrainerLike) -> None:
-        """Check the losses whose copy was started some steps ago, if it has arrived, and start another."""
-        if self._copy is not None:
-            if not self._copy.has_arrived:
-                return
-            if not math.isfinite(to_float(self._copy.read())):
-                self._search(trainer, self._copied)
-        # Sums the latest steps: a single non-finite loss makes the sum non-finite.
-        self._copied = list(self._recent)
-        self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
-
-    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._search(trainer, [*self._copied, *self._recent])
-        self._clear()
-        self._check_recorded(trainer, "training", "train_{}_epoch")
-
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.run.kind == "training":  # evaluate() returns its losses
-            self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
-
-    def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
-        """Check the mean of the loss, and those of its parts: other numbers that steps log may be NaN."""
-        recorded = trainer.run.recorded_losses
-        names = ["loss", *sorted(trainer.run.loss_trackers.parts)]
-        metrics = [form.format(name) for form in formats for name in names]
-        losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
-        if not all(map(math.isfinite, losses.values())):
-            epoch, step = trainer.progress.epoch, trainer.progress.step
-            self._terminate(f"The {phase} loss of epoch {epoch} is not finite after step {step}", losses)
-
-    def _search(self, trainer: TrainerLike, steps: Collection[_StepLosses]) -> None:
-        if not steps:
-            return
-        finite = torch.stack([losses["loss"] for _, losses in steps]).isfinite().tolist()
-        for is_finite, (step, losses) in zip(finite, steps, strict=True):
-            if not is_finite:
-                epoch = trainer.progress.epoch
-                self._terminate(f"The training loss is not finite in epoch {epoch}, step {step}", losses)
-
-    def _terminate(self, problem: str, losses: Mapping[str, float | torch.Tensor]) -> NoReturn:
-        self.triggered = True
-        values = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
-        raise NonFiniteLossError(
-            f"{problem}: {values}. Lower the learning rate, clip the gradients, or inspect the data of this step."
-        )
+from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
+from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.run.state import TrainerLike
 
 
 @dataclass
@@ -409,80 +316,3 @@ def _find_origin(calls: list[_Call]) -> NonFinite:
             weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             return NonFinite(name, type(module).__name__, bool(inputs_are_finite), bool(are_finite(weights)))
     return NonFinite()
-
-
-class GradientSpikeCallback(TrainerCallback):
-    """Skip updates whose gradients are unusually large, infinite or NaN.
-
-    The weights, the optimizer and the scheduler stay unchanged. The usual norm is an exponential moving average of the
-    total gradient norm (before any clipping by norm) over the updates that were not skipped. In an overridden
-    ``train_step``, each optimizer has its own. Reads one number from the device per update.
-
-    :param factor: a norm larger than ``factor`` times the usual norm is a spike
-    :param warm_up_updates: number of updates at the start of a run of which only non-finite ones are skipped
-    :param decay: decay of the average per update, between 0 and 1
-    :param max_skips_in_a_row: number of consecutive spikes after which training counts as diverged and is stopped
-    :ivar skipped: numbers of the skipped updates, counted from 1
-    """
-
-    def __init__(
-        self, factor: float = 10.0, *, warm_up_updates: int = 50, decay: float = 0.98, max_skips_in_a_row: int = 10
-    ) -> None:
-        check_range("factor", factor, above=1)
-        if not 0 < check_range("decay", decay) < 1:
-            raise ValueError(f"decay={decay!r} must be greater than 0 and less than 1.")
-        self.factor = factor
-        self.warm_up_updates = check_positive_int("warm_up_updates", warm_up_updates)
-        self.decay = decay
-        self.max_skips_in_a_row = check_positive_int("max_skips_in_a_row", max_skips_in_a_row)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.skipped: list[int] = []
-        self._in_a_row = 0
-        self._counts: dict[str, int] = {}  # by optimizer name, which is "" for the only one
-        self._averages: dict[str, float] = {}
-
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._clear()
-
-    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        name = trainer.run.step.updating
-        norm = to_float(total_norm(trainer).detach())
-        count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
-        usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam
-        # An optimizer may make its first update after the warm-up.
-        is_warm = trainer.progress.update >= self.warm_up_updates and count > 0
-        if math.isfinite(norm) and not (is_warm and norm > self.factor * usual):
-            self._in_a_row = 0
-            self._counts[name] = count + 1
-            self._averages[name] = average + (norm - average) * (1 - self.decay)
-            return
-        trainer.skip_update()
-        self._in_a_row += 1
-        self.skipped.append(trainer.progress.update + 1)
-        optimizer = f" of {name!r}" if name else ""
-        trainer.print(
-            f"Update {self.skipped[-1]}{optimizer} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}."
-        )
-        if self._in_a_row >= self.max_skips_in_a_row:
-            raise StopTrainingError(
-                f"The gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as large "
-                "as usual, or not finite. Lower the learning rate, or raise factor."
-            )
-
-    def state_dict(self) -> StateDict:
-        """Return the average and the skipped updates."""
-        return {
-            "count": dict(self._counts),
-            "average": dict(self._averages),
-            "in_a_row": self._in_a_row,
-            "skipped": list(self.skipped),
-        }
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
-        self._counts = dict(state["count"])
-        self._averages = dict(state["average"])
-        self._in_a_row = state["in_a_row"]
-        self.skipped = list(state["skipped"])

@@ -1,0 +1,107 @@
+"""Ending a run whose loss is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import NoReturn
+
+import torch
+
+from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+_StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
+
+
+class TerminateOnNaNCallback(TrainerCallback):
+    """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
+
+    Other numbers that steps log may be either. No step waits for the device: losses on a GPU are checked a
+    few steps after they were computed, and always by the end of the epoch.
+
+    :ivar triggered: whether a non-finite loss has been seen
+    """
+
+    #: Steps between checks of losses on a GPU.
+    LOOK_EVERY = 8
+
+    def __init__(self) -> None:
+        self.triggered = False
+        self._run: Run | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._recent: deque[_StepLosses] = deque(maxlen=2 * self.LOOK_EVERY)
+        self._copied: list[_StepLosses] = []
+        self._copy: AsyncCopy | None = None  # of the sum of the losses of self._copied
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self.triggered = False
+        self._run = trainer.run
+        self._clear()
+
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
+        run = self._run or trainer.run  # kept, as a property costs a call in each step
+        latest = run.loss_trackers["loss"].loss_value
+        if isinstance(latest, float) and math.isfinite(latest):
+            return  # the loss is in host memory and has already been read
+        losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
+        step = trainer.progress.step - 1
+        self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
+        if isinstance(latest, float):
+            self._search(trainer, self._recent)
+        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # else at the end of the epoch
+            self._check_copy(trainer)
+
+    def _check_copy(self, trainer: TrainerLike) -> None:
+        """Check the losses whose copy was started some steps ago, if it has arrived, and start another."""
+        if self._copy is not None:
+            if not self._copy.has_arrived:
+                return
+            if not math.isfinite(to_float(self._copy.read())):
+                self._search(trainer, self._copied)
+        # Sums the latest steps: a single non-finite loss makes the sum non-finite.
+        self._copied = list(self._recent)
+        self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
+
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._search(trainer, [*self._copied, *self._recent])
+        self._clear()
+        self._check_recorded(trainer, "training", "train_{}_epoch")
+
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.run.kind == "training":  # evaluate() returns its losses
+            self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
+
+    def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
+        """Check the mean of the loss, and those of its parts: other numbers that steps log may be NaN."""
+        recorded = trainer.run.recorded_losses
+        names = ["loss", *sorted(trainer.run.loss_trackers.parts)]
+        metrics = [form.format(name) for form in formats for name in names]
+        losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
+        if not all(map(math.isfinite, losses.values())):
+            epoch, step = trainer.progress.epoch, trainer.progress.step
+            self._terminate(f"The {phase} loss of epoch {epoch} is not finite after step {step}", losses)
+
+    def _search(self, trainer: TrainerLike, steps: Collection[_StepLosses]) -> None:
+        if not steps:
+            return
+        finite = torch.stack([losses["loss"] for _, losses in steps]).isfinite().tolist()
+        for is_finite, (step, losses) in zip(finite, steps, strict=True):
+            if not is_finite:
+                epoch = trainer.progress.epoch
+                self._terminate(f"The training loss is not finite in epoch {epoch}, step {step}", losses)
+
+    def _terminate(self, problem: str, losses: Mapping[str, float | torch.Tensor]) -> NoReturn:
+        self.triggered = True
+        values = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
+        raise NonFiniteLossError(
+            f"{problem}: {values}. Lower the learning rate, clip the gradients, or inspect the data of this step."
+        )
