@@ -6,9 +6,8 @@ from torch.utils.data import Dataset, RandomSampler, SequentialSampler
 
 from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
+from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader, placed
 from pytorch_accel_lite.data.map_datasets import MapLoader
-from pytorch_accel_lite.data.placement import placed
 from pytorch_accel_lite.data.reading import add_missing_note, reader_of
 
 

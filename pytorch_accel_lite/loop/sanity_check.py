@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import find_generators, preserving_found
 from pytorch_accel_lite.base.text import add_note
@@ -70,7 +70,7 @@ def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
     if not is_plain or trainer.is_sharded or trainer.logical is not None or run.overridden & _STEPS:
         return False
     listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)
-    if not all(is_ours(type(getattr(listener, "__self__", listener))) for listener in listeners):
+    if not all(is_from_this_package(type(getattr(listener, "__self__", listener))) for listener in listeners):
         return False
     return all(map(_is_plain, _modules(trainer))) and trainer.compiled_forward is None
 

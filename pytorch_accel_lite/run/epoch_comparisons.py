@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 
 _IN_EPOCHS = re.compile("epoch|step|loss|update|backward")  # in the names of methods that are called in epochs
 _looked_at: set[type] = set()
@@ -22,7 +22,7 @@ def warn_of_comparisons(objects: Iterable[object]) -> None:
         if kind in _looked_at:
             continue
         _looked_at.add(kind)
-        for owner in [owner for owner in kind.__mro__[:-1] if not is_ours(owner)]:
+        for owner in [owner for owner in kind.__mro__[:-1] if not is_from_this_package(owner)]:
             for name, method in vars(owner).items():
                 if isinstance(method, FunctionType) and any(_compares_with_zero(node) for node in _nodes(method)):
                     warn_outside(
