@@ -8,11 +8,16 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.remote import read_state
-from pytorch_accel_lite.data.batches import TARGET_KEYS, find_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.store import StateStore
+from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.data.batches import TARGET_KEYS, find_batch_size, is_single_sample, parts_in, tensors_in
 from pytorch_accel_lite.data.loss_shapes import LossShapeError
 from pytorch_accel_lite.data.splitting import select_samples
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
@@ -34,15 +39,19 @@ from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
     # The run, and what is written for it.
-    "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
+    "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "ShardedStep",
+    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "STORES", "ShardedStep", "StateStore", "Store",
+    # What stores are written with.
+    "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
+    "read_verified", "write_files",
     # Trials.
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # What a trainer holds, and what batches consist of.
-    "TARGET_KEYS", "LossShapeError", "all_optimized_parameters", "find_batch_size", "is_overridden", "layer_scales",
-    "nested_in", "other_modules", "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
+    "TARGET_KEYS", "LossShapeError", "all_optimized_parameters", "find_batch_size", "is_overridden", "is_single_sample",
+    "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in", "registered_objects",
+    "select_samples", "tensors_in",
     # Help.
-    "Report", "check_positive_int", "check_range", "describe_error", "read_state", "warn_outside",
+    "Report", "check_positive_int", "check_range", "describe_error", "warn_outside",
 ]  # fmt: skip

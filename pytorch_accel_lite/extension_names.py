@@ -22,6 +22,7 @@ OFFERED = {
         "data.unpack",
     ),
     "ray": ("integrations.RayReportCallback",),
+    "remote": (),  # what is at a URL
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
 }

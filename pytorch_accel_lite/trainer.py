@@ -143,10 +143,15 @@ class Trainer:
         memory format, which is faster for convolutions on many devices; shapes do not change
     :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
         same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
+    :param find_unused_parameters: with several processes, let ``DistributedDataParallel`` look in each step for
+        parameters on which the loss does not depend, which takes time; for models that use other parts in other steps
     :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
     :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
+    :ivar scheduler: the scheduler of the run, or ``None``
+    :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
+    :ivar logical: with ``logical_processes``, those that this process stands for, and the outputs of each in a step
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
     :cvar unsaved_attributes: names of attributes that both leave out
@@ -355,6 +360,7 @@ class Trainer:
         compile_step: bool | dict[str, Any] = False,
         channels_last: bool = False,
         check_replicas: bool = True,
+        find_unused_parameters: bool = False,
         logical_processes: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
@@ -377,7 +383,9 @@ class Trainer:
             self.callback_handler.add_callback(MetricsCallback(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         # The second is the name in pytorch-accelerated.
-        self.accelerator = self._accelerator = self._find_accelerator(accelerator, mixed_precision)
+        self.accelerator = self._accelerator = self._find_accelerator(
+            accelerator, mixed_precision, find_unused_parameters
+        )
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
@@ -425,6 +433,7 @@ class Trainer:
         scheduler_metric: str | None = None,
         warmup_steps: int | float = 0,
         auto_microbatch: bool = False,
+        sanity_check: bool = True,
     ) -> None:
         """Train the model.
 
@@ -466,6 +475,8 @@ class Trainer:
         :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
             micro-batches as needed, and accumulate their gradients, which are those of the whole batch; likewise
             evaluation batches, whose losses and metrics are those of the whole batch
+        :param sanity_check: before the first update, try model, loss and metrics on one batch of each ``eval_dataset``
+            that can be indexed, so that mistakes show before an epoch is over. Nothing of it is kept or counted.
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
@@ -480,6 +491,7 @@ class Trainer:
             eval_every_n_epochs=eval_every_n_epochs,
             evaluate_every=None if evaluate_every is None else parse_interval("evaluate_every", evaluate_every).text,
             auto_microbatch=auto_microbatch,
+            sanity_check=bool(sanity_check),
         )
         if self.is_running:
             raise RuntimeError(
@@ -771,7 +783,9 @@ class Trainer:
     ) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
 
-    def _find_accelerator(self, accelerator: Accelerator | None, mixed_precision: str | None) -> Accelerator:
+    def _find_accelerator(
+        self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
+    ) -> Accelerator:
         """Return the accelerator passed, or a new one, after all checks."""
         arguments.check_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
@@ -780,6 +794,8 @@ class Trainer:
         arguments.check_precision(mixed_precision, accelerator)  # an overridden method may have created it
         launch.check_launch(accelerator)
         check_parallelism(accelerator)
+        if find_unused:
+            accelerators.find_unused_parameters(accelerator)
         return accelerator
 
     # ----------------------------------------------------------------------- parts of a run, to override

@@ -21,6 +21,7 @@ MODULES = (
     ".checking",
     ".experiment",
     ".extending",
+    ".extending_callbacks",
     ".extending_data",
     ".integrations",
 )

@@ -94,6 +94,16 @@ def test_a_loss_that_has_not_fallen_points_to_check_in_the_first_run(capsys, opt
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_network_that_is_trained_already_need_not_improve(capsys, trained):
+    data = learnable(128)
+    model = torch.nn.Linear(data.tensors[0].shape[1], 1)
+    torch.nn.init.constant_(model.weight, 0.9 if trained else 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    make_trainer([AdviceCallback], model, optimizer=optimizer).train(data, 3, per_device_batch_size=2)
+    assert ("has not fallen" in capsys.readouterr().out) == (not trained)
+
+
 @pytest.mark.usefixtures("naps")
 def test_short_waits_are_not_worth_a_word(capsys):
     train(make_trainer([AdviceCallback]), train_dataset=SlowRows(make_data()))

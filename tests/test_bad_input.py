@@ -836,11 +836,13 @@ class OwnTrainStep(OwnTraining):
 
 
 @pytest.mark.parametrize("trainer_class", [OwnTraining, OwnTrainStep])
-def test_a_training_loss_without_one_for_evaluations_is_pointed_out_in_the_first_evaluation(trainer_class):
+def test_a_training_loss_without_one_for_evaluations_is_pointed_out_before_training(trainer_class):
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
-    with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
-        train(trainer, eval_dataset=True)
-    assert error.value.__notes__[0].startswith("In evaluation, epoch 1, step 0:")
+    for sanity_check, where in ((True, "In evaluation, step 0:"), (False, "In evaluation, epoch 1, step 0:")):
+        with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
+            train(trainer, eval_dataset=True, sanity_check=sanity_check)
+        assert error.value.__notes__[0].startswith(where)
+        assert bool(trainer.progress.update) != sanity_check
     train(trainer)
 
 

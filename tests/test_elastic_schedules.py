@@ -266,7 +266,10 @@ def test_a_one_cycle_schedule_of_a_fixed_length_is_an_error(tmp_path):
 def test_a_one_cycle_schedule_that_has_ended_says_how_to_train_longer(tmp_path):
     first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first", save_every=EPOCHS * 15)
     state = first.states / f"update-{EPOCHS * 15:09d}"
-    with pytest.raises(ValueError, match=r"A resumed schedule stays as long as it was.*load_optimizer=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"has a OneCycleLR of \d+ steps.* A resumed schedule stays as long as it was.*load_optimizer=False",
+    ):
         trained_with(TORCH["one cycle"], 4, 1, tmp_path / "again", resume=state, epochs=EPOCHS + 1)
     first.trainer.load_checkpoint(state / "model.safetensors")
 

@@ -295,6 +295,7 @@ def test_an_error_in_reading_names_the_samples(data, collate_fn, sample, lines, 
     start = partial(train, trainer, train_dataset=data, train_dataloader_kwargs=kwargs | in_order)
     if phase == "evaluation":
         start = partial(train, trainer, eval_dataset={"small": data}, eval_dataloader_kwargs=kwargs)
+        start = partial(start, sanity_check=False)
     elif phase in ("evaluate", "prediction"):
         call = trainer.evaluate if phase == "evaluate" else trainer.predict
         start = partial(call, data, per_device_batch_size=2, dataloader_kwargs=kwargs)
@@ -361,7 +362,7 @@ def test_an_error_in_the_steps_of_a_prediction_names_the_callback():
 
 def test_an_error_in_a_metric_names_it_and_what_it_was_given():
     metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
-    error = failure(make_trainer([metrics]), make_data(), eval_dataset=True)
+    error = failure(make_trainer([metrics]), make_data(), eval_dataset=True, sanity_check=False)
     assert error.__notes__[0] == (
         "In the metric 'accuracy', a MulticlassAccuracy, updated with Tensor(shape=(2,\n1), float32 on cpu) and "
         "Tensor(shape=(2, 1), float32 on cpu)."

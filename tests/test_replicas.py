@@ -139,6 +139,7 @@ def drifting() -> dict[str, Any]:
         "one bit": _train(callbacks=[UpsetAt(len(DATA) // (4 * world_size()))]),
         "one bit, checked often": _train(callbacks=[UpsetAt(2), Compares()]),
         "on purpose": _train(BareModel, check_replicas=False),
+        "unused, as said": _train(model=WithSpare(), find_unused_parameters=True),
     }
 
 
@@ -188,6 +189,11 @@ def test_a_single_bit_is_found_at_the_end_of_the_epoch_and_sooner_when_checked_m
 def test_weights_may_differ_on_purpose(found):
     first, *others = (result["on purpose"] for result in found)
     assert not any(equal(first, other) for other in others)
+
+
+def test_parameters_that_are_unused_may_be_looked_for(found):
+    first, *others = (result["unused, as said"] for result in found)
+    assert all(equal(first, other) for other in others)
 
 
 def agreeing() -> list[dict[str, torch.Tensor]]:

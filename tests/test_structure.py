@@ -36,6 +36,7 @@ PUBLIC_PATHS = {
     "ema",
     "experiment",
     "extending",
+    "extending_callbacks",
     "extending_data",
     "finetuning",
     "integrations",

@@ -55,7 +55,7 @@ TRAINER: list[tuple[dict[str, Any], str]] = [
     ({"loss_fn": None}, "it is called loss_func."),
     ({"tf32": True}, "call torch.set_float32_matmul_precision('high') before training."),
     ({"benchmark": True}, "set torch.backends.cudnn.benchmark = True before training."),
-    ({"num_sanity_val_steps": 2}, "call evaluate(Subset(eval_dataset, range(64))) before train()"),
+    ({"num_sanity_val_steps": 2}, "train() tries one batch of each eval_dataset, unless sanity_check=False"),
     ({"sed": 3}, "Did you mean 'seed'?"),
     ({"zzz": 3}, "it has model, loss_func, optimizer,"),
 ]

@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.environment import is_in_this_package
 T = TypeVar("T")
 
 
-def is_ours(thing: object) -> bool:
+def is_from_this_package(thing: object) -> bool:
     """Whether a class or a function belongs to this package, rather than to its user."""
     return is_in_this_package(getattr(thing, "__module__", ""))
 
@@ -29,12 +29,12 @@ def checked_by(error: BaseException) -> str:
 
 def is_overridden(instance: object, method: str) -> bool:
     """Whether the user's own class overrides a method of ours."""
-    return not is_ours(getattr(type(instance), method))
+    return not is_from_this_package(getattr(type(instance), method))
 
 
 def overridden_methods(instance: object) -> frozenset[str]:
     """Return the names of all methods of ours that the user's own class, or one that it inherits from, overrides."""
-    users = [kind for kind in type(instance).__mro__ if kind is not object and not is_ours(kind)]
+    users = [kind for kind in type(instance).__mro__ if kind is not object and not is_from_this_package(kind)]
     names = {name for kind in users for name in vars(kind)}
     return frozenset(name for name in names if is_overridden(instance, name))
 

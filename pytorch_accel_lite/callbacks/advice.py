@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from statistics import fmean, median, stdev
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from pytorch_accel_lite.base.environment import is_terminal
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
+from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
@@ -37,7 +40,8 @@ class AdviceCallback(TrainerCallback):
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
     - the training loss has not fallen in an epoch of at least 48 updates: it points to
-      :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`, which looks for mistakes in the program;
+      :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`, which looks for mistakes in the program. That of a
+      network that is trained already, and is tuned further, need not fall;
     - an overridden ``train_step`` has never updated one of the optimizers;
     - the learning rate was 0 throughout the epoch, so no weight has changed;
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
@@ -73,6 +77,7 @@ class AdviceCallback(TrainerCallback):
         set_listening(trainer, self, measures_updates, "on_optimizer_step_start")
         set_listening(trainer, self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
         self._first_losses: list[torch.Tensor] = []
+        self._by_chance: list[float | torch.Tensor] = []  # the same of a model that has learned nothing
         begins = not self._has_trained_before and not trainer.progress.update
         set_listening(trainer, self, begins and _is_supervised(trainer), "on_train_step_end")
 
@@ -81,6 +86,7 @@ class AdviceCallback(TrainerCallback):
     ) -> None:
         if len(self._first_losses) < _FIRST_STEPS:
             self._first_losses.append(batch_output["loss"].detach().clone())
+            self._by_chance.extend(_loss_by_chance(trainer.loss_func, batch, batch_output))
         else:
             set_listening(trainer, self, False, "on_train_step_end")
 
@@ -153,7 +159,9 @@ class AdviceCallback(TrainerCallback):
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
-        if self._trained and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
+        by_chance = torch.stack([*map(torch.as_tensor, self._by_chance)]).tolist() if self._by_chance else [0.0]
+        is_new = not first or fmean(first) > 0.5 * fmean(by_chance)
+        if self._trained and is_new and len(first) == _FIRST_STEPS and self._updates >= _LEAST_UPDATES:
             yield from _check_loss(first, trainer.run.recorded_losses["train_loss_epoch"])
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._check_schedule(trainer)
@@ -183,6 +191,21 @@ def _is_supervised(trainer: TrainerLike) -> bool:
     """Whether the loss is one that should fall, unlike those of a GAN or of reinforcement learning."""
     methods = ("calculate_train_batch_loss", "train_step")
     return trainer.loss_func is not None and not any(is_overridden(trainer, method) for method in methods)
+
+
+def _loss_by_chance(loss_func: object, batch: BatchData, batch_output: BatchOutput) -> list[float | torch.Tensor]:
+    """Return the loss that a batch has if the model tells nothing of its targets; nothing if that is unknown."""
+    try:
+        outputs, targets = default_transform(batch, batch_output)
+    except ValueError:
+        return []
+    if isinstance(loss_func, nn.CrossEntropyLoss) or loss_func is functional.cross_entropy:
+        return [math.log(outputs.shape[1])] if outputs.ndim > 1 and outputs.shape[1] > 1 else []
+    if isinstance(loss_func, nn.BCEWithLogitsLoss) or loss_func is functional.binary_cross_entropy_with_logits:
+        return [math.log(2)]
+    if isinstance(loss_func, nn.MSELoss) or loss_func is functional.mse_loss:
+        return [targets.detach().float().var(0, correction=0).mean()]
+    return []
 
 
 def _check_loss(first: list[float], mean: float) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note
@@ -155,6 +156,19 @@ class MetricsCallback(TrainerCallback):
             self._complete(trainer, batch, batch_output)
         number = 0 if trainer.logical is None else trainer.logical.current
         self._update(self._copies_of(self.metrics)[number], batch, batch_output)
+
+    def try_on(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
+        """Update copies of the metrics, as before training, to find mistakes; an overridden update is not tried."""
+        if is_overridden(self, "_update") or is_overridden(self, "on_eval_step_end"):
+            return
+        copies = self.metrics.clone().to(trainer.device)
+        if self._pending:
+            predictions, targets, *_ = self.transform(batch, batch_output)
+            classification = Classification.of(predictions, targets)
+            copies.add_metrics({name: metric.create(classification) for name, metric in self._pending.items()})
+            copies.to(trainer.device)
+        copies.reset()
+        self._update(copies, batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.attributes import modules as other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -14,7 +14,7 @@ class MoveModulesToDeviceCallback(TrainerCallback):
     """
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        for module in attributes.modules(trainer).values():
+        for module in other_modules(trainer).values():
             module.to(trainer.device)
 
     on_evaluation_run_start = on_predict_run_start = on_training_run_start

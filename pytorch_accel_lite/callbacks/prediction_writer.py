@@ -14,7 +14,8 @@ from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.splitting import to_cpu
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.attributes import evaluating_optimizers
+from pytorch_accel_lite.run.attributes import modules as other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -113,7 +114,7 @@ def _fingerprint(trainer: TrainerLike) -> str:
     """
     modules = {"model": trainer.get_model(keep_torch_compile=False)}
     if is_overridden(trainer, "calculate_predict_batch_output"):
-        modules |= attributes.modules(trainer)
-    with attributes.evaluating_optimizers(trainer):
+        modules |= other_modules(trainer)
+    with evaluating_optimizers(trainer):
         numbers = {name: fingerprints(without_compile(module.state_dict())) for name, module in modules.items()}
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ import torch
 from pytorch_accel_lite.base.bars import NotebookOutput
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reprs import table
+from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, rates_of, shown_rates
@@ -394,7 +394,7 @@ class _RunTable:
         if self._best_row in rows and self._marked_column in columns:
             bold = rows.index(self._best_row), columns.index(self._marked_column)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
-        output.html = table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
+        output.html = html_table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
         lines = (self._line(row, layout) for row in rows)
         output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
         output.refresh()
@@ -424,6 +424,8 @@ class _RunTable:
         else:
             summary = f"{outcome} in epoch {progress.epoch}, after update {progress.update:,},"
         seconds = time.monotonic() - self._start
+        if not progress.epoch:
+            return [f"{outcome} before the first epoch, after {format_duration(seconds)}."]
         speed = _speed(progress.samples - self._first.samples, seconds)
         lines = [f"{summary} in {format_duration(seconds)} ({speed} samples/s)."]
         if self._best is not None:

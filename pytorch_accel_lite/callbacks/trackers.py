@@ -193,14 +193,10 @@ class TrackerCallback(StepLogger):
             self._log_new(trainer)
 
     def on_outputs(
-        self,
-        trainer: TrainerLike,
-        outputs: Mapping[str, str],
-        pictures: Mapping[str, Picture] | None = None,
-        **kwargs: object,
+        self, trainer: TrainerLike, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
     ) -> None:
         """Log what a :class:`ShowOutputsCallback` shows; the texts of pictures are the paths of their files."""
-        self._log_after_rows(trainer, dict(outputs), dict(pictures or {}))
+        self._log_after_rows(trainer, dict(outputs), dict(pictures))
 
     def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._evaluated = False

@@ -16,12 +16,12 @@ from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.remote import open_store
+from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints
 from pytorch_accel_lite.extension_names import is_not_there
-from pytorch_accel_lite.run.events import RunPausedError, TrainerCallback, set_listening
+from pytorch_accel_lite.run.events import RunInterruptedError, RunPausedError, TrainerCallback, set_listening
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES
 from pytorch_accel_lite.run.parts import TrainingState
@@ -353,7 +353,8 @@ def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] |
     :param complete: path and update of the state
     :param error: what has ended the run
     """
-    if complete is None:
+    is_interrupt = isinstance(error, (RunInterruptedError, KeyboardInterrupt))
+    if complete is None or (is_interrupt and trainer.ranks.rank > 0):  # all end in the same way, and one says so
         return
     path, update = complete
     is_failure = isinstance(error, Exception) and not isinstance(error, RunPausedError)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.plain_objects import (
@@ -310,19 +310,19 @@ def _owners(trainer: TrainerLike) -> dict[str, TrainerLike | TrainerCallback]:
     callbacks = {
         name: callback
         for name, callback in named_callbacks(trainer.callback_handler).items()
-        if not is_ours(type(callback)) and callback.saves_attributes and not _has_own_state(callback)
+        if not is_from_this_package(type(callback)) and callback.saves_attributes and not _has_own_state(callback)
     }
     return {"": trainer, **callbacks}
 
 
 def _has_own_state(callback: TrainerCallback) -> bool:
     method = getattr(type(callback), "state_dict", None) or getattr(callback, "state_dict", None)
-    return method is not None and not is_ours(method)
+    return method is not None and not is_from_this_package(method)
 
 
 def _library_names(owner: TrainerLike | TrainerCallback) -> set[str]:
     """Return the attributes that are the package's: those that our classes have, or their constructors set."""
-    ours = [kind for kind in type(owner).__mro__ if is_ours(kind)]
+    ours = [kind for kind in type(owner).__mro__ if is_from_this_package(kind)]
     if isinstance(owner, TrainerCallback):
         ours_has = set(chain.from_iterable(map(vars, ours)))
         if ours != [TrainerCallback]:  # a subclass of one that is shipped, which may create private ones later

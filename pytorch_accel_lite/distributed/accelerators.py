@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
 
 _OF_A_TRAINER = "_was_created_by_a_trainer"  # an attribute of the states of accelerators that trainers created
 _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # rather than of a thread, as on TPUs
@@ -38,6 +40,12 @@ def create_accelerator(create: Callable[[], Accelerator], precision: str | None)
         state[_OF_A_TRAINER] = True
     AcceleratorState._shared_state = before if _in_effect else state
     return accelerator
+
+
+def find_unused_parameters(accelerator: Accelerator) -> None:
+    """Let models that an accelerator wraps from now on look for parameters on which the loss does not depend."""
+    options = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    accelerator.ddp_handler = replace(options, find_unused_parameters=True)
 
 
 @contextmanager

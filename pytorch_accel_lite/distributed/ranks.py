@@ -68,6 +68,8 @@ class Ranks:
     with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
     :param purpose: name of the group; threads that communicate at the same time need different ones
+    :ivar rank: the rank of this process in the job, from 0
+    :ivar world_size: the number of processes in the job
     :ivar members: the processes that read different data, by their ranks in the job
     :ivar device_group: the process group of those for tensors on a device; ``None`` for that of the job
     :ivar replicas: number of processes that share each batch, as in tensor parallelism

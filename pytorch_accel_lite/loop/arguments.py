@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import find_length, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import find_length, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
@@ -429,7 +429,7 @@ def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, o
     """Return the arguments of this package's callbacks by which processes decide when to communicate."""
     found: dict[str, object] = {}
     for number, callback in enumerate(callbacks):
-        if is_ours(type(callback)) and not type(callback).__module__.endswith(_SHOW):
+        if is_from_this_package(type(callback)) and not type(callback).__module__.endswith(_SHOW):
             for name, value in arguments_of(callback).items():
                 if _is_plain(value) and not _PLACES.search(name):
                     found[f"callbacks[{number}].{name}"] = value

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_ours
+from pytorch_accel_lite.base.inspection import checked_by, is_from_this_package
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
@@ -267,7 +267,7 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: BatchOutput)
         _warn_of_sum("The loss adds up the samples of a batch")
     if uses_loss_func and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
         has_listeners = any(
-            not is_ours(type(getattr(listener, "__self__", None)))
+            not is_from_this_package(type(getattr(listener, "__self__", None)))
             for event in events_between("on_train_epoch_start", "on_eval_epoch_end")
             if "batch" in keywords_of(event)
             for listener in trainer.callback_handler.listeners[event]

@@ -44,6 +44,7 @@ from pytorch_accel_lite.loop.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
+from pytorch_accel_lite.run.epoch_comparisons import warn_of_comparisons
 from pytorch_accel_lite.run.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
@@ -59,6 +60,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     request = run.request
     if run.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
+        warn_of_comparisons([trainer, *trainer.callback_handler])
     trainer.callback_handler.configure_run(trainer, request)
     if request.skips_in_evaluation:
         begin_leaving_out(trainer, run, request)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
@@ -116,7 +116,7 @@ def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
         type(getattr(listener, "__self__", listener)).__name__
         for event in events or STEP_EVENTS[phase]
         for listener in trainer.callback_handler.listeners[event]
-        if not is_ours(listener)
+        if not is_from_this_package(listener)
     ]
     if not events and not trainer.current_run.overridden.isdisjoint(_STEP_METHODS[phase]):
         owners.append(type(trainer).__name__)

@@ -16,10 +16,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 
 _MOST = 4  # parameters that are named
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
-_UNUSED = (
-    "Freeze the unused ones with requires_grad_(False), or pass accelerator=Accelerator(kwargs_handlers=["
-    "DistributedDataParallelKwargs(find_unused_parameters=True)])."
-)
+_UNUSED = "Freeze the unused ones with requires_grad_(False), or pass find_unused_parameters=True to the Trainer."
 
 
 def compare_replicas(self: TrainerLike) -> None:

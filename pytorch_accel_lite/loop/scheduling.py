@@ -269,12 +269,18 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
         return
     for scheduler in schedulers_in(trainer.scheduler).values():
         if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:
+            if run.resumed is not None and not run.schedule.is_recreated:
+                raise ValueError(
+                    f"The state {str(run.resumed.directory)!r} has a OneCycleLR of {scheduler.total_steps} steps, "
+                    f"which cannot be stepped beyond its end; the run now has {requested}. A resumed schedule stays as "
+                    "long as it was. To train on with a schedule of its own, load the weights, "
+                    "trainer.load_checkpoint(state, load_optimizer=False, load_scheduler=False), and call train() "
+                    "without resume_from."
+                )
             raise ValueError(
                 f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {requested} times, and it "
                 "cannot be stepped beyond its end. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
-                "(NUM_EPOCHS with scheduler_interval='epoch'). A resumed schedule stays as long as it was: for a "
-                "longer one, train from the beginning, or from load_checkpoint(state, load_optimizer=False, "
-                "load_scheduler=False) without resume_from."
+                "(NUM_EPOCHS with scheduler_interval='epoch')."
             )
 
 

@@ -28,6 +28,7 @@ from pytorch_accel_lite.loop.lifecycle import create_loader, ending
 from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run import attributes
@@ -57,6 +58,8 @@ def train(trainer: TrainerLike, run: Run) -> None:
             run.global_modes = GlobalModes.now(run.device)
             run.control.sync(now=True)
             _describe_states(trainer, run)
+            if run.data.eval_loader is not None:
+                check_evaluation(trainer, run)
             over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)

@@ -11,13 +11,14 @@ from functools import update_wrapper, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.validation import check_booleans
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
+from pytorch_accel_lite.plotting.pictures import Picture
 from pytorch_accel_lite.run.unknown_names import events_meant, suggest
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _remember_arguments(cls: type) -> None:
     constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
         return
-    checks_booleans = is_ours(cls)
+    checks_booleans = is_from_this_package(cls)
 
     @wraps(constructor)
     def remember(self: object, *args: object, **kwargs: object) -> None:
@@ -88,7 +89,7 @@ def _remember_arguments(cls: type) -> None:
             vars(self)[_IS_CONSTRUCTED] = True
             check_booleans(constructor, (self, *args), kwargs)
         constructor(self, *args, **kwargs)
-        if is_ours(cls) and not is_ours(type(self)):
+        if is_from_this_package(cls) and not is_from_this_package(type(self)):
             vars(self).setdefault(LIBRARY_ATTRIBUTES, set()).update(vars(self).keys() - before)
 
     remember.remembers_arguments = True  # type: ignore[attr-defined]
@@ -175,6 +176,8 @@ class TrainerCallback:
                 on_predict_step_end                          batch, batch_output (not of a batch that has failed)
                 on_predict_batch_skipped                     failures, error, step (only of a batch that has failed)
             on_predict_run_end
+
+    A ``ShowOutputsCallback`` fires ``on_outputs``, with ``outputs`` and ``pictures``, when it has shown some.
 
     Some kinds of steps fire the events of the backward pass, or also those of the update, as follows::
 
@@ -362,8 +365,22 @@ class TrainerCallback:
     def on_predict_run_end(self, trainer: Trainer, **kwargs: object) -> None:
         """``predict`` has ended."""
 
+    def on_outputs(
+        self, trainer: Trainer, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
+    ) -> None:
+        """A :class:`~pytorch_accel_lite.callbacks.ShowOutputsCallback` has shown outputs of the model.
 
-EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+        :param outputs: the texts by name; of pictures the paths of their files
+        :param pictures: those that are pictures, by name: as the bytes of a PNG file, and as pixels
+        """
+
+
+#: Events that built-in callbacks fire, rather than the loop.
+_OF_CALLBACKS = ("on_outputs",)
+#: The events of the loop, in its order.
+EVENTS: tuple[str, ...] = tuple(
+    name for name in vars(TrainerCallback) if name.startswith("on_") and name not in _OF_CALLBACKS
+)
 
 
 def events_between(first: str, last: str) -> tuple[str, ...]:
@@ -396,7 +413,7 @@ def _no_op(event: Callable[..., None]) -> Callable[..., None]:
     return nothing
 
 
-for _event in EVENTS:
+for _event in (*EVENTS, *_OF_CALLBACKS):
     setattr(TrainerCallback, _event, _no_op(vars(TrainerCallback)[_event]))
 
 Listener = Callable[..., object]
@@ -536,7 +553,7 @@ class CallbackHandler:
             for name in dir(kind):
                 is_like_ours = name.startswith("on_") and name not in EVENTS
                 method = getattr(kind, name) if is_like_ours or events_meant(name) else None
-                if callable(method) and not is_ours(method):
+                if callable(method) and not is_from_this_package(method):
                     hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
                     if hint:
                         warn_outside(
@@ -599,7 +616,7 @@ class CallbackHandler:
             is_defined = inspect.getattr_static(callback, event, default) is not default
             if is_defined and (id(callback), event) not in self._muted:
                 listener = getattr(callback, event)
-                checks = event in _AFTER_BACKWARD and not is_ours(listener)
+                checks = event in _AFTER_BACKWARD and not is_from_this_package(listener)
                 yield _AfterBackward(listener, event) if checks else listener
 
     def __iter__(self) -> Iterator[TrainerCallback]:
@@ -625,9 +642,12 @@ class HasCallbackHandler(Protocol):
 
 
 def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
-    """Set whether a callback of this package is called at events, except those that a user's subclass overrides."""
-    inherited = [event for event in events if not is_overridden(callback, event)]
-    trainer.callback_handler.set_listening(callback, listens, *inherited)
+    """Set whether a callback is called at events, except those of a built-in one that a user's subclass overrides."""
+    built_in = [
+        vars(kind) for kind in type(callback).__mro__ if is_from_this_package(kind) and kind is not TrainerCallback
+    ]
+    overridden = [e for e in events if is_overridden(callback, e) and any(e in names for names in built_in)]
+    trainer.callback_handler.set_listening(callback, listens, *(e for e in events if e not in overridden))
 
 
 def _create(callback: type[TrainerCallback]) -> TrainerCallback:
@@ -644,7 +664,7 @@ def _create(callback: type[TrainerCallback]) -> TrainerCallback:
 
 def _check_constructed(callback: TrainerCallback) -> None:
     """Check that a subclass of a callback of ours has called its constructor."""
-    ours = next((c for c in type(callback).__mro__ if is_ours(c) and "__init__" in vars(c)), None)
+    ours = next((c for c in type(callback).__mro__ if is_from_this_package(c) and "__init__" in vars(c)), None)
     if ours is not None and _IS_CONSTRUCTED not in vars(callback):
         raise TypeError(
             f"{type(callback).__name__}.__init__ does not call super().__init__(...), the constructor of "
@@ -715,5 +735,5 @@ def _note_source(error: Exception, listener: Listener, event: str) -> None:
     if isinstance(error, StopTrainingError):
         if isinstance(callback, TrainerCallback):
             error.raised_by = callback._as_created()  # noqa: SLF001
-    elif not isinstance(error, NonFiniteLossError) and not (is_ours(type(callback)) and checked_by(error)):
+    elif not isinstance(error, NonFiniteLossError) and not (is_from_this_package(type(callback)) and checked_by(error)):
         add_note(error, f"In {type(callback).__name__}.{event}.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.data.loss_shapes import LossFunction, is_of_torch
@@ -201,7 +201,9 @@ class ExpectedMetrics:
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
         """Return the classes of those that may record undeclared metrics: in general, all outside this package."""
         complete = [part for part in self._complete if "configure_run" in vars(type(part))]
-        silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in complete]
+        silent = [
+            type(part).__name__ for part in parts if not is_from_this_package(type(part)) and part not in complete
+        ]
         return [*silent, *self._others]
 
 

@@ -30,9 +30,10 @@ class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
     Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and
-    become part of the :class:`TrainerRunConfig`.
+    most become part of the :class:`TrainerRunConfig`.
 
     :param kind: whether the run trains, evaluates or predicts
+    :param sanity_check: try the evaluation on one batch before the first update
     :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
     :param skips_failed_batches: skip training batches that fail
     :param skips_in_evaluation: leave out evaluation batches that fail
@@ -58,6 +59,7 @@ class RunRequest:
     eval_every_n_epochs: int = 1
     evaluate_every: str | None = None
     auto_microbatch: bool = False
+    sanity_check: bool = False
     saves_training_states: bool = False
     skips_failed_batches: bool = False
     skips_in_evaluation: bool = False

@@ -54,7 +54,14 @@ T = TypeVar("T")
 
 
 class Logical(Protocol):
-    """The logical processes of a job, as those see them that compute with their shares."""
+    """The logical processes of a job, as those see them that compute with their shares.
+
+    :ivar count: number of logical processes of the job
+    :ivar current: the number of the one whose share is being computed
+    :ivar shares: which of them this process stands for, as ``shares.local``
+    :ivar outputs: the share of each in this step, by number, and what the step has returned for it
+    :ivar is_computing: whether this process computes for them
+    """
 
     count: int
     current: int

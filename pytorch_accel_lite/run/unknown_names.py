@@ -8,7 +8,7 @@ from functools import wraps
 from typing import TypeVar
 
 from pytorch_accel_lite.base.environment import hide_frames, leave_out_libraries, warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
 
@@ -174,7 +174,8 @@ _ADVICE = {
     ("tf32", "allow_tf32"): "call torch.set_float32_matmul_precision('high') before training.",
     ("benchmark", "cudnn_benchmark"): "set torch.backends.cudnn.benchmark = True before training.",
     ("num_sanity_val_steps", "sanity_eval_batches"): (
-        "call evaluate(Subset(eval_dataset, range(64))) before train(), or check(train_dataset, eval_dataset)."
+        "train() tries one batch of each eval_dataset, unless sanity_check=False; check(train_dataset, eval_dataset) "
+        "tries more."
     ),
     ("stopping_threshold", "divergence_threshold"): (
         "raise StopTrainingError in a callback's on_training_run_epoch_end once the metric in run_history is beyond it."
@@ -368,7 +369,7 @@ def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ())
         _warn_of_hooks(cls, defined, events)
     for name, advice in never_called.items():
         warn_outside(f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}")
-    for name, value in defined.items() if not is_ours(cls) else ():
+    for name, value in defined.items() if not is_from_this_package(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)
         if is_read_only or name in ("_check_scheduler", "_step_after_epoch"):

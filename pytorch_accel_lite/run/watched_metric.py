@@ -7,7 +7,7 @@ import reprlib
 from typing import TypeVar
 
 from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_ours
+from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
@@ -218,7 +218,7 @@ def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
         reason = " yet. The callback that records it must come before the one that watches it."
     else:
         reason = f".{did_you_mean(name, recorded)}"
-        if reason == "." and not all(is_ours(type(callback)) for callback in trainer.callback_handler):
+        if reason == "." and not all(is_from_this_package(type(callback)) for callback in trainer.callback_handler):
             reason = " yet. A callback that records it must come before the one that watches it."
     return ValueError(
         f"{where}: the run has not recorded it{reason}"

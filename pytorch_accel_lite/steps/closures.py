@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from pytorch_accel_lite.base.inspection import is_ours, is_overridden
+from pytorch_accel_lite.base.inspection import is_from_this_package, is_overridden
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.data import Batch
@@ -35,7 +35,9 @@ def _names_recompute_gradients(trainer: TrainerLike) -> bool:
     """Whether ``optimizer_step`` is overridden, and one of the methods of the user's classes names it."""
     if not is_overridden(trainer, "optimizer_step"):
         return False
-    values = [value for base in type(trainer).__mro__ if not is_ours(base) for value in vars(base).values()]
+    values = [
+        value for base in type(trainer).__mro__ if not is_from_this_package(base) for value in vars(base).values()
+    ]
     methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # may be decorated
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
     return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))

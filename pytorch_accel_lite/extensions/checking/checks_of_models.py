@@ -14,7 +14,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import RandomSampler
 
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending import TARGET_KEYS, describe_error, registered_objects, tensors_in
+from pytorch_accel_lite.extending import (
+    TARGET_KEYS,
+    describe_error,
+    find_batch_size,
+    is_single_sample,
+    registered_objects,
+    tensors_in,
+)
 from pytorch_accel_lite.extensions.checking.probing import (
     TOLERANCE,
     Finding,
@@ -55,6 +62,14 @@ def check_runs(probe: Probe) -> Iterator[Finding]:
             probe.evaluate(probe.eval_batch)
     except Exception as error:
         yield mistake(f"The {phase} step raised {describe_error(error)}")
+    loader = probe.run.data.required_train_loader
+    gives_items = getattr(loader, "batch_size", 1) is None and getattr(loader, "batch_sampler", 1) is None
+    if gives_items and is_single_sample(probe.batch.data):
+        yield doubt(
+            "The DataLoader has batch_size=None: it takes each item of the dataset for a whole batch. The first looks "
+            f"like a single sample, whose {find_batch_size(probe.batch.data)} features would be counted as samples.",
+            "Pass batch_size=1 or more, which puts samples together, or let each item be a batch.",
+        )
     for name, text in probe.failed_callbacks.items():
         yield remark(f"{name} could not be tried outside of a run: {text}")
 

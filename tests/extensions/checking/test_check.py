@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.checking import ProgramError, doubt
 from pytorch_accel_lite.data import OwnShard
-from tests.tasks import Stream, same
+from tests.tasks import Stream, quiet_trainer, regression_data, same, small_model
 
 CLASSES, WORDS, PAD = 5, 20, 0
 #: A trainer, its data, and arguments of train().
@@ -1202,3 +1202,13 @@ def test_wrong_arguments(arguments, error, message):
 def test_arguments_of_train_are_taken():
     arguments = {"num_epochs": 2, "eval_every_n_epochs": 2, "gradient_clip_norm": 1.0}
     assert check(RIGHT["classifier"](), only=["gradients"], **arguments).ok
+
+
+def test_a_loader_of_single_samples_is_said_to_be_one():
+    data = regression_data(16)
+    loader = DataLoader(data, batch_size=None)
+    report = quiet_trainer(small_model()).check(loader, only=["runs"])
+    assert "it takes each item of the dataset for a whole batch" in report["runs"].message
+    assert report["runs"].status == "warned"
+    batches = DataLoader([data[i : i + 4] for i in range(0, 16, 4)], batch_size=None)
+    assert quiet_trainer(small_model()).check(batches, only=["runs"])["runs"].status == "passed"

@@ -1,0 +1,129 @@
+"""Trying the evaluation before training, on one batch of each dataset, after which everything is as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import isroutine
+from itertools import chain
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.randomness import find_generators, preserving_found
+from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.data.apart import can_read_apart, datasets_in, read_apart
+from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
+from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
+from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.logged_values import create_trackers
+from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+#: What of a user's an evaluation would call besides the model, the loss function and metrics, which may leave traces.
+_STEPS = {"calculate_eval_batch_loss", "eval_epoch_start", "_run_eval_epoch", "_run_train_epoch"}
+_EVENTS = ("on_eval_epoch_start", "on_eval_step_start")
+
+
+@runtime_checkable
+class TakesPart(Protocol):
+    """A callback that takes part in the trial."""
+
+    def try_on(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
+        """Try what the callback does with an evaluation batch, without keeping anything."""
+
+
+def check_evaluation(trainer: TrainerLike, run: Run) -> None:
+    """Try the evaluation on one batch of each dataset, unless that may leave traces or need what training does first.
+
+    An error says that it was raised before training, and how to omit the trial.
+    """
+    if not run.request.sanity_check or not _leaves_no_trace(trainer, run):
+        return
+    data = run.data
+    try:
+        for name, loader in (data.eval_loaders or {"": data.required_eval_loader}).items():
+            if can_read_apart(loader):
+                with replaced(data, eval_loader=loader, eval_dataset_name=name or None):
+                    _try(trainer, run, loader)
+    except Exception as error:
+        add_note(
+            error,
+            "The evaluation was tried on one batch before the first update, so nothing has been trained yet. "
+            "train(sanity_check=False) omits this.",
+        )
+        raise
+
+
+def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
+    """Whether the evaluation can be tried silently, and as it will be later."""
+    is_plain = run.resumed is None and run.left_out is None and not run.request.auto_microbatch
+    if not is_plain or trainer.is_sharded or trainer.logical is not None or run.overridden & _STEPS:
+        return False
+    listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)
+    if not all(is_from_this_package(type(getattr(listener, "__self__", listener))) for listener in listeners):
+        return False
+    return all(map(_is_plain, _modules(trainer))) and trainer.compiled_forward is None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is neither compiled, which depends on what comes first, nor has hooks, nor is uninitialised."""
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        return False
+    if any(vars(module).get(name) for name in ("_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks")):
+        return False
+    return not any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters(recurse=False))
+
+
+def _modules(trainer: TrainerLike) -> list[nn.Module]:
+    """Return the model, the loss function and other modules of a trainer, with all their parts."""
+    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.modules(trainer).values()]
+    return list(dict.fromkeys(part for root in roots if isinstance(root, nn.Module) for part in root.modules()))
+
+
+def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
+    owners = [*_modules(trainer), trainer.loss_func, *datasets_in(loader), loader.source.collate_fn]
+    with (
+        _untouched(owners),
+        replaced(run, batch=None, batch_number=0, loss_trackers=create_trackers(trainer)),
+        explaining(trainer, run, "evaluation"),
+    ):
+        run.batch = batch = read_apart(loader)
+        if isinstance(batch.data, FailedRead):
+            raise batch.data.error
+        with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
+            adapter = BatchAdapter(trainer.model)  # that of the trainer has yet to look at the first batch
+            output = adapter.outputs_and_loss(trainer.model, trainer.loss_func, batch.data, batch)
+        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        for callback in trainer.callback_handler:
+            if isinstance(callback, TakesPart):
+                callback.try_on(trainer, batch.data, output)
+
+
+@contextmanager
+def _untouched(owners: list[object]) -> Iterator[None]:
+    """Keep modules, datasets and generators as they are in a block that evaluates."""
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    objects = [it for it in {id(it): it for it in owners}.values() if hasattr(it, "__dict__") and not isroutine(it)]
+    with (
+        Snapshot() as before,
+        preserving_attributes(*objects),
+        preserving_found(find_generators(owners)),
+        preserving_modes(modules),
+        warnings.catch_warnings(),
+    ):
+        before.keep_generators()
+        before.keep_buffers(modules)
+        warnings.simplefilter("ignore")  # they come when their turn has come
+        for module in modules:
+            module.training = False
+        yield
