@@ -107,7 +107,7 @@ TRIALS = {
     "stats": "from pytorch_accel_lite.experiment import SeedComparison as Seeds\n"
     "print(Seeds(('a', 'b'), 'loss', False, [0, 1], ([1.0, 2.0], [2.0, 4.0]), 0.95, {}))",
     "summary": f"{TRAIN}train(ModelSummaryCallback())",
-    "s3": 'from pytorch_accel_lite.checkpoint.remote import RemoteFolder\nRemoteFolder("s3://a")\nimport s3fs',
+    "s3": 'from pytorch_accel_lite.extensions.remote import RemoteFolder\nRemoteFolder("s3://a")\nimport s3fs',
     "ray": "from pytorch_accel_lite.integrations import RayReportCallback\nRayReportCallback()",
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }

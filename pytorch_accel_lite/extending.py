@@ -9,8 +9,12 @@ from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error
+from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.remote import read_state
+from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.store import StateStore
+from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
@@ -50,14 +54,16 @@ from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
     # The run, and what is written for it.
-    "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
+    "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "SharedLossTrackers", "ShardedStep",
-    "replace_step",
+    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES", "SharedLossTrackers",
+    "ShardedStep", "StateStore", "Store", "replace_step",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "Ranks", "capture_generators", "is_waiting", "open_trainers", "restore_generators",
-    "use_ranks",
+    "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
+    # What stores are written with.
+    "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
+    "read_verified", "write_files",
     # Trials.
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # What a trainer holds, and what batches consist of.
@@ -65,5 +71,5 @@ __all__ = [
     "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in",
     "registered_objects", "select_samples", "tensors_in",
     # Help.
-    "Report", "check_positive_int", "check_range", "describe_error", "read_state", "warn_outside",
+    "Report", "check_positive_int", "check_range", "describe_error", "warn_outside",
 ]  # fmt: skip

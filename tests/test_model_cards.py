@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from pytorch_accel_lite.callbacks import (
     ModelEmaCallback,
     RunLogCallback,
     SaveBestModelCallback,
-    SaveTrainingStateCallback,
 )
-from tests.hub_store import HubStore
-from tests.launching import CAN_SHARD, ROOT
+from tests.launching import CAN_SHARD
 from tests.ranks import rank
 from tests.sharded import create_model, gathered, shard
 from tests.tasks import equal, listener, quiet_trainer, raises_at, regression_data, small_model
@@ -312,8 +309,6 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"path='.*/file' is a file, but should be a directory .* or move the file"):
         trainer.save_model(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"path='nowhere://me/waves' names no store that fsspec knows .* hf://"):
-        trainer.save_model("nowhere://me/waves")
     with pytest.raises(ValueError, match=r"card_data=.* is for a model card, but path='a.safetensors' is one file"):
         trainer.save_model("a.safetensors", card_data={"license": "mit"})
     with pytest.raises(TypeError, match=r"card_data='mit' must be a dict of the card's metadata"):
@@ -327,11 +322,11 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
-def sharded(folder: Path, url: str) -> dict[str, Any]:
-    HubStore.folder = folder / "hub"
+def saved_sharded(folder: Path, *places: str) -> dict[str, Any]:
+    """The weights of a sharded model, which is saved in a folder and elsewhere, and loaded from each."""
     trainer = Trainer(shard(create_model(), "fsdp"), nn.MSELoss(), None, [], accelerator=Accelerator(cpu=True))
     before = gathered(trainer.model.state_dict())
-    for path in (folder / "sharded", url):
+    for path in (folder / "sharded", *places):
         trainer.save_model(path)
         for parameter in trainer.model.parameters():
             nn.init.zeros_(parameter)
@@ -347,106 +342,8 @@ def sharded(folder: Path, url: str) -> dict[str, Any]:
 
 @pytest.mark.processes
 @CAN_SHARD
-def test_all_processes_save_a_sharded_model_as_one(tmp_path, two_ranks, hub):
-    for whole in two_ranks.run(sharded, tmp_path, "hf://me/waves"):
+def test_all_processes_save_a_sharded_model_as_one(tmp_path, two_ranks):
+    for whole in two_ranks.run(saved_sharded, tmp_path):
         assert equal(whole, dict(create_model().state_dict()))
         assert equal(safetensors.torch.load_file(tmp_path / "sharded" / "model.safetensors"), whole)
     assert lead(tmp_path / "sharded").startswith("Sequential, 121 parameters.\n\nIt has not")
-    assert (hub / "README.md").exists()
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Path:
-    """The folder of the repository ``hf://me/waves``, as it is on the Hub."""
-    HubStore.folder = tmp_path / "hub"
-    HubStore.clear_instance_cache()
-    (HubStore.folder / "me" / "waves").mkdir(parents=True)
-    return HubStore.folder / "me" / "waves"
-
-
-def commits() -> list[str]:
-    return (HubStore.folder / "commits").read_text().splitlines()
-
-
-def test_a_model_is_saved_on_the_hub_and_loaded_from_there(hub):
-    trainer = trained()
-    trainer.save_model("hf://me/waves")
-    written = ["write me/waves/model.safetensors", "write me/waves/curves.png", "write me/waves/README.md"]
-    assert commits() == written
-    assert ModelCard.load(hub / "README.md").data.model_name == "waves"
-    trainer.save_model("hf://me/waves/inner/alone.safetensors")
-    for url in ("hf://me/waves", "hf://me/waves/inner/alone.safetensors"):
-        model = small_model(1)
-        quiet_trainer(model).load_checkpoint(url)
-        assert equal(model.state_dict(), trainer.get_model().state_dict())
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at 'hf://me/waves/other': it has no weights"):
-        trainer.load_checkpoint("hf://me/waves/other")
-    with pytest.raises(OSError, match=r"hf://me/other/model.safetensors cannot be written: .*Make sure that it exists"):
-        trainer.save_model("hf://me/other")
-
-
-def test_the_callback_of_the_page_uploads_every_few_epochs(hub, tmp_path, monkeypatch):
-    uploads: list[str] = []
-
-    def upload_folder(repo_id: str, folder_path: str, commit_message: str) -> None:
-        shutil.copytree(folder_path, HubStore.folder / repo_id, dirs_exist_ok=True)
-        uploads.append(commit_message)
-
-    monkeypatch.setattr("huggingface_hub.upload_folder", upload_folder)
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "exporting.md").read_text()
-    [code] = [code for code in re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S) if "class PushToHub" in code]
-    (HubStore.folder / "my_name" / "signs").mkdir(parents=True)
-    program: dict[str, Any] = {}
-    exec(code, program)
-    trainer = trained(program["PushToHub"](), epochs=10)
-    assert uploads == ["Epoch 5", "Epoch 10"]
-    model = small_model(1)
-    quiet_trainer(model).load_checkpoint("hf://my_name/signs")
-    assert equal(model.state_dict(), trainer.get_model().state_dict())
-    assert "Trained up to epoch 10 of 10" in (HubStore.folder / "my_name" / "signs" / "README.md").read_text()
-
-
-def test_a_card_that_somebody_else_has_pushed_is_kept(hub):
-    trainer = trained(epochs=1)
-    with pytest.raises(FileNotFoundError):
-        trainer.load_checkpoint("hf://me/waves")  # the listing of this process is out of date from now on
-    (hub / "README.md").write_text("ours")
-    with pytest.warns(UserWarning, match=r"'hf://me/waves/README.md' was not written by save_model\(\)"):
-        trainer.save_model("hf://me/waves")
-    assert (hub / "README.md").read_text() == "ours"
-    assert commits() == ["write me/waves/model.safetensors"]
-
-
-def test_training_states_on_the_hub_resume_to_the_same_bits(hub, tmp_path, capsys):
-    def run(epochs: int, save_dir: Any) -> Trainer:
-        saving = SaveTrainingStateCallback(save_dir, save_every_n_epochs=1, max_checkpoints=2)
-        return trained(saving, epochs=epochs, resume_from="latest")
-
-    whole = run(4, tmp_path / "states")
-    run(2, "hf://me/waves/states")
-    resumed = run(4, "hf://me/waves/states")
-    assert "Resuming from 'hf://me/waves/states/update-000000006'" in capsys.readouterr().out
-    assert equal(resumed.get_model().state_dict(), whole.get_model().state_dict())
-    assert sorted(path.name for path in (hub / "states").iterdir()) == ["update-000000009", "update-000000012"]
-
-
-def states_on_the_hub(folder: Path) -> tuple[Any, Any]:
-    """A whole run, and one that resumes from its state on the Hub after two epochs."""
-    HubStore.folder = folder / "hub"
-
-    def run(epochs: int, save_dir: Any) -> Any:
-        saving = SaveTrainingStateCallback(save_dir, save_every_n_epochs=1, max_checkpoints=1, asynchronous=True)
-        return trained(saving, epochs=epochs, resume_from="latest").get_model().state_dict()
-
-    whole = run(3, folder / "states")
-    run(2, "hf://me/waves/states")
-    return whole, run(3, "hf://me/waves/states")
-
-
-@pytest.mark.processes
-def test_ranks_save_their_states_on_the_hub(tmp_path, two_ranks, hub):
-    for whole, resumed in two_ranks.run(states_on_the_hub, tmp_path):
-        assert equal(whole, resumed)
-    [state] = (hub / "states").iterdir()
-    assert {path.name for path in state.glob("files-*/*")} >= {"rank00000.pt", "rank00001.pt", "model.safetensors"}

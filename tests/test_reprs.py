@@ -225,9 +225,9 @@ def test_a_notebook_shows_a_history_as_a_table_of_epochs_with_the_best_value_of_
     head, *rows = cells(history._repr_html_())
     assert head == ["epoch", "eval_loss_epoch", "unknown", "accuracy"]
     assert rows == [
-        ["1", "0.5", "", "0.5"],
-        ["2", "<b>0.25</b>", "<b>0.75</b>", "0.25"],
-        ["3", "0.75", "0.625", "0.75"],
+        ["1", "0.5", "0.5", ""],
+        ["2", "<b>0.25</b>", "0.25", "<b>0.75</b>"],
+        ["3", "0.75", "0.75", "0.625"],
     ]
     for epoch in range(4, 204):
         history._set_epoch(epoch)

@@ -160,7 +160,7 @@ def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
 
 
 def test_shards_in_a_remote_store_resume_to_the_same_bits(tmp_path):
-    pytest.importorskip("fsspec")
+    pytest.importorskip("pytorch_accel_lite.extensions.remote")
 
     def fork(rank):
         whole = resumed_by_itself("memory://bucket/whole")

@@ -45,9 +45,9 @@ from pytorch_accel_lite.callbacks import (
     WorstSamplesCallback,
     read_predictions,
 )
-from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.checksums import checksum
-from pytorch_accel_lite.extending import JOB_QUEUES
+from pytorch_accel_lite.extending import JOB_QUEUES, STORES, Ranks, manifest_text, read_verified, write_files
 from pytorch_accel_lite.run.events import EVENTS
 from tests.launching import (
     CAN_SHARD,
@@ -1630,3 +1630,49 @@ def test_without_any_queue_the_error_names_the_extension(tmp_path, monkeypatch):
         monkeypatch.delitem(JOB_QUEUES, name)
     with pytest.raises(ValueError, match="requeue=True is of the extension 'slurm', which is not there"):
         SaveTrainingStateCallback(tmp_path, requeue=True)
+
+
+class Cupboard:
+    """A store of a user's own: ``own://name`` is a folder on this machine. It has no states of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def at(self, url: str) -> Path:
+        path = self.folder / url.removeprefix("own://")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_state(self, url: str, ranks: Ranks, captured: Any) -> None:
+        entries = ranks.run_together(lambda: write_files(self.at(url), ranks.rank, captured))
+        (self.at(url) / "manifest.json").write_text(manifest_text(entries, captured.metadata))
+
+    def read_state(self, url: str, ranks: Ranks) -> Any:
+        return read_verified(self.at(url), verify_state(self.at(url)), ranks)
+
+    def fetch_state(self, url: str) -> Any:
+        return contextlib.nullcontext(self.at(url))
+
+    collect = fetch_weights = fetch_state
+
+
+def test_states_and_models_lie_in_a_store_of_the_users_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(STORES, "own", Cupboard(tmp_path))
+    trainer = train(make_trainer())
+    trainer.save_training_state("own://state")
+    trainer.save_model("own://model")
+    expected = trainer.model.state_dict()
+    for load in (Trainer.load_training_state, Trainer.load_checkpoint):
+        url = "own://state" if load is Trainer.load_training_state else "own://model"
+        other = make_trainer()
+        load(other, url)
+        assert equal(other.model.state_dict(), expected)
+    print_contents("own://state")
+    assert "training state own://state" in capsys.readouterr().out
+
+
+def test_without_any_store_the_error_names_the_extension(monkeypatch):
+    for name in [*STORES]:
+        monkeypatch.delitem(STORES, name)
+    with pytest.raises(ValueError, match="is of the extension 'remote', which is not there"):
+        SaveTrainingStateCallback("s3://bucket/run")

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.remote import open_store
+from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.weights import model_fingerprints

@@ -34,6 +34,7 @@ from pytorch_accel_lite.checkpoint.files import (
     write_sealed,
     write_tensors,
 )
+from pytorch_accel_lite.checkpoint.locations import open_folder, read_state, store_of, write_state
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.pretrained import (
     Form,
@@ -44,7 +45,6 @@ from pytorch_accel_lite.checkpoint.pretrained import (
     write_own_form,
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
-from pytorch_accel_lite.checkpoint.remote import fetched_weights, open_folder, read_state, write_state
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_learned
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
@@ -228,7 +228,7 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
         return _read_open_file(trainer, path)
     location = parse_location(path, "checkpoint_path")
     if isinstance(location, str):
-        with fetched_weights(location) as directory:
+        with store_of(location).fetch_weights(location) as directory:
             for file in directory.glob("*.safetensors"):
                 verify(file)
             return read_pretrained(directory, model)

@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from pytorch_accel_lite.checkpoint.files import check_is_shared, remove
 from pytorch_accel_lite.checkpoint.locks import FileLock, LockedError
@@ -42,10 +43,12 @@ def _release(lock: FileLock, is_unlocked: threading.Event) -> None:
 class StateStore(ABC):
     """The states of a run. Anything else in the same place is left alone.
 
+    :cvar NAME: what the names of states look like
     :ivar location: the directory, or the URL
     :ivar alive_at: when an earlier run was last known to be alive, if at all
     """
 
+    NAME: ClassVar[re.Pattern[str]] = STATE_NAME
     location: Path | str
     alive_at: float | None = None
 

@@ -12,6 +12,7 @@ from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.files import FROZEN
+from pytorch_accel_lite.checkpoint.locations import local_copy
 from pytorch_accel_lite.checkpoint.manifest import (
     MANIFEST,
     DamagedStateError,
@@ -19,7 +20,6 @@ from pytorch_accel_lite.checkpoint.manifest import (
     stored_checksum,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.remote import local_copy
 from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state, read_weights
 
 

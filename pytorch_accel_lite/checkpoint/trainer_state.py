@@ -25,9 +25,9 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     loss_state,
 )
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
+from pytorch_accel_lite.checkpoint.locations import read_state
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
-from pytorch_accel_lite.checkpoint.remote import read_state
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
 from pytorch_accel_lite.checkpoint.trainability import (
     add_missing_groups,

@@ -123,7 +123,7 @@ def sharded_and_damaged(folder: Path, thoroughly: bool) -> tuple[Any, dict[str, 
 @pytest.mark.processes
 @CAN_SHARD
 @pytest.mark.timeout(7200 if SOAK else 600)
-def test_each_damaged_file_of_a_sharded_state_is_named_and_an_older_state_is_used(folder, two_ranks):
+def test_each_damaged_file_of_a_sharded_state_is_named(folder, two_ranks):
     """Each in one of three ways; ``make soak`` damages each in all of them."""
     found = two_ranks.run(sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=max(PATIENCE, 500))
     for whole, resumed in found:
@@ -160,7 +160,7 @@ def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_sigkill_at_each_operation_of_the_store_leads_to_the_same_bits(folder):
+def test_sigkill_at_each_operation_leads_to_the_same_bits(folder):
     """At every fifth; ``make soak`` kills at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
     whole = run(folder / "whole", **kwargs)
@@ -201,7 +201,7 @@ def test_a_damaged_object_is_named_and_an_older_state_is_used(folder, damage, ca
     assert "/update-000000002': epoch 1, update 2" in printed
 
 
-def test_what_killed_processes_have_left_on_a_machine_is_removed(folder, monkeypatch):
+def test_what_killed_processes_have_left_is_removed(folder, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     old, new = (folder / f"pytorch_accel_lite-state-{name}" for name in ("of a killed process", "of another one"))
     for path in (old, new):
@@ -260,7 +260,7 @@ def test_a_run_ends_when_another_takes_its_address_over(folder):
     assert (folder / "states" / ".owner.json").exists()  # of the other run
 
 
-def test_addresses_that_cannot_work_are_errors_before_training(tmp_path):
+def test_addresses_that_cannot_work_are_errors(tmp_path):
     def start(url: str) -> None:
         train(make_trainer(callbacks=[SaveTrainingStateCallback(url)]))
 
@@ -270,7 +270,7 @@ def test_addresses_that_cannot_work_are_errors_before_training(tmp_path):
         start(f"faulty://{tmp_path}/missing/states")
 
 
-def test_without_s3fs_the_error_of_an_address_in_s3_names_what_to_install():
+def test_without_s3fs_the_error_names_what_to_install():
     code = (
         "from tests.launching import forget; from pytorch_accel_lite.callbacks import SaveTrainingStateCallback\n"
         "from tests.tasks import make_trainer, train\n"

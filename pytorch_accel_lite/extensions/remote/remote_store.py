@@ -21,29 +21,24 @@ from pathlib import Path, PurePosixPath
 
 from accelerate import PartialState
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.manifest import (
-    MANIFEST,
-    DamagedStateError,
+from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
+from pytorch_accel_lite.extending import (
+    CapturedState,
+    JsonObject,
+    Ranks,
+    StateStore,
+    Store,
+    TrainingState,
     catch_damage,
     manifest_text,
     read_manifest,
-    verify_state,
-)
-from pytorch_accel_lite.checkpoint.store import STATE_NAME, DirectoryStore, StateStore
-from pytorch_accel_lite.checkpoint.training_state import (
-    CapturedState,
-    read_directory,
     read_model,
     read_verified,
-    write_directory,
     write_files,
 )
-from pytorch_accel_lite.checkpoint.weights import CARD, WEIGHTS
-from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.utils import import_extra
 
+MANIFEST, CARD, WEIGHTS = "manifest.json", "README.md", "model.safetensors"
 _OWNER = ".owner.json"  # names the run that saves here
 _PREFIX = "pytorch_accel_lite-state-"  # so that no folder of anybody else is removed with the remains of killed runs
 _SECONDS_UNTIL_REMOVED = 24 * 60 * 60  # far more than it takes to upload a state
@@ -153,34 +148,6 @@ def _temporary_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _upload(url: str, ranks: Ranks, captured: CapturedState) -> None:
-    """Upload a training state. All ranks take part, and all raise an error if one fails."""
-    folder = RemoteFolder(url)
-    subfolder = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
-
-    def upload() -> dict[str, JsonObject]:
-        with _temporary_directory() as directory:
-            entries = write_files(directory, ranks.rank, captured)
-            for name in entries:
-                folder.upload(directory / name, f"{subfolder}/{name}")
-        return entries
-
-    try:
-        entries = ranks.run_together(upload)
-        text = manifest_text(entries, {**captured.metadata, "folder": subfolder})
-        ranks.run_together(lambda: folder.write(MANIFEST, text.encode()), only_first=True)
-    except BaseException:
-        if ranks.rank == 0:
-            with suppress(OSError):
-                folder.remove(subfolder)
-        raise
-    if ranks.rank == 0:
-        with suppress(OSError):
-            for name in folder.names():
-                if name not in (MANIFEST, subfolder):  # of an earlier or an interrupted save
-                    folder.remove(name)
-
-
 def _download(url: str, directory: Path) -> JsonObject:
     """Copy a state to an empty directory, verify every byte, and return its manifest."""
     folder = RemoteFolder(url)
@@ -198,38 +165,13 @@ def _download(url: str, directory: Path) -> JsonObject:
         raise DamagedStateError(str(error).replace(os.fspath(directory), url)) from None
 
 
-def _fetch(url: str, ranks: Ranks) -> TrainingState:
-    """Fetch a state to each machine, verify it there and read it, including the weights. All ranks take part."""
-    with _temporary_directory() as directory:
-
-        def download() -> tuple[Path, JsonObject | DamagedStateError] | None:
-            is_local_main = PartialState().is_local_main_process
-            return (directory, catch_damage(lambda: _download(url, directory))) if is_local_main else None
-
-        outcomes = ranks.run_together(download)
-        for outcome in outcomes:
-            if outcome is not None and isinstance(outcome[1], DamagedStateError):
-                raise outcome[1]
-        # The first process of this machine is the last one up to this that has fetched the state.
-        fetched, manifest = [outcome for outcome in outcomes[: ranks.rank + 1] if outcome is not None][-1]
-        state = read_verified(fetched, manifest, ranks)  # type: ignore[arg-type]
-        state.directory = url
-
-        def read() -> None:
-            state.weights = read_model(fetched)
-
-        ranks.run_together(read)
-        return state
-
-
-class RemoteStore(StateStore):
+class RemoteStates(StateStore):
     """The states of a run at a URL. The newest run takes over, as a lock would outlive a run whose machine has died."""
 
     location: str
 
     def __init__(self, url: str) -> None:
         self.location = url
-
         self._owner: JsonObject | None = None
         self._incomplete: list[str] = []  # states that were incomplete when the URL was claimed
 
@@ -246,7 +188,7 @@ class RemoteStore(StateStore):
 
     def _all_names(self) -> list[str]:
         """Return the names of all states, complete or not."""
-        return [name for name in self._folder.names() if STATE_NAME.fullmatch(name)]
+        return [name for name in self._folder.names() if self.NAME.fullmatch(name)]
 
     def saved_at(self, name: str) -> float:
         """Return when a state was saved; the current time if unknown, so that a damaged state is reported first."""
@@ -255,7 +197,7 @@ class RemoteStore(StateStore):
 
     def read(self, name: str, ranks: Ranks) -> TrainingState:
         """Verify and read a state. All ranks take part."""
-        return _fetch(self._path(name), ranks)
+        return RemoteStore().read_state(self._path(name), ranks)
 
     def remove(self, name: str) -> None:
         """Remove a state, its manifest first."""
@@ -314,81 +256,102 @@ class RemoteStore(StateStore):
         return content if isinstance(content, dict) else {}
 
 
-def open_store(save_dir: Path | str) -> StateStore:
-    """Return the states in a directory, or at a URL."""
-    return DirectoryStore(save_dir) if isinstance(save_dir, Path) else RemoteStore(save_dir)
+class RemoteStore(Store):
+    """The store of all URLs that fsspec knows."""
 
+    def states(self, url: str) -> RemoteStates:
+        """Return the states of a run at a URL."""
+        return RemoteStates(url)
 
-def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> None:
-    """Write a training state. All ranks take part, and all raise an error if one fails.
+    def write_state(self, url: str, ranks: Ranks, captured: CapturedState) -> None:
+        """Upload a training state. All ranks take part, and all raise an error if one fails."""
+        folder = RemoteFolder(url)
+        subfolder = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
 
-    An existing state there is replaced once the new one is complete.
+        def upload() -> dict[str, JsonObject]:
+            with _temporary_directory() as directory:
+                entries = write_files(directory, ranks.rank, captured)
+                for name in entries:
+                    folder.upload(directory / name, f"{subfolder}/{name}")
+            return entries
 
-    :raises OSError: if it cannot be written; an existing state is left unchanged
-    """
-    if isinstance(location, Path):
-        write_directory(location, ranks, captured)
-    else:
-        _upload(location, ranks, captured)
+        try:
+            entries = ranks.run_together(upload)
+            text = manifest_text(entries, {**captured.metadata, "folder": subfolder})
+            ranks.run_together(lambda: folder.write(MANIFEST, text.encode()), only_first=True)
+        except BaseException:
+            if ranks.rank == 0:
+                with suppress(OSError):
+                    folder.remove(subfolder)
+            raise
+        if ranks.rank == 0:
+            with suppress(OSError):
+                for name in folder.names():
+                    if name not in (MANIFEST, subfolder):  # of an earlier or an interrupted save
+                        folder.remove(name)
 
+    def read_state(self, url: str, ranks: Ranks) -> TrainingState:
+        """Fetch a state to each machine, verify it there and read it, including the weights. All ranks take part."""
+        with _temporary_directory() as directory:
 
-def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
-    """Verify a state, once in the job or on each machine that fetches it, and read it. All ranks take part.
+            def download() -> tuple[Path, JsonObject | DamagedStateError] | None:
+                is_local_main = PartialState().is_local_main_process
+                return (directory, catch_damage(lambda: _download(url, directory))) if is_local_main else None
 
-    :raises FileNotFoundError: if there is no state
-    :raises DamagedStateError: on all ranks, if it is damaged; names the file
-    :raises OSError: if the store cannot be reached
-    """
-    return read_directory(location, ranks) if isinstance(location, Path) else _fetch(location, ranks)
+            outcomes = ranks.run_together(download)
+            for outcome in outcomes:
+                if outcome is not None and isinstance(outcome[1], DamagedStateError):
+                    raise outcome[1]
+            # The first process of this machine is the last one up to this that has fetched the state.
+            fetched, manifest = [outcome for outcome in outcomes[: ranks.rank + 1] if outcome is not None][-1]
+            state = read_verified(fetched, manifest, ranks)  # type: ignore[arg-type]
+            state.directory = url
 
+            def read() -> None:
+                state.weights = read_model(fetched)
 
-@contextmanager
-def open_folder(location: Path | str) -> Iterator[Path]:
-    """Yield a directory to write files into: that of a path, or a temporary one whose files are uploaded to a URL.
+            ranks.run_together(read)
+            return state
 
-    The temporary one has the model card at the URL, if there is one, which is uploaded again only if it has changed.
-    """
-    if isinstance(location, Path):
-        yield location
-        return
-    folder = RemoteFolder(location, "path")
-    with _temporary_directory() as directory:
-        card = b""
-        with suppress(FileNotFoundError):
-            card = folder.read(CARD)
-            (directory / CARD).write_bytes(card)
-        yield directory
-        files = sorted((path for path in directory.rglob("*") if path.is_file()), reverse=True)
-        for file in files:  # the card last, as it describes the others
-            if file.name != CARD or file.read_bytes() != card:
-                folder.upload(file, file.relative_to(directory).as_posix())
+    @contextmanager
+    def fetch_state(self, url: str) -> Iterator[Path]:
+        """Yield the directory of a verified copy of a state."""
+        with _temporary_directory() as directory:
+            _download(url, directory)
+            yield directory
 
+    @contextmanager
+    def fetch_weights(self, url: str) -> Iterator[Path]:
+        """Yield a temporary directory with the safetensors files at a URL, or with the one file that it names.
 
-@contextmanager
-def fetched_weights(url: str) -> Iterator[Path]:
-    """Yield a temporary directory with the safetensors files at a URL, or with the one file that it names.
+        :raises FileNotFoundError: if there are none
+        """
+        address, name = os.path.split(url) if url.endswith(".safetensors") else (url, WEIGHTS)
+        folder = RemoteFolder(address, "checkpoint_path")
+        names = [name for name in folder.names() if name.endswith((".safetensors", ".safetensors.index.json"))]
+        if name in names or address != url:
+            names = [name] if name in names else []
+        if not names:
+            raise FileNotFoundError(f"There is no checkpoint at {url!r}: it has no weights as safetensors.")
+        with _temporary_directory() as directory:
+            for name in names:
+                folder.fetch(name, directory / name)
+            yield directory
 
-    :raises FileNotFoundError: if there are none
-    """
-    address, name = os.path.split(url) if url.endswith(".safetensors") else (url, WEIGHTS)
-    folder = RemoteFolder(address, "checkpoint_path")
-    names = [name for name in folder.names() if name.endswith((".safetensors", ".safetensors.index.json"))]
-    if name in names or address != url:
-        names = [name] if name in names else []
-    if not names:
-        raise FileNotFoundError(f"There is no checkpoint at {url!r}: it has no weights as safetensors.")
-    with _temporary_directory() as directory:
-        for name in names:
-            folder.fetch(name, directory / name)
-        yield directory
+    @contextmanager
+    def collect(self, url: str) -> Iterator[Path]:
+        """Yield a directory whose files are uploaded to a URL.
 
-
-@contextmanager
-def local_copy(location: Path | str) -> Iterator[Path]:
-    """Yield the directory of a state, or that of a verified copy if it lies in a remote store."""
-    if isinstance(location, Path):
-        yield location
-        return
-    with _temporary_directory() as directory:
-        _download(location, directory)
-        yield directory
+        It has the model card at the URL, if there is one, which is uploaded again only if it has changed.
+        """
+        folder = RemoteFolder(url, "path")
+        with _temporary_directory() as directory:
+            card = b""
+            with suppress(FileNotFoundError):
+                card = folder.read(CARD)
+                (directory / CARD).write_bytes(card)
+            yield directory
+            files = sorted((path for path in directory.rglob("*") if path.is_file()), reverse=True)
+            for file in files:  # the card last, as it describes the others
+                if file.name != CARD or file.read_bytes() != card:
+                    folder.upload(file, file.relative_to(directory).as_posix())

@@ -1,0 +1,107 @@
+"""Training states and models in a directory, or at a URL in the store of its scheme."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from pytorch_accel_lite.checkpoint.store import DirectoryStore, StateStore
+from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_directory, write_directory
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.run.parts import TrainingState
+
+
+class Store(Protocol):
+    """Where states and models lie that URLs of a scheme name. All ranks take part where they are passed."""
+
+    def states(self, url: str) -> StateStore:
+        """Return the states of a run, each named below a URL."""
+
+    def write_state(self, url: str, ranks: Ranks, captured: CapturedState) -> None:
+        """Write the parts of a training state that each rank has captured; see ``extending.write_files``.
+
+        An existing state there is replaced once the new one is complete.
+
+        :raises OSError: on all ranks, if one fails; an existing state is left unchanged
+        """
+
+    def read_state(self, url: str, ranks: Ranks) -> TrainingState:
+        """Verify a state and read it, with the weights; see ``extending.read_verified``.
+
+        :raises FileNotFoundError: if there is no state
+        :raises DamagedStateError: on all ranks, if it is damaged; names the file
+        :raises OSError: if the store cannot be reached
+        """
+
+    def fetch_state(self, url: str) -> AbstractContextManager[Path]:
+        """Return a context of a directory with a verified copy of a state."""
+
+    def fetch_weights(self, url: str) -> AbstractContextManager[Path]:
+        """Return a context of a directory with a copy of the safetensors files, or of the one file that a URL names.
+
+        :raises FileNotFoundError: if there are none
+        """
+
+    def collect(self, url: str) -> AbstractContextManager[Path]:
+        """Return a context of a directory whose files are written to a URL at its end, the model card last.
+
+        The model card that is there already is in the directory, and is written again only if it has changed.
+        """
+
+
+#: The stores by the scheme of their URLs, such as ``"s3"``; ``"*"`` is that of all others. An extension adds its own.
+STORES: dict[str, Store] = {}
+
+
+def store_of(url: str) -> Store:
+    """Return the store that has a URL.
+
+    :raises ValueError: if none has
+    """
+    scheme = url.partition("://")[0]
+    store = STORES.get(scheme, STORES.get("*"))
+    if store is None:
+        raise ValueError(f"What is at {url!r} {is_not_there('remote')}")
+    return store
+
+
+def open_store(save_dir: Path | str) -> StateStore:
+    """Return the states in a directory, or at a URL."""
+    return DirectoryStore(save_dir) if isinstance(save_dir, Path) else store_of(save_dir).states(save_dir)
+
+
+def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> None:
+    """Write a training state. All ranks take part, and all raise an error if one fails.
+
+    An existing state there is replaced once the new one is complete.
+
+    :raises OSError: if it cannot be written; an existing state is left unchanged
+    """
+    if isinstance(location, Path):
+        write_directory(location, ranks, captured)
+    else:
+        store_of(location).write_state(location, ranks, captured)
+
+
+def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
+    """Verify a state, once in the job or on each machine that fetches it, and read it. All ranks take part.
+
+    :raises FileNotFoundError: if there is no state
+    :raises DamagedStateError: on all ranks, if it is damaged; names the file
+    :raises OSError: if the store cannot be reached
+    """
+    if isinstance(location, Path):
+        return read_directory(location, ranks)
+    return store_of(location).read_state(location, ranks)
+
+
+def local_copy(location: Path | str) -> AbstractContextManager[Path]:
+    """Return a context of the directory of a state, or of a verified copy of one in a store."""
+    return nullcontext(location) if isinstance(location, Path) else store_of(location).fetch_state(location)
+
+
+def open_folder(location: Path | str) -> AbstractContextManager[Path]:
+    """Return a context of a directory to write a model into: that of a path, or one that is written to a URL."""
+    return nullcontext(location) if isinstance(location, Path) else store_of(location).collect(location)
