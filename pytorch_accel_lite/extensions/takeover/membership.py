@@ -117,6 +117,8 @@ class Membership:
         while not self.store.have_arrived(generation):
             if self.store.latest().number > number:
                 return None
+            if self.store.said("ending") is not None:
+                raise RuntimeError("The other processes have reached the end of the program.")
             time.sleep(_POLLING)
         try:
             self._connect(generation)
@@ -216,6 +218,7 @@ class Membership:
         """End together with the others: after that, this process is alone."""
         with suppress(RuntimeError):  # the others have ended
             self.do(_do_nothing)
+        self.store.say("ending")  # before the connections end, which others may be yet to leave
         self.watcher.stop()
         self.disconnect()
         self.rank, self.world_size = 0, 1

@@ -170,7 +170,7 @@ class Supervisor:
             return
         if process.number in self._generation.members:
             self._publish([number for number in members if self._has_settled(number)])
-        self._changed_at = time.monotonic(), what
+        self._note_change(what)
         if self._replaces and self._store.said("closed") is None:
             self._start(comes_later=True)
 
@@ -260,7 +260,13 @@ class Supervisor:
         ready = [n for n in self._processes if n not in members and self._store.said(f"ready/{n}") is not None]
         if ready and self._store.said("closed") is None:
             self._publish(members, ready)
-            self._changed_at = time.monotonic(), f"{len(ready)} new process{'es' * (len(ready) > 1)} joined"
+            self._note_change(f"{len(ready)} new process{'es' * (len(ready) > 1)} joined")
+
+    def _note_change(self, what: str) -> None:
+        """Note what has happened, to be said once the others go on."""
+        if self._changed_at is not None:
+            _say(f"{self._changed_at[1]}.")
+        self._changed_at = time.monotonic(), what
 
     def _heed_questions(self, now: float) -> None:
         """Begin a generation if processes have lost a connection although none has ended."""
