@@ -72,7 +72,7 @@ class MomentumTeacherCallback(ModelEmaCallback):
     def _get_model(self) -> nn.Module:
         if self._trainer is None:
             raise RuntimeError(
-                "MomentumTeacherCallback does not know its model. Pass it to the trainer's callbacks before it is called."
+                "MomentumTeacherCallback has no model yet. Pass it to the callbacks of a trainer before you call it."
             )
         return self._trainer.get_model(keep_torch_compile=False)
 
