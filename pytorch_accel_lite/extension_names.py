@@ -28,12 +28,17 @@ OFFERED = {
 }
 
 
-def missing(name: str, prefix: str = "") -> AttributeError:
-    """Return the error about a name that is not there, of the package, or of ``prefix`` in it."""
+def missing(name: str, prefix: str = "") -> Exception:
+    """Return the error about a name that is not there, of the package, or of ``prefix`` in it.
+
+    Of a module, it is an ``ImportError`` if an extension has the name: ``from ... import`` would replace the message of
+    an ``AttributeError``.
+    """
+    kind = AttributeError if prefix[:1].isupper() else ImportError
     qualified = f"{prefix}.{name}" if prefix else name
     for extension, names in OFFERED.items():
         if qualified in names:
-            return AttributeError(f"{qualified} {is_not_there(extension)}")
+            return kind(f"{qualified} {is_not_there(extension)}")
     folder = Path(__file__).parent.name
     owner = f"{prefix!r} object" if prefix[:1].isupper() else f"module {f'{folder}.{prefix}'.rstrip('.')!r}"
     return AttributeError(f"{owner} has no attribute {name!r}")
@@ -42,7 +47,7 @@ def missing(name: str, prefix: str = "") -> AttributeError:
 class _Missing:
     """A method that an extension gives a class, where its folder has been deleted."""
 
-    def __init__(self, error: AttributeError) -> None:
+    def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __get__(self, instance: object, owner: type) -> object:

@@ -11,6 +11,7 @@ import pytest
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitEvalStepsCallback, LogMetricsCallback
+from pytorch_accel_lite.extending_callbacks import set_listening
 from pytorch_accel_lite.run.events import EVENTS, keywords_of
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests import typed_callbacks
@@ -233,6 +234,19 @@ def test_none_in_a_list_of_callbacks_is_left_out():
     train(trainer)
     assert list(trainer.callback_handler) == [kept]
     assert seen == ["kept"]
+
+
+def test_a_callback_of_the_users_may_stop_listening_as_built_in_ones_do():
+    class First(TrainerCallback):
+        losses = 0
+
+        def on_train_step_end(self, trainer, **kwargs):
+            self.losses += 1
+            set_listening(trainer, self, False, "on_train_step_end")
+
+    first = First()
+    train(make_trainer([first]), size=6)
+    assert first.losses == 1
 
 
 class FreezesFirst(TrainerCallback):

@@ -32,8 +32,11 @@ owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
     try:
-        getattr(owners[owner], name)
-    except AttributeError as error:
+        if owner == "Trainer":
+            getattr(trainer, name)
+        else:
+            exec(f"from {owners[owner].__name__} import {name}")
+    except (AttributeError, ImportError) as error:
         print(error)
 """
 pytestmark = [pytest.mark.programs, pytest.mark.soak]

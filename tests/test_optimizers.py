@@ -295,7 +295,7 @@ def test_the_bar_the_table_and_the_report_show_the_rate_of_each(capsys, tmp_path
     assert re.findall(r"lr_matrix ([^,]*), lr_rest ([^,\s]*)", out)[-1] == ("8e-05", "0.02")
     head = next(line for line in out.splitlines() if line.startswith("epoch"))
     assert re.split(" {2,}", head) == ["epoch", "train loss", "lr_matrix", "lr_rest", "time"]
-    assert next(line for line in out.splitlines() if line.startswith("2/2")).split()[2:4] == ["8.00e-05", "2.00e-02"]
+    assert next(line for line in out.splitlines() if line.startswith("2/2")).split()[2:4] == ["4.00e-04", "2.00e-02"]
     report = json.loads((tmp_path / "run.json").read_text())
     assert report["optimizer"].startswith("matrix: SGD(lr=0.05, momentum=0.9); rest: AdamW(lr=0.01 to 0.02")
     assert report["schedule"] == "matrix: ExponentialLR(gamma=0.2)"

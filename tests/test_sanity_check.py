@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.base.text import notes_of
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import MetricsCallback, ProgressTableCallback, SaveTrainingStateCallback
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 
 
@@ -110,9 +110,10 @@ def refused(error: type[Exception], data: Any, *callbacks: Any, model: Any = Non
     return notes
 
 
-def test_mistakes_are_found_before_training():
+def test_mistakes_are_found_before_training(capsys):
     inputs, targets = regression_data(9).tensors
-    (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)})
+    (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)}, ProgressTableCallback)
+    assert "Failed (RuntimeError) before the first epoch, after 0." in capsys.readouterr().out
     assert note.startswith("In evaluation on 'valid', step 0:\n  batch: ")
 
     class Broken(Rows):

@@ -93,8 +93,8 @@ _CALLS_OF_MODULES = "torch.nn.modules.module"
 def hide_frames(error: BaseException) -> None:
     """In IPython, remove this package's frames from the traceback of an error, and torch's that only call modules.
 
-    What is left are lines of the user and of what these have called. The frame that calls this stays, and so does
-    everything if the error comes from a line of this package that checks nothing.
+    What is left are lines of the user, of what these have called, and the check of ours that has raised the error.
+    Everything stays if the error comes from a line of this package that checks nothing.
     """
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
@@ -103,12 +103,12 @@ def hide_frames(error: BaseException) -> None:
     part: BaseException | None = error
     while part is not None and part not in chain:
         chain.append(part)
-        *_, innermost = (_module_of(trace) for trace in _entries(part))
+        *_, innermost = _entries(part)
         is_check = isinstance(part, (ValueError, TypeError, RuntimeError))
-        if is_check or not is_in_this_package(innermost):
+        if is_check or not is_in_this_package(_module_of(innermost)):
             for trace in _entries(part):
                 following = trace.tb_next
-                while following is not None and _is_hidden(_module_of(following)):
+                while following is not None and following is not innermost and _is_hidden(_module_of(following)):
                     following = following.tb_next
                 trace.tb_next = following
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)

@@ -424,6 +424,8 @@ class _RunTable:
         else:
             summary = f"{outcome} in epoch {progress.epoch}, after update {progress.update:,},"
         seconds = time.monotonic() - self._start
+        if not progress.epoch:
+            return [f"{outcome} before the first epoch, after {format_duration(seconds)}."]
         speed = _speed(progress.samples - self._first.samples, seconds)
         lines = [f"{summary} in {format_duration(seconds)} ({speed} samples/s)."]
         if self._best is not None:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
+import tokenize
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 
@@ -37,7 +38,7 @@ def _nodes(method: FunctionType) -> Iterator[ast.AST]:
         return
     try:
         yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method))))
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # also of a file that was edited since
         return
 
 

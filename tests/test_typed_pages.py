@@ -1,0 +1,73 @@
+"""The programs of the first pages pass strict type checkers, as their readers' own code does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+from tests.test_docs import blocks
+
+pytest.importorskip("mypy")
+
+PAGES = {"readme": ROOT / "README.md", "quickstart": ROOT / "docs" / "quickstart.md"}
+#: What an editor should know about a trainer, beside what the pages use.
+USES = """
+from collections.abc import Sequence
+from typing import Any, assert_type
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import RunHistory, Trainer
+
+data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+model = nn.Linear(2, 1)
+trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+trainer.train(data, num_epochs=1, eval_dataset=data)
+assert_type(trainer.run_history, RunHistory)
+assert_type(trainer.run_history.plot(), Figure)
+assert_type(trainer.run_history["eval_loss_epoch"], Sequence[Any])
+assert_type(trainer.progress.epoch, int)
+assert_type(trainer.check(data).ok, bool)
+for batch in trainer.predict_iter(data):
+    print(batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("programs")
+    sources = {name: "\n".join(blocks(page, "python")) for name, page in PAGES.items()} | {"uses": USES}
+    for name, source in sources.items():
+        (folder / f"{name}_page.py").write_text(source)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.timeout(900)
+def test_the_programs_of_the_first_pages_pass_mypy(programs):
+    """With the settings of this repository, whose cache serves both: strict."""
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *map(str, programs)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright")
+def test_the_programs_of_the_first_pages_pass_pyright(programs):
+    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "reportMissingTypeStubs": False}
+    (programs[0].parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = ["pyright", "--pythonpath", sys.executable, "-p", str(programs[0].parent)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
