@@ -108,6 +108,17 @@ def test_the_pages_have_code():
     assert {page.name for page in WITH_CODE} >= {"README.md", "quickstart.md", "callbacks.md", "data.md", "loop.md"}
 
 
+def test_the_first_pages_are_short():
+    """The README argues in one screen; the landing page installs, trains in a dozen lines, and shows a picture."""
+    why = (ROOT / "README.md").read_text().partition("\n## Why\n")[2].partition("\n## ")[0]
+    assert len(why.splitlines()) <= 24
+    landing = ROOT / "docs" / "index.md"
+    [program] = blocks(landing, "python")
+    assert len([line for line in program.splitlines() if line]) == 12
+    assert "pip install" in blocks(landing, "console")[0]
+    assert "```{image} curves.png" in landing.read_text()
+
+
 #: Pages that show the same training by another library and by this one, and what the other needs.
 SIDE_BY_SIDE = {
     "coming_from_a_loop.md": "torch",

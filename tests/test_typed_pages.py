@@ -15,7 +15,11 @@ from tests.test_docs import blocks
 
 pytest.importorskip("mypy")
 
-PAGES = {"readme": ROOT / "README.md", "quickstart": ROOT / "docs" / "quickstart.md"}
+PAGES = {
+    "readme": ROOT / "README.md",
+    "index": ROOT / "docs" / "index.md",
+    "quickstart": ROOT / "docs" / "quickstart.md",
+}
 #: What an editor should know about a trainer, beside what the pages use.
 USES = """
 from collections.abc import Sequence
