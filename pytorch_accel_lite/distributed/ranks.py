@@ -307,7 +307,7 @@ class GroupTimeouts:
                 set_timeout(group, timedelta(seconds=seconds))
 
     def restore(self) -> None:
-        """Restore what :meth:`set` has changed."""
+        """Restore what ``set()`` has changed."""
         for group, timeout in self._before:
             set_timeout(group, timeout)
         self._before.clear()

@@ -59,7 +59,7 @@ def plot_curves(
 
 
 def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[str]:
-    """Return each panel of :func:`plot_curves` as SVG for an HTML page that defines the colours.
+    """Return each panel of ``plot_curves()`` as SVG for an HTML page that defines the colours.
 
     The colours are the CSS custom properties ``--ink``, ``--grid``, ``--series-1`` and so on.
 
@@ -71,9 +71,9 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
 
 
 def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]) -> list[str]:
-    """Return for each metric a panel with the curves of all runs, as SVG like :func:`svg_panels`.
+    """Return for each metric a panel with the curves of all runs, as SVG like ``svg_panels()``.
 
-    The curves of run ``n`` have the class ``run-n``, and the style that :func:`overlay_style` describes.
+    The curves of run ``n`` have the class ``run-n``, and the style that ``overlay_style()`` describes.
 
     :param curves: epochs and values by metric name, run by run; empty for runs without this metric
     """

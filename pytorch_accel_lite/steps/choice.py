@@ -12,7 +12,7 @@ from pytorch_accel_lite.steps.sharded import ShardedStep
 def create_step(trainer: TrainerLike, run: Run) -> Step:
     """Create the training step of a run.
 
-    :raises ValueError: if the run uses features that do not work together, see :mod:`.combinations`
+    :raises ValueError: if the run uses features that do not work together, see ``.combinations``
     """
     features = find_features(trainer, run)
     if trainer.compiled_forward is not None:
