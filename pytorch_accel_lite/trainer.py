@@ -113,8 +113,10 @@ __all__ = [
 _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed", "compile_model", "channels_last"}
 _GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
 #: The methods that ``help(Trainer)`` shows first.
-_CALLED_FIRST = ("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint")
-_CALLED_FIRST += ("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "summary", "log")
+_CALLED_FIRST = (
+    *("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint"),
+    *("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "summary", "log"),
+)
 
 
 @with_missing
@@ -450,9 +452,8 @@ class Trainer:
         """Train the model.
 
         :param train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, whose options then hold; batches
-            are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see
-            ``NamedDatasets``; for shares of several datasets, see
-            ``Mixture``.
+            are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see ``NamedDatasets``;
+            for shares of several datasets, see ``Mixture``.
         :param num_epochs: number of passes over the training data
         :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
             evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
@@ -714,8 +715,7 @@ class Trainer:
         a run.
 
         :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
-            ``SaveTrainingStateCallback``); an existing state is replaced once the
-                new one is complete
+            ``SaveTrainingStateCallback``); an existing state is replaced once the new one is complete
         :param checkpoint_kwargs: further entries, returned by ``load_training_state()``
         :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
         :param then: called on every process once the state is complete
