@@ -171,6 +171,21 @@ SEARCHED = {
     ],
     "finetuning": ["freeze", "freezing", "freeze layers", "unfreeze", "fine-tuning"],
     "ema": ["ema", "averaged weights"],
+    "momentum_teachers": [
+        "momentum teacher",
+        "momentum encoder",
+        "target network",
+        "byol",
+        "dino",
+        "moco",
+        "dqn",
+    ],
+    "schedulers#Any value by the update": [
+        "weight decay schedule",
+        "temperature schedule",
+        "global step",
+        "global_step",
+    ],
     "callbacks": ["callbacks", "callback", "write a callback", "events"],
     "builtin_callbacks": ["built-in callbacks"],
     "clusters": [

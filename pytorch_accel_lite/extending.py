@@ -6,6 +6,7 @@ besides its model; what batches consist of; and how results and errors look.
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error
 from pytorch_accel_lite.base.types import JsonObject
@@ -14,10 +15,22 @@ from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
-from pytorch_accel_lite.data.batches import TARGET_KEYS, find_batch_size, is_single_sample, parts_in, tensors_in
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import (
+    TARGET_KEYS,
+    BatchOutput,
+    find_batch_size,
+    is_single_sample,
+    parts_in,
+    tensors_in,
+)
 from pytorch_accel_lite.data.loss_shapes import LossShapeError
 from pytorch_accel_lite.data.splitting import select_samples
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.exchange import ControlGroup
+from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
+from pytorch_accel_lite.distributed.ranks import use_ranks
+from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
@@ -34,7 +47,9 @@ from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
-from pytorch_accel_lite.steps.logical import LogicalProcesses
+from pytorch_accel_lite.steps.choice import replace_step
+from pytorch_accel_lite.steps.logical import LogicalProcesses, SharedLossTrackers
+from pytorch_accel_lite.steps.logical_step import LogicalStep, LogicalWindow
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
@@ -42,16 +57,19 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "STORES", "ShardedStep", "StateStore", "Store",
+    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES", "SharedLossTrackers",
+    "ShardedStep", "StateStore", "Store", "replace_step",
+    # The processes of a job.
+    "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
     # What stores are written with.
     "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
     "read_verified", "write_files",
     # Trials.
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # What a trainer holds, and what batches consist of.
-    "TARGET_KEYS", "LossShapeError", "all_optimized_parameters", "find_batch_size", "is_overridden", "is_single_sample",
-    "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in", "registered_objects",
-    "select_samples", "tensors_in",
+    "TARGET_KEYS", "Batch", "BatchOutput", "LossShapeError", "all_optimized_parameters", "find_batch_size",
+    "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in",
+    "registered_objects", "select_samples", "tensors_in",
     # Help.
     "Report", "check_positive_int", "check_range", "describe_error", "warn_outside",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ OFFERED = {
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # what is at a URL
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
+    "takeover": (),  # the command launch
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
 }
 

@@ -42,6 +42,7 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
+from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.memory_estimate import estimate
@@ -410,7 +411,7 @@ class Trainer:
         self.registered_objects: dict[str, HasStateDict] = {}
         self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(self, RunRequest(), ranks=Ranks(self.accelerator))
+        self.current_run = Run.create(self, RunRequest(), ranks=find_ranks(self.accelerator))
         self.current_run.data.seed = self.seed
         self.logical: Logical | None = None if logical_processes is None else LogicalProcesses(self, logical_processes)
         self._batch_adapter = BatchAdapter(model)

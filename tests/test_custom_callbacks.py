@@ -96,7 +96,7 @@ def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
         infer(Broken(), 2, {"num_workers": 0})
         with pytest.raises(RuntimeError, match=r"All batches of the .* failed"):
             infer(Broken(), dataloader_kwargs={"num_workers": 0})
-    assert set(called) == set(EVENTS) - {"on_stop_training_error"}
+    assert set(called) == set(EVENTS) - {"on_stop_training_error", "on_processes_changed"}
 
 
 def test_methods_in_the_styles_that_the_type_checker_accepts_are_called():

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "pytorch_accel_lite"
 EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py"))
 LEFT_OUT = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build")
 #: Files of the facade that have nothing else, or hardly.
-WITHOUT_OTHERS = {("experiment", "__main__"), ("experiment", "experiment"), ("checking", "checking")}
+WITHOUT_OTHERS = {("experiment", "experiment"), ("checking", "checking")}
 #: Asks for names that have gone.
 PROGRAM = """
 import sys
@@ -69,8 +69,9 @@ def without(extension: str, text: str) -> str:
         if f".extensions.{extension}." in name:
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
             for imported in (alias.asname or alias.name for alias in node.names):
-                # In a list of names; or what a class takes from it.
-                lines = [re.sub(rf'^ +("{imported}",|\w+ = {imported}\b.*)\n', "", line) for line in lines]
+                # In a list of names; what a class takes from it; a command.
+                named = rf'^ +("{imported}",|\w+ = {imported}\b.*|"\w*": {imported},)\n'
+                lines = [re.sub(named, "", line) for line in lines]
     return "".join(lines)
 
 

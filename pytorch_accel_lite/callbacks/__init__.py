@@ -13,6 +13,7 @@ from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.model_summary import ModelSummaryCallback
+from pytorch_accel_lite.callbacks.momentum_teacher import MomentumTeacherCallback
 from pytorch_accel_lite.callbacks.monitoring import (
     DeviceMemoryCallback,
     GradientNormCallback,
@@ -72,6 +73,7 @@ __all__ = [
     "MetricsFileCallback",
     "ModelEmaCallback",
     "ModelSummaryCallback",
+    "MomentumTeacherCallback",
     "DeviceMemoryCallback",
     "GradientNormCallback",
     "LearningRateMonitorCallback",

@@ -240,7 +240,9 @@ class MetricsCallback(TrainerCallback):
 
     def state_dict(self) -> StateDict:
         """Return the state of the training metrics so far. Must be called on every process."""
-        known = {} if self._classification is None else {"classification": tuple(self._classification)}
+        known: StateDict = {"must_agree": self._must_agree}
+        if self._classification is not None:
+            known["classification"] = tuple(self._classification)
         if self.train_metrics is None:
             return known
         states = [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
@@ -251,6 +253,7 @@ class MetricsCallback(TrainerCallback):
         """Load the state returned by ``state_dict()``; each process loads its part."""
         if self._pending and "classification" in state:
             self._create(Classification(*state["classification"]))
+        self._must_agree = state.get("must_agree", self._must_agree)
         if self.train_metrics is None or "ranks" not in state:
             return
         copies = list(self._copies_of(self.train_metrics).values())

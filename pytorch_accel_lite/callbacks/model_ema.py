@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Literal
 
@@ -198,8 +199,8 @@ class ModelEmaCallback(MetricWatcher):
         module = self._average.module
         trainer.sync_buffers(module)
         checkpoint = {"model_state_dict": model_state(module), "epoch": trainer.progress.epoch, **metrics}
-        is_writer = trainer.accelerator.is_local_main_process
-        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if is_writer else None)
+        writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # which may change meanwhile
+        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if writes() else None)
 
     def state_dict(self) -> StateDict:
         """Return the averaged weights, the number of updates, and the best value."""

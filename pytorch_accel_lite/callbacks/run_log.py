@@ -83,6 +83,11 @@ class RunLogCallback(TrainerCallback):
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
+    def on_processes_changed(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Go on with the page on the process that is the first one now."""
+        if trainer.is_running and trainer.accelerator.is_main_process and not self._record:
+            self._begin(trainer)
+
     def _begin(self, trainer: TrainerLike) -> None:
         self._start = time.monotonic()
         self._budget = TimeBudget(1 / 50, expected=0.5)

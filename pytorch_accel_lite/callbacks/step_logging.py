@@ -19,6 +19,7 @@ from pytorch_accel_lite.data.batches import is_number
 from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
+from pytorch_accel_lite.run.losses import LossTracker
 from pytorch_accel_lite.run.state import TrainerLike
 
 # Number of rows kept pending while their numbers are copied from a device.
@@ -88,6 +89,7 @@ class _Row(NamedTuple):
     # Sums of losses and weights, then metrics, of this process; None if it is in ``copied``.
     numbers: list[float | None]
     copied: AsyncCopy | None
+    tracker: LossTracker
 
 
 class StepLogger(TrainerCallback, ABC):
@@ -161,7 +163,8 @@ class StepLogger(TrainerCallback, ABC):
         if on_device:
             dtype = accumulation_dtype(trainer.device)
             copied = AsyncCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in on_device]))
-        return _Row(trainer.progress.update, trainer.progress.epoch, [name for name, _ in metrics], numbers, copied)
+        progress = trainer.progress
+        return _Row(progress.update, progress.epoch, [name for name, _ in metrics], numbers, copied, tracker)
 
     def _average(self, keep: int) -> None:
         """Average and write pending rows, except the latest ``keep``."""
@@ -179,9 +182,15 @@ class StepLogger(TrainerCallback, ABC):
         # Unless all rows are flushed, the copy has long since arrived.
         copied = iter([] if row.copied is None else row.copied.read().tolist())
         local = [next(copied) if number is None else number for number in row.numbers]
+
+        def gather() -> list[tuple[list[str], list[float]]]:
+            if row.copied is None:  # averaged at once; of other processes, this one has taken over what they had
+                local[:2] = float(row.tracker.total_loss), float(row.tracker.running_count)
+            return ranks.all_gather_object((row.names, local))
+
         total = count = 0.0
         by_name: dict[str, list[float]] = {}
-        for names, (rank_total, rank_count, *values) in ranks.all_gather_object((row.names, local)):
+        for names, (rank_total, rank_count, *values) in ranks.repeatable(gather):
             total += rank_total
             count += rank_count
             for name, value in zip(names, values, strict=True):

@@ -172,7 +172,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def _claim(self, trainer: TrainerLike) -> None:
         """Lock the place of the states, and check that all processes reach it."""
-        if trainer.ranks.broadcast_object(self._store.lock):
+        if trainer.ranks.run_together(self._store.lock, only_first=True)[0]:
             self._store.check_is_shared(trainer.ranks)
 
     def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
@@ -210,7 +210,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             interval.start(trainer.run, "save_every" if interval is self.save_every else "")
         is_within_epochs = any(interval.is_within_epochs for interval in self._intervals)
         set_listening(trainer, self, is_within_epochs, "on_train_step_checkpoint")
-        if self.asynchronous:
+        if self.asynchronous and trainer.ranks.allows_threads:
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:
             trainer.ranks.broadcast_object(lambda: self._check_requeue(trainer))

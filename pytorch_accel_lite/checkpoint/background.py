@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.files import map_nested
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.ranks import find_ranks
 
 #: The most bytes of pinned memory, which the system cannot move or lend to others. Torch rounds each tensor up.
 _MOST_PINNED = 16 * 2**30
@@ -101,7 +101,7 @@ class BackgroundWriter:
     _newest: ClassVar[threading.Thread | None] = None  # of all writers
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.ranks = Ranks(accelerator, "background writing")
+        self.ranks = find_ranks(accelerator, "background writing")
         self.memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None

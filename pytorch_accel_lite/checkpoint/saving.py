@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -45,7 +46,7 @@ from pytorch_accel_lite.checkpoint.pretrained import (
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
 from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
-from pytorch_accel_lite.checkpoint.training_state import read_learned
+from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_learned
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,
@@ -59,6 +60,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     read_pretrained,
     verify_weights,
 )
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.watch import naming
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
@@ -119,6 +121,21 @@ def save_checkpoint(
         target = file_path("save_path", save_path, "a checkpoint")
     else:
         save_per_node = False
+    kwargs = dict(checkpoint_kwargs or {})
+    self.ranks.repeatable(
+        lambda: _save_checkpoint(self, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only)
+    )
+
+
+def _save_checkpoint(
+    self: TrainerLike,
+    target: PathOrFile,
+    checkpoint_kwargs: dict[str, object],
+    save_optimizer: bool,
+    save_scheduler: bool,
+    save_per_node: bool,
+    trainable_only: bool,
+) -> None:
     writes = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
     with naming(self.ranks, "save_checkpoint()"):
         _agree(self, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
@@ -140,7 +157,7 @@ def save_checkpoint(
             checkpoint["loss_func_state_dict"] = learned
         if states := attribute_states(self, writes, save_optimizer, save_scheduler, changed_modules(self)):
             checkpoint["attribute_state_dicts"] = states
-        checkpoint.update(checkpoint_kwargs or {})
+        checkpoint.update(checkpoint_kwargs)
         self.ranks.barrier()  # others may still be reading the file that is replaced
         self.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
@@ -254,6 +271,12 @@ def save_weights(
     :param path: path or URL of the directory, or of the file; or an open file
     :param describe: called on the first process with the directory, once the weights are in it; ``None`` for one file
     """
+    trainer.ranks.repeatable(lambda: _save_weights(trainer, path, trainable_only, describe))
+
+
+def _save_weights(
+    trainer: TrainerLike, path: PathOrFile, trainable_only: bool, describe: Callable[[Path], object] | None
+) -> None:
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
     with naming(trainer.ranks, "save_model()"):
@@ -354,19 +377,18 @@ def save_training_state(
     with _timed(self):
         if writer is not None:
             writer.wait()  # its memory is reused
-        captured = capture(self, dict(checkpoint_kwargs or {}), created_weights, sharded)
-        ranks = self.ranks if writer is None else writer.ranks
+        kwargs = dict(checkpoint_kwargs or {})
 
-        def write() -> None:
+        def write(ranks: Ranks, captured: CapturedState) -> None:
             write_state(location, ranks, captured)
             if then is not None:
                 then()
 
         if writer is None:
-            write()
+            self.ranks.repeatable(lambda: write(self.ranks, capture(self, kwargs, created_weights, sharded)))
         else:
-            captured = captured.to_host(writer.memory)
-            writer.start(write)
+            captured = capture(self, kwargs, created_weights, sharded).to_host(writer.memory)
+            writer.start(partial(write, writer.ranks, captured))
 
 
 def load_training_state(self: TrainerLike, input_dir: StrPath) -> StateDict:

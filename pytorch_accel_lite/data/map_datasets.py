@@ -88,7 +88,7 @@ class _EpochShares:
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
         epoch, position, limit, min_share, planned = self._next
-        num_shares, numbers = self._division
+        num_shares, numbers = self._division.total, self._division.local
         least = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
         epoch_seed = None if run_seed is None else mix(run_seed, epoch)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -104,7 +105,8 @@ def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
     return iter(lambda: list(islice(items, size)), [])
 
 
-class Shares(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Shares:
     """The shares of each step that this process reads.
 
     :param total: number of shares in a step
@@ -113,6 +115,10 @@ class Shares(NamedTuple):
 
     total: int
     local: range
+
+    def divide(self, rank: int, world_size: int) -> None:
+        """Divide the shares among other processes; what has been read by the former division is of no use."""
+        self.local = range(*split(self.total, rank, world_size))
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:

@@ -13,9 +13,9 @@ from pytorch_accel_lite.base.environment import LIBRARIES
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
-#: Files whose functions carry out a collective that others ask for.
-MACHINERY = tuple(_HERE + name for name in ("exchange.py", "ranks.py", "layout.py"))
-_EXCHANGE = MACHINERY[0]
+_EXCHANGE = _HERE + "exchange.py"
+#: Files whose functions carry out a collective that others ask for. Extensions may add theirs.
+MACHINERY = {_EXCHANGE, _HERE + "ranks.py", _HERE + "layout.py"}
 _AT_THE_END = _HERE + "shutdown.py"
 _WRAPPERS = os.path.join(_PACKAGE, "run", "unknown_names.py")  # around methods whose arguments it checks
 _METHODS = os.path.join(_PACKAGE, "loop", "collectives.py")  # with which users communicate
@@ -63,6 +63,11 @@ def describe_call(stack: Stack) -> str:
 def waits_for_others(stack: Stack) -> bool:
     """Whether the stack of a thread shows that it waits for other processes."""
     return any(_is_waiting(frame.name, frame.filename) for frame in stack)
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether a thread waits for other processes."""
+    return signature(sys._current_frames().get(thread))[1]
 
 
 def is_own_collective(stack: Stack) -> bool:

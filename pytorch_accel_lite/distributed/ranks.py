@@ -74,9 +74,13 @@ class Ranks:
     :ivar device_group: the process group of those for tensors on a device; ``None`` for that of the job
     :ivar replicas: number of processes that share each batch, as in tensor parallelism
     :ivar is_first_sharer: whether this process is the first of those with which it shares batches
+    :ivar allows_threads: whether a thread may communicate while the main one does
+    :ivar is_watched: whether each process looks after those for which it waits
     """
 
     replicas = 1
+    allows_threads = True
+    is_watched = True
     is_first_sharer = True
     device_group: dist.ProcessGroup | None = None
     _control: ControlGroup
@@ -95,6 +99,11 @@ class Ranks:
     def everyone(self) -> Ranks:
         """All processes of the job, also those that share batches with these."""
         return self
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is a single process, and will not be others."""
+        return self.world_size == 1
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -238,6 +247,20 @@ class Ranks:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
         return self.run_together(make, only_first=True)[0]
 
+    def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
+        """Return the result of an action of all processes, in which each has a part that the others lack.
+
+        In a job that outlives its processes (see ``use_ranks()``), those that are left do it again if one is lost
+        meanwhile. Here, it is done once.
+
+        :param keep: called before the action, if that may be repeated; what it returns undoes an attempt
+        """
+        return action()
+
+    def state_to_join(self) -> str | None:
+        """Return the training state from which this process joins a run that others have begun, if it comes later."""
+        return None
+
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has reached this point.
 
@@ -263,6 +286,23 @@ def _broadcast_in_place(source: int, tensor: torch.Tensor, group: dist.ProcessGr
     dist.broadcast(dense.reshape(-1).view(torch.uint8), source, group)
     if dense is not tensor:
         tensor.copy_(dense)
+
+
+_kind: type[Ranks] = Ranks
+
+
+def use_ranks(kind: type[Ranks]) -> None:
+    """Let the trainers that this program creates have processes of another kind, such as those of a job that changes.
+
+    :param kind: a subclass, called with the same arguments
+    """
+    global _kind
+    _kind = kind
+
+
+def find_ranks(accelerator: Accelerator, purpose: str = "control") -> Ranks:
+    """Return the processes of the job, of the kind that the program uses. All ranks must call it."""
+    return _kind(accelerator, purpose)
 
 
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None

@@ -29,6 +29,11 @@ def register(trainer: Participant) -> None:
     _job[:] = [(trainer.accelerator, trainer.ranks)]
 
 
+def open_trainers() -> list[Participant]:
+    """Return the trainers of this process that have not been closed."""
+    return list(_open)
+
+
 def unregister(trainer: Participant) -> bool:
     """Mark a trainer as closed, and return whether it was open."""
     is_open = trainer in _open

@@ -350,7 +350,7 @@ _job: dist.ProcessGroup | None = None
 def begin(ranks: Ranks) -> None:
     """Start the watch of a job of several processes, unless there is one. Call it on every process."""
     global _watch, _job
-    if ranks.world_size == 1 or _job is dist.group.WORLD:
+    if ranks.world_size == 1 or not ranks.is_watched or _job is dist.group.WORLD:
         return
     stop()
     seconds = _chosen_seconds()

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.distributed.process_zero import current_process
-from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.distributed.ranks import Ranks, find_ranks
 from pytorch_accel_lite.distributed.watch import naming
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -271,7 +271,7 @@ def result_of_first(make: Callable[[], T]) -> T:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return make()
-    return Ranks(current_process()).broadcast_object(make)
+    return find_ranks(current_process()).broadcast_object(make)
 
 
 def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import cast
 
 from torch import nn
 
 from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
@@ -21,7 +25,7 @@ from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
 from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.modes import call_start
-from pytorch_accel_lite.loop.snapshot import replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
@@ -62,18 +66,44 @@ def evaluate_all(
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.completes_evaluation = of_run and number == len(loaders)
-                if "_run_eval_epoch" in run.overridden:
-                    # Only what is not its default: an override may lack the argument, as in pytorch-accelerated.
-                    passed = {} if is_training else {"is_training": False}
-                    trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
-                else:
-                    evaluation_epoch(trainer, run, loader, is_training, is_intermediate)
+                evaluate = partial(_evaluate_on, trainer, run, loader, is_training, is_intermediate)
+                trainer.ranks.repeatable(evaluate, partial(_keep, trainer, run))
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
         run.completes_evaluation = False
     return losses
+
+
+def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bool, is_intermediate: bool) -> None:
+    if "_run_eval_epoch" in run.overridden:
+        # Only what is not its default: an override may lack the argument, as in pytorch-accelerated.
+        passed = {} if is_training else {"is_training": False}
+        trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
+    else:
+        evaluation_epoch(trainer, run, loader, is_training, is_intermediate)
+
+
+def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
+    """Return what undoes an evaluation: what it records, and what callbacks learn from it, is as it was before."""
+    history, progress = trainer.run_history, (run.loss_trackers, run.completes_evaluation)
+    counts = count_values(history)
+    before = Snapshot()
+    before.keep_generators()
+    # Ours only note that there was an evaluation, and may hold as much as a model.
+    before.keep_states(
+        cast(HasStateDict, callback)
+        for callback in trainer.callback_handler
+        if hasattr(callback, "load_state_dict") and is_overridden(callback, "on_eval_epoch_end")
+    )
+
+    def undo() -> None:
+        history._shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
+        run.loss_trackers, run.completes_evaluation = progress
+        before.close()
+
+    return undo
 
 
 def start_evaluations(run: Run) -> None:

@@ -36,7 +36,7 @@ def fit(
     call = "train()" if resume_from is None else "train(resume_from=...)"
     with run.goodput.running(), lifecycle.entering(trainer, run, call):
         lifecycle.configure(trainer, run)
-        lifecycle.find_data(trainer, run, *loaders, resume_from)
+        lifecycle.find_data(trainer, run, *loaders, run.ranks.state_to_join() or resume_from)
         lifecycle.begin_training(trainer, run, loaders.batch_size)
         scheduling.begin_schedule(trainer, run)
         lifecycle.start_or_resume(trainer, run, reset_run_history)

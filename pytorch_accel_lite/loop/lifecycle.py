@@ -371,7 +371,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 @contextmanager
 def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Check that all processes begin the run, and watch it in a block."""
-    if run.ranks.world_size == 1:
+    if run.ranks.is_alone:
         yield
         return
     with gathering_uneven_batches(trainer):

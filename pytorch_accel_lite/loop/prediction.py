@@ -47,13 +47,18 @@ def predict(
     only_first: bool = False,
 ) -> Tree:
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU."""
-    predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
-    outputs, is_empty = Concatenation(), True
-    with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
-        for step in predicted:
-            outputs.add(step)
-            is_empty = False
-    if is_empty:
+
+    def collect() -> Concatenation | None:
+        predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
+        outputs, is_empty = Concatenation(), True
+        with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
+            for step in predicted:
+                outputs.add(step)
+                is_empty = False
+        return None if is_empty else outputs
+
+    outputs = self.ranks.repeatable(collect)
+    if outputs is None:
         raise ValueError(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
             "has already written all predictions: read them with read_predictions()."
@@ -159,8 +164,14 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
             continue
         seconds = time.perf_counter() - begin
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(mine))
+        processes = ranks.world_size
         reports = ranks.all_gather_object(_Report([*map(bool, mine)], seconds, size))
         gathered = ranks.all_gather_object(mine, only_first)
+        if ranks.world_size < processes:
+            raise RuntimeError(
+                "A process was lost while predict_iter() waited for its outputs, and what has been yielded cannot be "
+                "taken back. Call predict(), which begins again."
+            )
         most_steps = max(len(report.has_outputs) for report in reports)
         for step in range(most_steps):
             if any(any(report.has_outputs[step : step + 1]) for report in reports):

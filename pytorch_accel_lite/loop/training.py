@@ -159,12 +159,12 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     limit = run.request.max_num_train_steps or math.inf
     # A callback may have replaced it.
     run.data.train_loader = loader = create_loader(trainer, run, run.data.train_loader, training=True)
-    done = progress.samples_in_epoch, progress.step
     set_optimizer_modes(trainer, training=True)
-    batches = loader.steps(progress.epoch, *done, smallest_share(trainer, run))
+    least = smallest_share(trainer, run)
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
-    _train_steps(trainer, run, iter(leaving_as_found(trainer, run, batches, "training")), limit)
+    while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
+        pass
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and run.ranks.world_size > 1:
@@ -179,8 +179,18 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.call_event("on_train_epoch_end")
 
 
-def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> None:
-    """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them."""
+def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Batch]:
+    """Return the batches of the epoch from where it is."""
+    progress, loader = run.progress, run.data.required_train_loader
+    batches = loader.steps(progress.epoch, progress.samples_in_epoch, progress.step, min_share)
+    return iter(leaving_as_found(trainer, run, batches, "training"))
+
+
+def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
+    """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
+
+    :return: whether that is done; otherwise the batches have to be read again, as the step repeats an update
+    """
     progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
         with run.goodput.counting("data"):  # the first batch takes the time of starting workers
@@ -190,13 +200,19 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
         while batch is not None:
             if run.step.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
-            train_step(trainer, run, batch)
+            try:
+                train_step(trainer, run, batch)
+            except Exception as error:
+                if not run.step.recover(trainer, run, error):
+                    raise
+                return False
             if run.step.must_compare_replicas and progress.update:
                 run.step.must_compare_replicas = False
                 trainer.compare_replicas()
             begin = time.perf_counter()
             batch = next(batches, None) if progress.update < limit else None
             loader.seconds_waited += time.perf_counter() - begin
+    return True
 
 
 def _check_length(run: Run, loader: Source, length: int | None) -> None:

@@ -177,6 +177,9 @@ class TrainerCallback:
                 on_predict_batch_skipped                     failures, error, step (only of a batch that has failed)
             on_predict_run_end
 
+        whenever a job goes on with other processes, see takeover
+            on_processes_changed                             left, came
+
     A ``ShowOutputsCallback`` fires ``on_outputs``, with ``outputs`` and ``pictures``, when it has shown some.
 
     Some kinds of steps fire the events of the backward pass, or also those of the update, as follows::
@@ -364,6 +367,16 @@ class TrainerCallback:
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: object) -> None:
         """``predict`` has ended."""
+
+    def on_processes_changed(self, trainer: Trainer, *, left: list[int], came: list[int], **kwargs: object) -> None:
+        """Called when the job goes on without processes that it has lost, or with new ones.
+
+        ``trainer.ranks`` has the processes as they are now. Do not communicate here: what was interrupted is yet to be
+        repeated.
+
+        :param left: the former ranks of processes that are gone
+        :param came: the ranks of those that are new
+        """
 
     def on_outputs(
         self, trainer: Trainer, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object

@@ -179,7 +179,7 @@ class LossTrackers(dict[str, LossTracker]):
     def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return the sums of the losses and of their weights over all ranks, by name. Reads from the device."""
         summed: dict[str, tuple[float, float]] = {}
-        for sums in chain.from_iterable(ranks.all_gather_object(self.local_sums())):
+        for sums in chain.from_iterable(ranks.repeatable(lambda: ranks.all_gather_object(self.local_sums()))):
             for key, (total, count) in sums.items():
                 before = summed.get(key, (0.0, 0.0))
                 summed[key] = before[0] + total, before[1] + count

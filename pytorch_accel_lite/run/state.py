@@ -69,6 +69,7 @@ class Logical(Protocol):
     outputs: dict[int, tuple[Batch, BatchOutput]]
     is_computing: bool
 
+    def divide(self, ranks: Ranks) -> None: ...
     def begin_share(self, batch: Batch) -> None: ...
     def create_trackers(self) -> LossTrackers: ...
     def capture(self, trainer: TrainerLike) -> StateDict: ...
@@ -282,6 +283,10 @@ class Step:
         :return: the output of the step, or ``None`` if the batch is skipped
         """
         raise NotImplementedError
+
+    def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
+        """Restore what was before the window in which an error occurred, and return whether it is computed again."""
+        return False
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Update the weights with the gradients of an accumulation window."""

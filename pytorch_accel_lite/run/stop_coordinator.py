@@ -44,6 +44,11 @@ class StopCoordinator:
         self._requests.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
         self.must_sync = True
 
+    def realign(self) -> None:
+        """Synchronise at the next update: there are other ranks than before. Call it on all ranks, at the same one."""
+        self.must_sync = self.must_sync or self.ranks.world_size > 1
+        self._updates, self._interval = 0, 1
+
     def forget(self) -> None:
         """Discard all requests."""
         self._requests.clear()

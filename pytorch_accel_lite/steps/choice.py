@@ -6,7 +6,15 @@ from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.loop.step import PlainStep
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.combinations import KINDS, find_features
+from pytorch_accel_lite.steps.features import Kind
 from pytorch_accel_lite.steps.sharded import ShardedStep
+
+_replaced: dict[Kind, Kind] = {}
+
+
+def replace_step(kind: Kind, by: Kind) -> None:
+    """Let runs have another kind of step in place of one, usually a subclass of it."""
+    _replaced[kind] = by
 
 
 def create_step(trainer: TrainerLike, run: Run) -> Step:
@@ -19,7 +27,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
         trainer.compiled_forward.begin_run(run)
     for kind in KINDS:
         if any(feature in features for feature in kind.features):
-            return kind(trainer, run)
+            return _replaced.get(kind, kind)(trainer, run)
     # Not a feature that is asked for: the weights are sharded, and in a way that ShardedStep knows.
     if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
         return ShardedStep(trainer, run)

@@ -13,8 +13,9 @@ from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.batches import Batch, BatchOutput, Share, is_number
-from pytorch_accel_lite.data.shares import Shares, split
-from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.run.window import Count
@@ -36,25 +37,33 @@ class LogicalProcesses:
     def __init__(self, trainer: TrainerLike, count: int) -> None:
         ranks = trainer.ranks
         count = check_positive_int("logical_processes", count)
-        if count < ranks.world_size:
-            raise ValueError(
-                f"logical_processes={count!r}: there are {ranks.world_size} processes, and each needs at least one. "
-                "Launch fewer processes."
-            )
         if trainer.seed is None:
             raise ValueError(
                 f"logical_processes={count!r} needs a seed, from which the random numbers of each of them follow. Pass "
                 "seed= to the trainer."
             )
         self.count = count
-        self.shares = Shares(count, range(*split(count, ranks.rank, ranks.world_size)))
-        self.current = self.shares.local[0]
+        self.shares = Shares(count, range(0))
+        self.divide(ranks)
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
         self.is_computing = False
 
     def __repr__(self) -> str:
         local = self.shares.local
         return f"LogicalProcesses({self.count}, {local[0]} to {local[-1]} on this process)"
+
+    def divide(self, ranks: Ranks) -> None:
+        """Divide the logical processes among the real ones, of which there may be others than before.
+
+        :raises ValueError: if there are more of them
+        """
+        if self.count < ranks.world_size:
+            raise ValueError(
+                f"logical_processes={self.count!r}: there are {ranks.world_size} processes, and each needs at least "
+                "one. Launch fewer processes."
+            )
+        self.shares.divide(ranks.rank, ranks.world_size)
+        self.current = self.shares.local[0]
 
     def begin_share(self, batch: Batch) -> None:
         """Begin the share of a logical process, with its own random numbers."""
@@ -71,7 +80,7 @@ class LogicalProcesses:
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""
-        return SharedLossTrackers(self.shares.local, lambda: self.current)
+        return SharedLossTrackers(self.shares, lambda: self.current)
 
     def capture(self, trainer: TrainerLike) -> StateDict:
         """Return the state of the logical processes for a training state. Call it on every process."""
@@ -116,12 +125,15 @@ class SharedLossTrackers(LossTrackers):
     """Running losses of this process, which are displayed, and of each of its logical processes.
 
     The latter are added up in the order of the logical processes for the means over all processes.
+
+    :ivar by_number: those of each logical process; of those that others compute, as far as they have been loaded
     """
 
-    def __init__(self, numbers: Iterable[int], current: Callable[[], int]) -> None:
+    def __init__(self, shares: Shares, current: Callable[[], int]) -> None:
         super().__init__()
         self._current = current
-        self.by_number = {number: LossTrackers() for number in numbers}
+        self._shares = shares
+        self.by_number = {number: LossTrackers() for number in range(shares.total)}
 
     def add(self, output: BatchOutput) -> None:
         """Add the losses of a share."""
@@ -133,14 +145,37 @@ class SharedLossTrackers(LossTrackers):
         super().log(name, value, weight)
         self.by_number[self._current()].log(name, value, weight)
 
+    @property
+    def first_local(self) -> int:
+        """The number of the first logical process of this rank."""
+        return self._shares.local[0]
+
     def local_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of each logical process of this rank."""
-        return [sums for trackers in self.by_number.values() for sums in trackers.local_sums()]
+        return [sums for number in self._shares.local for sums in self.by_number[number].local_sums()]
 
-    def load_sums(self, sums: list[dict[str, tuple[float, float]]]) -> None:
-        """Load the sums of all logical processes, in their order; those of missing ones are 0."""
-        for number, trackers in self.by_number.items():
-            for name, (total, count) in sums[number].items() if number < len(sums) else ():
-                value = total / count if count else 0.0
-                state = {"total_loss": total, "running_count": count, "loss_value": value}
-                trackers.of(name).load_state_dict(state)
+    def load_sums(self, sums: Iterable[dict[str, tuple[float, float]]], first: int = 0) -> None:
+        """Load the sums of logical processes, in their order; those of missing ones stay as they are.
+
+        :param first: number of the first of them
+        """
+        for number, by_name in zip(range(first, len(self.by_number)), sums, strict=False):
+            trackers = self.by_number[number] = LossTrackers()
+            for name, (total, count) in by_name.items():
+                load_sum(trackers.of(name), total, count)
+
+    def add_up_local(self) -> None:
+        """Let the losses of this process be those of its logical processes, which have been others before."""
+        summed: dict[str, tuple[float, float]] = {}
+        for sums in self.local_sums():
+            for name, (total, count) in sums.items():
+                before = summed.get(name, (0.0, 0.0))
+                summed[name] = before[0] + total, before[1] + count
+        for name, (total, count) in summed.items():
+            load_sum(self.of(name), total, count)
+
+
+def load_sum(tracker: LossTracker, total: float, count: float) -> None:
+    """Let a running mean have these sums."""
+    value = total / count if count else 0.0
+    tracker.load_state_dict({"total_loss": total, "running_count": count, "loss_value": value})

@@ -40,13 +40,21 @@ class GradientSum:
 
     def __init__(self, ranks: Ranks, count: int) -> None:
         self._ranks = ranks
-        ranges = (range(*split(count, rank, ranks.world_size)) for rank in range(ranks.world_size))
-        self._blocks = [blocks_of(numbers) for numbers in ranges]
+        self._count = count
         self._tree = TreeSum[Gradients](add_gradients)
+        self._parameters: list[nn.Parameter] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Drop what has been added in this window, and divide the shares among the processes as they are now."""
+        world_size = self._ranks.world_size
+        self._blocks = [blocks_of(range(*split(self._count, rank, world_size))) for rank in range(world_size)]
+        self._tree.nodes.clear()
         self._total: Gradients | None = None  # with one process
         self._slices: list[torch.Tensor] = []
-        self._parameters: list[nn.Parameter] = []
         self._missed: set[int] = set()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Begin a step that computes gradients of these parameters, whose earlier gradients are dropped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,11 @@ class LogicalWindow(GradientWindow):
         self._count = count
         self.items: dict[int, Count] = {}
 
+    def restart(self) -> None:
+        """Begin the window again, with the logical processes divided among the processes as they are now."""
+        self.sizes, self.is_in_step, self.items = None, False, {}
+        self.sums.restart()
+
     @property
     def nominal(self) -> int:
         """The number of samples in a full window."""
@@ -124,6 +130,7 @@ class LogicalStep(PlainStep):
     """The training steps of all logical processes of this process, one after another."""
 
     features = (LOGICAL,)
+    window_kind: ClassVar[type[LogicalWindow]] = LogicalWindow
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
@@ -131,7 +138,7 @@ class LogicalStep(PlainStep):
         self._logical = trainer.logical
         self._ranks = run.ranks
         batch_size = run.required_config.train_per_device_batch_size
-        self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
+        self._window = self.window_kind(trainer, run.window.steps, batch_size, self._logical.count)
         self._modules = [trainer.model, *attributes.modules(trainer).values()]
         self._buffered_modules: list[nn.Module] = []
         self._returned: dict[int, BatchOutput] = {}  # what is recorded of the shares, if callbacks may have changed it

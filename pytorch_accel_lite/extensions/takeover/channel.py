@@ -1,0 +1,38 @@
+"""A connection between two processes of this machine, for messages in JSON."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+
+class Channel:
+    """One end of a connection.
+
+    :param connection: the socket
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = b""
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for messages."""
+        return self._connection.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Send a message."""
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Return the messages that have arrived, or ``None`` if the other end is closed. Waits if nothing has."""
+        received = self._connection.recv(1 << 16)
+        if not received:
+            return None
+        *lines, self._received = (self._received + received).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()

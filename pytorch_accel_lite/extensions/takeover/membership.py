@@ -1,0 +1,326 @@
+"""The part of a process in a job whose processes change: its generation, and what it does when that ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+
+from pytorch_accel_lite.callbacks import StopTrainingError
+from pytorch_accel_lite.extending import MACHINERY, ControlGroup
+from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
+from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
+from pytorch_accel_lite.extensions.takeover.watcher import Watcher
+
+T = TypeVar("T")
+MACHINERY.add(__file__)
+_CONNECTING = timedelta(seconds=5)  # in which the members of a generation connect, or another one follows
+_COLLECTIVE = timedelta(minutes=30)  # as torch has it
+_SECONDS_TO_FOLLOW = 30.0  # in which the supervisor begins a generation once a connection is lost
+_POLLING = 0.001
+_MEETING = 0x5EED  # the purpose of the exchange at the end of an action
+_HEADER = 8
+_CAPACITY = 1 << 10
+
+
+class RepeatError(RuntimeError):
+    """What this process does is to be done again, in another generation."""
+
+
+class Change(NamedTuple):
+    """How the processes of a job have changed.
+
+    :param left: the former ranks of those that are gone
+    :param came: the ranks of those that are new
+    """
+
+    left: list[int]
+    came: list[int]
+
+
+class Membership:
+    """The membership of this process in a job.
+
+    What the processes do together is a sequence of actions. Each ends in a collective that nobody leaves before all
+    have entered it, so survivors of a loss differ by one action at most: a process in that collective, which others
+    have left, has done its part and goes on. All others repeat the action in which they are.
+
+    :param number: that of this process in generations
+    :ivar generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
+    :ivar joins: the number of the generation for which this process has got the state of the run, if it comes later
+    :ivar completed: number of actions that are complete
+    :ivar outcome: what the latest one leaves to a process that has missed its last collective
+    :ivar trainings: number of trainings that this process has begun
+    :ivar is_in_action: whether an action is under way, of which all communication is a part
+    :ivar is_in_update: whether that is an update of the weights
+    :ivar redivide: called with each generation, before anything is repeated
+    :ivar announce: called with what has changed, once the processes have agreed on what to repeat
+    """
+
+    def __init__(self, number: int, port: int) -> None:
+        self.number = number
+        self.port = port
+        self.store = JobStore.connect(port)
+        self.generation: Generation | None = None
+        self.joins: int | None = None
+        self.rank = 0
+        self.world_size = 1
+        self.completed = self.trainings = 0
+        self.outcome: Any = None
+        self.is_in_action = self.is_in_update = False
+        self.redivide: Callable[[], None] = _do_nothing
+        self.announce: Callable[[Change], None] = _do_nothing
+        self.watcher = Watcher(number, port)
+        self._tried = 0  # the latest generation that could not be connected
+        self._announced: list[int] = []
+        self._capacity = _CAPACITY
+
+    # ------------------------------------------------------------------------------------- generations
+
+    def join(self, only: int | None = None) -> None:
+        """Enter the latest generation, together with all of its members, and divide the work among these.
+
+        :param only: the one for which this process has a state, if it comes later
+        :raises SystemExit: if this process is not among them
+        """
+        while (generation := self._enter(only)) is None:
+            pass
+        before, self.generation = self.generation, generation
+        self.rank, self.world_size = generation.members.index(self.number), len(generation.members)
+        self._capacity = _CAPACITY
+        self._change_environment()
+        self.joins = None
+        if before is None:
+            self._announced = generation.members
+            self.watcher.begin(lambda: self.completed)
+        self.redivide()
+
+    def _enter(self, only: int | None) -> Generation | None:
+        """Connect with the members of the latest generation; return it unless another one has followed meanwhile."""
+        generation = self.store.latest()
+        number = generation.number
+        if number <= (self._tried if self.generation is None else max(self._tried, self.generation.number)):
+            time.sleep(_POLLING)
+            return None
+        if self.number not in generation.members or only not in (None, number):
+            raise SystemExit(f"Process {self.number} ends: the others have gone on without it.")
+        self.store.arrive(generation, self.number)
+        while not self.store.have_arrived(generation):
+            if self.store.latest().number > number:
+                return None
+            if self.store.said("ending") is not None:
+                raise RuntimeError("The other processes have reached the end of the program.")
+            time.sleep(_POLLING)
+        try:
+            self._connect(generation)
+        except (RuntimeError, dist.DistError):
+            self._tried = number
+            self.disconnect()
+            self.store.count("asked", 1)
+            return None
+        return generation
+
+    def _connect(self, generation: Generation) -> None:
+        before = open_sockets()
+        store = dist.PrefixStore(f"generation/{generation.number}", self.store.store)  # type: ignore[attr-defined]
+        rank, size = generation.members.index(self.number), len(generation.members)
+        _forget_groups()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_CONNECTING)
+        self.watcher.watch(generation, opened_since(before))
+        _set_timeout(_COLLECTIVE)
+        world = dist.group.WORLD
+        assert world is not None
+        self.control = ControlGroup(world, range(size))
+
+    def disconnect(self) -> None:
+        """Leave the process group, and end its connections, whatever still refers to it."""
+        self.watcher.end_connections()
+        with suppress(Exception):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _change_environment(self) -> None:
+        """Tell Accelerate, and programs that ask the environment, what the processes are now."""
+        rank, size = self.rank, self.world_size
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        for state in (vars(PartialState)["_shared_state"], vars(AcceleratorState)["_shared_state"]):
+            state = getattr(state, "_storage", state)
+            if state:
+                change_state(state, rank, size)
+
+    # ----------------------------------------------------------------------------------------- actions
+
+    def do(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
+        """Return the result of an action, which is done again if a process is lost meanwhile.
+
+        :param keep: called before each attempt; what it returns undoes that
+        """
+        if self.is_in_action:
+            return action()
+        while True:
+            undo = _do_nothing if keep is None else keep()
+            self.is_in_action = True
+            try:
+                result, stop = _attempt(action)
+                self._meet()
+                self.complete()
+            except RuntimeError as error:
+                if not self.recover(error):
+                    undo()
+                    continue
+            finally:
+                self.is_in_action = False
+            if stop is not None:
+                raise stop
+            return result[0]
+
+    def _meet(self) -> None:
+        """Wait until all processes have done their part of an action."""
+        if self.world_size > 1:
+            self.control.begin(torch.empty(0, dtype=torch.int64), _MEETING)()
+
+    def complete(self, outcome: Any = None) -> None:
+        """Note that an action is complete: all have entered its last collective, and this process has left it."""
+        if self.generation is None:
+            return
+        self.completed += 1
+        self.outcome = outcome
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return a small value of each process, by rank, from a single collective unless one is larger than before."""
+        if self.world_size == 1:
+            return [value]
+        encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        while True:
+            sent = torch.zeros(_HEADER + self._capacity, dtype=torch.uint8)
+            sent[:_HEADER].view(torch.int64).fill_(len(encoded))
+            fits = len(encoded) <= self._capacity
+            sent[_HEADER : _HEADER + len(encoded)] = encoded if fits else 0
+            received = torch.empty(self.world_size, len(sent), dtype=torch.uint8)
+            dist.all_gather_into_tensor(received.view(-1), sent)
+            lengths = received[:, :_HEADER].contiguous().view(torch.int64).flatten().tolist()
+            if max(lengths) <= self._capacity:
+                rows = zip(received[:, _HEADER:], lengths, strict=True)
+                return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
+            self._capacity = 1 << max(lengths).bit_length()
+
+    def leave(self) -> None:
+        """End together with the others: after that, this process is alone."""
+        with suppress(RuntimeError):  # the others have ended
+            self.do(_do_nothing)
+        self.store.say("ending")  # before the connections end, which others may be yet to leave
+        self.watcher.stop()
+        self.disconnect()
+        self.rank, self.world_size = 0, 1
+
+    # ---------------------------------------------------------------------------------------- recovery
+
+    def recover(self, error: Exception) -> bool:
+        """Go on in the generation that follows the loss of a process.
+
+        :param error: what this process has noticed of the loss
+        :return: whether this process has done its part of the action, which others have completed; otherwise, it is to
+            be repeated
+        :raises Exception: the error, if no process is lost
+        """
+        if not self._has_lost_one(error):
+            raise error
+        while True:
+            self.disconnect()
+            self.join()
+            with suppress(RuntimeError):  # another one is lost
+                is_done = self.agree()
+                break
+        self.tell_of_change()
+        return is_done
+
+    def agree(self) -> bool:
+        """Find out how far each process has got; return whether others have completed the action of this one.
+
+        Those that lack the outcome of the latest action, or are new, get it from one that has it.
+        """
+        counts = self.exchange(self.completed)
+        latest = max(counts)
+        if min(counts) == latest:
+            return False
+        outcomes = self.exchange(self.outcome if self.completed == latest else None)
+        if self.completed == latest:
+            return False
+        self.completed, self.outcome = latest, outcomes[counts.index(latest)]
+        return True
+
+    def tell_of_change(self) -> None:
+        """Announce what has changed since the last time."""
+        assert self.generation is not None
+        before, now = self._announced, self.generation.members
+        self._announced = now
+        self.announce(
+            Change(
+                [rank for rank, member in enumerate(before) if member not in now],
+                [rank for rank, member in enumerate(now) if member not in before],
+            )
+        )
+
+    def _has_lost_one(self, error: Exception) -> bool:
+        """Whether a generation follows that lacks a member of this one, as it should once a connection is lost."""
+        assert self.generation is not None
+        is_of_connection = "gloo" in str(error).lower() or "Connection" in str(error)
+        deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
+        if is_of_connection:
+            self.disconnect()  # so that all others notice, too
+            self.store.count("asked", 1)
+        while True:
+            latest = self.store.latest()
+            if latest.number > self.generation.number and (
+                is_of_connection or not set(self.generation.members) <= set(latest.members)
+            ):
+                return True
+            if time.monotonic() >= deadline or self.store.said("ending") is not None:
+                return False
+            time.sleep(_POLLING)
+
+
+def change_state(state: dict[str, Any], rank: int, world_size: int) -> None:
+    """Change what Accelerate knows of this process."""
+    state.update(process_index=rank, local_process_index=rank, num_processes=world_size)
+    if world_size > 1:
+        state.update(distributed_type=DistributedType.MULTI_CPU, backend="gloo")
+
+
+def _attempt(action: Callable[[], T]) -> tuple[list[T], StopTrainingError | None]:
+    """Return the result of an action, or the request to stop in which it has ended on all processes."""
+    try:
+        return [action()], None
+    except StopTrainingError as stop:
+        return [], stop
+
+
+def _do_nothing(*_: Any) -> None:
+    return None
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    constants: Any = dist.distributed_c10d
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, dist.group.WORLD)
+    else:  # before torch 2.15
+        constants._set_pg_timeout(timeout, dist.group.WORLD)
+
+
+def _forget_groups() -> None:
+    """Let the next group have the same name, and so the same keys in the store, on members old and new.
+
+    A group that could not be connected leaves the number of groups raised, for which torch has no public name.
+    """
+    constants: Any = dist.distributed_c10d
+    constants._world.group_count = 0

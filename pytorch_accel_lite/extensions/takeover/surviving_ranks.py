@@ -1,0 +1,118 @@
+"""The processes of a job that goes on without those that it loses, as trainers know them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from accelerate import Accelerator
+
+from pytorch_accel_lite.extending import MACHINERY, Ranks, SharedLossTrackers, TrainerLike, open_trainers
+from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
+from pytorch_accel_lite.extensions.takeover.membership import Change, Membership, change_state
+
+T = TypeVar("T")
+MACHINERY.add(__file__)
+
+
+class SurvivingRanks(Ranks):
+    """The processes of a job, which changes in place when it goes on with others.
+
+    :cvar membership: that of this process
+    """
+
+    allows_threads = is_watched = False  # the supervisor notices who is silent
+    membership: ClassVar[Membership]
+    _all: ClassVar[weakref.WeakSet[SurvivingRanks]] = weakref.WeakSet()
+
+    def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
+        self._all.add(self)
+        self.follow()
+
+    def follow(self) -> None:
+        """Be what the processes are now."""
+        membership = self.membership
+        self.rank, self.world_size = membership.rank, membership.world_size
+        self.members = range(self.world_size)
+        if self.world_size > 1:
+            self._control = membership.control
+
+    @classmethod
+    def follow_all(cls) -> None:
+        """Let all trainers have the processes as they are now."""
+        for ranks in cls._all:
+            ranks.follow()
+        for trainer in survivors():
+            change_state(vars(trainer.accelerator.state), cls.membership.rank, cls.membership.world_size)
+            assert trainer.logical is not None  # see survivors()
+            trainer.logical.divide(trainer.ranks)
+            for run in trainer.open_runs:
+                if isinstance(run.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
+                    run.unrecorded.add_up_local()
+
+    @classmethod
+    def announce(cls, change: Change) -> None:
+        """Tell the trainers that the processes have changed."""
+        for trainer in survivors():
+            if change.came:
+                for run in trainer.open_runs:
+                    run.control.realign()
+            trainer.call_event("on_processes_changed", left=change.left, came=change.came)
+
+    @property
+    def is_alone(self) -> bool:
+        return False
+
+    def state_to_join(self) -> str | None:
+        return wait_for_state(self.membership) if self.membership.generation is None else None
+
+    def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
+        return self.membership.do(action, keep)
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        return self.membership.do(lambda: super(SurvivingRanks, self)._reduce(values, operation))
+
+    def begin_gathering(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+        gathered = self.membership.do(lambda: super(SurvivingRanks, self).begin_gathering(numbers)())
+        return lambda: gathered
+
+    def sum_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        before = tensor.clone()
+        return self.membership.do(lambda: super(SurvivingRanks, self).sum_on_device(tensor.copy_(before)))
+
+    def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        every = list(tensors)
+        if every:
+            self.membership.do(lambda: super(SurvivingRanks, self).copy_from_first(every))
+
+    def all_gather_object(self, value: Any, only_first: bool = False) -> list[Any]:
+        return self.membership.do(lambda: super(SurvivingRanks, self).all_gather_object(value, only_first))
+
+    def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
+        if only_first and self.membership.generation is None:  # what is written is there already
+            return [None]  # type: ignore[list-item]
+        return self.membership.do(lambda: super(SurvivingRanks, self).run_together(action, only_first))
+
+    def broadcast_object(self, make: Callable[[], T]) -> T:
+        return make() if self.membership.generation is None else super().broadcast_object(make)
+
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        self.membership.do(lambda: super(SurvivingRanks, self).barrier(timeout))
+
+
+def survivors() -> list[TrainerLike]:
+    """Return the trainers that go on when processes change.
+
+    :raises RuntimeError: if one of them cannot
+    """
+    trainers: list[Any] = open_trainers()
+    for trainer in trainers:
+        if trainer.logical is None:
+            raise RuntimeError(
+                f"A process was lost, and {type(trainer).__name__} cannot go on without it: its results depend on the "
+                "number of processes. Create it with a seed and logical_processes=."
+            )
+    return trainers

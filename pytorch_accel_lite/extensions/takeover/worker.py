@@ -1,0 +1,79 @@
+"""A process of a job: what is done before its program begins, and after."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from pytorch_accel_lite.extending import LogicalStep, replace_step, use_ranks
+from pytorch_accel_lite.extensions.takeover.joining import stay_apart
+from pytorch_accel_lite.extensions.takeover.membership import Membership
+from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
+from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when the one that has started it ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(number: int, port: int, comes_later: bool, program: Sequence[str]) -> None:
+    """Be a process of a job, and run its program.
+
+    :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
+    """
+    torch.set_num_threads(1)
+    os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    membership = SurvivingRanks.membership = Membership(number, port)
+    membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
+    use_ranks(SurvivingRanks)
+    replace_step(LogicalStep, SurvivingStep)
+    sys.excepthook = _report_to(membership)
+    if comes_later:
+        stay_apart()
+    else:
+        membership.join()
+    atexit.register(_leave, membership)
+    first, *arguments = program
+    if first == "-m":
+        sys.argv = arguments
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*program]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+        runpy.run_path(first, run_name="__main__")
+
+
+def _leave(membership: Membership) -> None:
+    """End together with the others, unless this process has failed."""
+    if hasattr(sys, "last_type"):  # an error has been printed
+        membership.watcher.stop()
+    else:
+        membership.leave()
+        SurvivingRanks.follow_all()
+
+
+def _report_to(membership: Membership):  # type: ignore[no-untyped-def]
+    show = sys.excepthook
+
+    def report(kind, error, trace):  # type: ignore[no-untyped-def]
+        show(kind, error, trace)
+        text = str(error).partition("\n")[0]
+        with suppress(RuntimeError):
+            membership.store.say(f"failed/{membership.number}", f"{kind.__name__}: {text}")
+
+    return report

@@ -1,0 +1,158 @@
+"""A program whose processes are killed: it trains, evaluates and saves, and writes down what has come out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite.callbacks import MetricsFileCallback, ModelEmaCallback, RunLogCallback, SaveBestModelCallback
+
+CONFIG: dict[str, Any] = json.loads(sys.argv[1])
+FOLDER = Path(CONFIG["folder"])
+#: What this process is to do to itself, by the point at which it is: a signal, at ``"event:count"``.
+MINE: dict[str, int] = CONFIG.get("kills", {}).get(os.environ.get("RANK", "new"), {})
+
+
+class Victim(TrainerCallback):
+    """Kills its process at the points that are asked for, and notes what happens."""
+
+    saves_attributes = False
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.changes: list[Any] = []
+
+    def reach(self, event: str) -> None:
+        number = self.counts[event] = self.counts.get(event, 0) + 1
+        if f"{event}:{number}" in MINE:
+            os.kill(os.getpid(), MINE[f"{event}:{number}"])
+
+    def on_processes_changed(self, trainer, *, left, came, **kwargs):
+        self.changes.append([left, came, trainer.ranks.world_size])
+        self.reach("changed")
+
+    def on_backward_start(self, trainer, **kwargs):
+        self.reach("forward")
+
+    def on_backward_end(self, trainer, **kwargs):
+        self.reach("backward")
+        if pause := CONFIG.get("pause"):
+            time.sleep(pause)
+
+    def on_optimizer_step_start(self, trainer, **kwargs):
+        self.reach("gradients")
+
+    def on_optimizer_step_end(self, trainer, **kwargs):
+        self.reach("update")
+        if CONFIG.get("marks"):
+            with open(FOLDER / f"updates.{os.getpid()}", "a") as file:
+                file.write(f"{time.time()} {trainer.progress.update} {trainer.ranks.world_size}\n")
+
+    def on_train_step_end(self, trainer, **kwargs):
+        self.reach("step")
+
+    def on_train_epoch_end(self, trainer, **kwargs):
+        self.reach("epoch")
+
+    def on_eval_step_end(self, trainer, **kwargs):
+        self.reach("evaluation")
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        self.reach("evaluated")
+
+    def on_training_run_epoch_end(self, trainer, **kwargs):
+        self.reach("saving")
+
+
+class Network(nn.Module):
+    """Has buffers, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = CONFIG.get("width", 16)
+        self.layers = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x)
+        return output
+
+
+class Logging(Trainer):
+    """Logs a value of its own."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        self.log("margin", output["model_outputs"].amax(1))
+        return output
+
+
+def digest(values: Any) -> str:
+    sums = hashlib.sha256()
+    for value in values:
+        sums.update(value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+    return sums.hexdigest()[:16]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = Network()
+    x = torch.randn(CONFIG.get("samples", 203), 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    victim = Victim()
+    callbacks: list[Any] = [victim]
+    if CONFIG.get("saves"):
+        callbacks += [
+            SaveBestModelCallback(str(FOLDER / "best.pt"), "eval_loss_epoch"),
+            ModelEmaCallback(save_path=str(FOLDER / "average.pt")),
+            MetricsFileCallback(str(FOLDER / "metrics.jsonl"), every="2 updates"),
+        ]
+    if CONFIG.get("shows"):
+        callbacks += [*get_default_callbacks(), RunLogCallback(str(FOLDER / "log"))]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = Logging(
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        callbacks,
+        metrics=["accuracy"] if CONFIG.get("metrics") else None,
+        seed=0,
+        logical_processes=CONFIG.get("logical", 4),
+    )
+    trainer.train(
+        data,
+        num_epochs=CONFIG.get("epochs", 2),
+        eval_dataset=TensorDataset(x[:53], x[:53, :3].argmax(1)),
+        per_device_batch_size=4,
+        gradient_accumulation_steps=CONFIG.get("accumulation", 1),
+        gradient_clip_norm=1.0,
+        create_scheduler_fn="cosine",
+        train_dataloader_kwargs={"num_workers": CONFIG.get("workers", 0)},
+        eval_dataloader_kwargs={"num_workers": 0},
+        **CONFIG.get("train", {}),
+    )
+    predicted = trainer.predict(TensorDataset(x[:37]), dataloader_kwargs={"num_workers": 0})
+    state = [value for states in optimizer.state_dict()["state"].values() for value in states.values()]
+    result = {
+        "weights": digest(model.state_dict().values()),
+        "optimizer": digest(state),
+        "history": trainer.run_history.to_dict(),
+        "progress": trainer.progress.state_dict(),
+        "predicted": digest([predicted]),
+    }
+    own = {"changes": victim.changes, "rank": trainer.ranks.rank, "world_size": trainer.ranks.world_size}
+    (FOLDER / f"result.{os.getpid()}.json").write_text(json.dumps({"result": result, **own}))
+
+
+main()

@@ -1,0 +1,191 @@
+"""Jobs whose processes are killed at any instant, and end in the bits of one that was not disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import PATIENCE, SOAK, WarmPython, environment
+
+PROGRAM = Path(__file__).with_name("program.py")
+LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]
+pytestmark = [pytest.mark.programs, pytest.mark.processes]
+KILLED = int(signal.SIGKILL)
+
+
+@dataclass
+class Outcome:
+    """What has come out of a job: the exit code, its output, and what each process that has ended wrote down."""
+
+    code: int
+    output: str
+    written: list[dict[str, Any]]
+    files: dict[str, Any]
+
+    @property
+    def results(self) -> list[Any]:
+        return [written["result"] for written in self.written]
+
+    @property
+    def changes(self) -> list[Any]:
+        """How the processes have changed, as the first one has seen it."""
+        return min(self.written, key=lambda written: written["rank"])["changes"]  # type: ignore[no-any-return]
+
+
+def begin(folder: Path, processes: int, *options: str, **config: Any) -> subprocess.Popen[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = json.dumps({"folder": str(folder), **config})
+    command = [*LAUNCH, "--processes", str(processes), *options, str(PROGRAM), arguments]
+    return WarmPython(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
+def end(job: subprocess.Popen[str], folder: Path) -> Outcome:
+    try:
+        _, output = job.communicate(timeout=PATIENCE)
+    finally:
+        job.kill()
+    written = [json.loads(path.read_text()) for path in sorted(folder.glob("result.*.json"))]
+    files = {path.name: torch.load(path) for path in sorted(folder.glob("*.pt"))}
+    return Outcome(job.returncode, output, written, files)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """Run a job to its end."""
+
+    def run_job(processes: int, *options: str, **config: Any) -> Outcome:
+        folder = tmp_path_factory.mktemp("job")
+        return end(begin(folder, processes, *options, **config), folder)
+
+    return run_job
+
+
+ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Callable[..., Outcome]) -> Outcome:
+    """The job with all of it, on one process."""
+    outcome = run(1, **ALL)
+    assert outcome.code == 0, outcome.output
+    return outcome
+
+
+def kill(**points: str) -> dict[str, dict[str, int]]:
+    """Which process kills itself at which point, such as ``rank1="forward:3"``."""
+    return {name.removeprefix("rank"): dict.fromkeys(point.split(), KILLED) for name, point in points.items()}
+
+
+def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
+    assert outcome.code == 0, outcome.output
+    assert outcome.results == undisturbed.results * survivors
+    assert outcome.files.keys() == undisturbed.files.keys()
+    for name, content in outcome.files.items():
+        expected = undisturbed.files[name]
+        assert content.keys() == expected.keys()
+        for key, value in content["model_state_dict"].items():
+            assert torch.equal(value, expected["model_state_dict"][key]), (name, key)
+
+
+def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed):
+    kills = kill(rank2="forward:6", rank0="evaluation:3", rank1="saving:1")
+    outcome = run(4, kills=kills, **ALL)
+    check_equal(outcome, undisturbed, survivors=1)
+    assert [world_size for _, _, world_size in outcome.changes] == [3, 2, 1]
+    said = [line for line in outcome.output.splitlines() if line.startswith("launch:")]
+    assert len(said) == 3
+    assert all("was killed by SIGKILL. " in line for line in said)
+    assert "One process went on after" in said[-1]
+
+
+def test_a_second_death_while_the_first_is_handled_and_one_after_the_gradients(run, undisturbed):
+    outcome = run(4, kills=kill(rank3="gradients:2", rank1="changed:1"), **ALL)
+    check_equal(outcome, undisturbed, survivors=2)
+
+
+def test_a_stopped_process_is_ended_and_replaced_by_one_that_gets_the_state(run, undisturbed):
+    kills = {"1": {"backward:5": int(signal.SIGSTOP)}}
+    outcome = run(3, "--replace", "--patience", "4", kills=kills, pause=0.05, samples=1003)
+    assert outcome.code == 0, outcome.output
+    whole = run(1, samples=1003)
+    assert outcome.results == whole.results * len(outcome.results)
+    assert "did nothing for 4 s while others waited for it" in outcome.output
+    assert [[left, came] for left, came, _ in outcome.changes] == [[[1], []], [[], [2]]]
+
+
+def test_an_error_of_one_process_is_named_and_a_job_with_too_few_processes_ends(run):
+    outcome = run(2, "--min-processes", "2", kills=kill(rank1="forward:3"))
+    assert outcome.code == 128 + KILLED
+    assert outcome.results == []
+    assert "rank 1 was killed by SIGKILL. The job ends: 1 processes are left (--min-processes 2)." in outcome.output
+
+
+def test_sigterm_ends_the_job(tmp_path):
+    job = begin(tmp_path, 2, marks=True, pause=0.05, samples=2003)
+    deadline = time.monotonic() + PATIENCE
+    while not list(tmp_path.glob("updates.*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    outcome = end(job, tmp_path)
+    assert outcome.code == 128 + signal.SIGTERM
+    assert outcome.results == []
+
+
+def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
+    program = tmp_path / "plain.py"
+    program.write_text(
+        "import os, signal, torch\n"
+        "from pytorch_accel_lite import Trainer\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "trainer = Trainer(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())\n"
+        "if trainer.ranks.rank == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "trainer.barrier()\n"
+    )
+    command = [*LAUNCH, "--processes", "2", str(program)]
+    job = WarmPython(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    outcome = end(job, tmp_path)
+    assert outcome.code == 1
+    assert "Create it with a seed and logical_processes=" in outcome.output
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="kills for long")
+@pytest.mark.parametrize("options", [(), ("--replace",)])
+def test_random_kills_leave_no_trace(tmp_path, run, options):
+    config = {**ALL, "samples": 803, "pause": 0.004, "marks": True}
+    whole = run(1, **config)
+    for number in range(40):
+        drawn = random.Random(f"{options}{number}")
+        folder = tmp_path / str(number)
+        job = begin(folder, 4, *options, **config)
+        deadline = time.monotonic() + PATIENCE
+        while len(list(folder.glob("updates.*"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(3):
+            time.sleep(drawn.uniform(0.1, 1.5))
+            living = [path.suffix[1:] for path in folder.glob("updates.*") if _lives(path.suffix[1:])]
+            if len(living) > 1:
+                os.kill(int(drawn.choice(living)), signal.SIGKILL)
+        outcome = end(job, folder)
+        assert outcome.code == 0, outcome.output
+        assert outcome.results == whole.results * len(outcome.results), number
+
+
+def _lives(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
