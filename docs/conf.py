@@ -69,6 +69,24 @@ SEARCHED = {
         "language model",
         "perplexity",
     ],
+    "recipes#Weight imbalanced classes": [
+        "class weight",
+        "class weights",
+        "imbalanced",
+        "imbalanced data",
+        "imbalanced classes",
+        "weighted loss",
+    ],
+    "recipes#Save memory with gradient checkpointing": [
+        "gradient checkpointing",
+        "activation checkpointing",
+        "recompute activations",
+    ],
+    "recipes#Smooth labels": ["label smoothing", "smooth labels"],
+    "recipes#Change the learning rate in the middle": [
+        "change learning rate",
+        "change the learning rate",
+    ],
     "inputs_and_losses": [
         "two inputs",
         "several inputs",
@@ -124,6 +142,7 @@ SEARCHED = {
         "sampler",
         "weighted sampler",
         "class imbalance",
+        "oversampling",
         "num_workers",
     ],
     "data#Random augmentation and seeds": ["seed", "augmentation", "random seed"],
@@ -170,7 +189,13 @@ SEARCHED = {
         "schedule-free",
     ],
     "finetuning": ["freeze", "freezing", "freeze layers", "unfreeze", "fine-tuning"],
-    "ema": ["ema", "averaged weights"],
+    "ema": [
+        "ema",
+        "averaged weights",
+        "exponential moving average",
+        "swa",
+        "weight averaging",
+    ],
     "momentum_teachers": [
         "momentum teacher",
         "momentum encoder",
@@ -179,6 +204,8 @@ SEARCHED = {
         "dino",
         "moco",
         "dqn",
+        "mean teacher",
+        "polyak",
     ],
     "schedulers#Any value by the update": [
         "weight decay schedule",
@@ -291,6 +318,8 @@ SEARCHED = {
         "bf16",
         "bfloat16",
         "fp16",
+        "half precision",
+        "precision",
     ],
     "loop#Gradient accumulation": ["gradient accumulation", "accumulate gradients"],
     "loop#Customizing a step": [
