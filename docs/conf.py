@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 
 DOCS = Path(__file__).parent
 # Pages must lie below this folder; the notebooks belong to the examples.
@@ -68,6 +69,24 @@ SEARCHED = {
         "language model",
         "perplexity",
     ],
+    "recipes#Weight imbalanced classes": [
+        "class weight",
+        "class weights",
+        "imbalanced",
+        "imbalanced data",
+        "imbalanced classes",
+        "weighted loss",
+    ],
+    "recipes#Save memory with gradient checkpointing": [
+        "gradient checkpointing",
+        "activation checkpointing",
+        "recompute activations",
+    ],
+    "recipes#Smooth labels": ["label smoothing", "smooth labels"],
+    "recipes#Change the learning rate in the middle": [
+        "change learning rate",
+        "change the learning rate",
+    ],
     "inputs_and_losses": [
         "two inputs",
         "several inputs",
@@ -123,6 +142,7 @@ SEARCHED = {
         "sampler",
         "weighted sampler",
         "class imbalance",
+        "oversampling",
         "num_workers",
     ],
     "data#Random augmentation and seeds": ["seed", "augmentation", "random seed"],
@@ -169,7 +189,13 @@ SEARCHED = {
         "schedule-free",
     ],
     "finetuning": ["freeze", "freezing", "freeze layers", "unfreeze", "fine-tuning"],
-    "ema": ["ema", "averaged weights"],
+    "ema": [
+        "ema",
+        "averaged weights",
+        "exponential moving average",
+        "swa",
+        "weight averaging",
+    ],
     "momentum_teachers": [
         "momentum teacher",
         "momentum encoder",
@@ -178,6 +204,8 @@ SEARCHED = {
         "dino",
         "moco",
         "dqn",
+        "mean teacher",
+        "polyak",
     ],
     "schedulers#Any value by the update": [
         "weight decay schedule",
@@ -290,6 +318,8 @@ SEARCHED = {
         "bf16",
         "bfloat16",
         "fp16",
+        "half precision",
+        "precision",
     ],
     "loop#Gradient accumulation": ["gradient accumulation", "accumulate gradients"],
     "loop#Customizing a step": [
@@ -325,17 +355,28 @@ def link_names(app, doctree, page):
     for literal in list(doctree.findall(nodes.literal)):
         name, call = re.fullmatch(r"(.*?)(\(\))?", literal.astext(), re.S).groups()
         owner, _, member = name.rpartition(".")
+        kind = described_class(literal)
         if owner == "trainer" or (call and not owner):
-            names = [name, f"Trainer.{member}"]
+            names = [f"{kind}.{name}"] if kind else []
+            names += [name, f"Trainer.{member}"]
         else:
             names = [name, f"TrainerCallback.{name}"]
         entry = next((documented[n] for n in names if n in documented), None)
-        if entry is None or entry.docname == page or is_linked(literal):
+        if entry is None or is_linked(literal) or (entry.docname == page and not kind):
             continue
         uri = app.builder.get_relative_uri(page, entry.docname)
         link = nodes.reference(refuri=f"{uri}#{entry.node_id}", internal=True)
         literal.replace_self(link)
         link += literal
+
+
+def described_class(node):
+    """Return the name of the class or function in whose docstring a node is."""
+    while node := node.parent:
+        if isinstance(node, addnodes.desc):
+            signature = node.next_node(addnodes.desc_signature)
+            return signature.get("class") or signature.get("fullname", "")
+    return ""
 
 
 def is_linked(node):

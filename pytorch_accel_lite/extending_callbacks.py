@@ -1,4 +1,4 @@
-"""What the built-in callbacks are written with, besides what users have and what :mod:`.extending` offers.
+"""What the built-in callbacks are written with, besides what users have and what ``.extending`` offers.
 
 Each of them is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
 """

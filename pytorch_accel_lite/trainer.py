@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
+from pytorch_accel_lite.base.inspection import is_from_this_package, is_private
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
@@ -76,7 +77,7 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
 from pytorch_accel_lite.run.state import CompiledForwardLike, Logical, Run, Step, run_to_change
-from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, check_subclass, suggest_arguments
+from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -112,6 +113,11 @@ __all__ = [
 #: Arguments of a trainer that are its attributes, which a subclass may have set before.
 _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed", "compile_model", "channels_last"}
 _GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
+#: The methods that ``help(Trainer)`` shows first.
+_CALLED_FIRST = (
+    *("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint"),
+    *("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "summary", "log"),
+)
 
 
 @with_missing
@@ -119,7 +125,14 @@ _GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
 
-    Customise it by overriding step methods or with callbacks; :class:`~pytorch_accel_lite.TrainerCallback` shows when.
+    What you call:
+
+    - ``train()``, ``evaluate()`` and ``predict()``; then ``progress`` and ``run_history`` have the results
+    - before a run: ``check()``, ``find_lr()``, ``find_batch_size()``, ``diagnose()``, ``estimate_memory()``
+    - to save and load: ``save_model()``, ``save_checkpoint()``, ``load_checkpoint()``
+
+    Customise it with callbacks, or by overriding step methods such as ``calculate_train_batch_loss()``;
+    ``TrainerCallback`` shows when each is called.
 
     :param model: the model to train
     :param loss_func: called as ``loss_func(model_outputs, targets)``; returns a scalar that is a mean over the
@@ -128,11 +141,11 @@ class Trainer:
         with some of them, available as ``trainer.optimizer["name"]``; or a factory such as ``partial(AdamW, lr=1e-3)``,
         called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or predict
     :param callbacks: callbacks, as instances or classes, called in this order; ``None`` is left out
-    :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
+    :param run_history: where metrics are recorded; by default an ``InMemoryRunHistory``
     :param accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
     :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; by default that of the launcher, or of an
         ``Accelerator`` that you have created before. Trainers of a process may differ.
-    :param metrics: metrics to compute in each evaluation: a :class:`~pytorch_accel_lite.callbacks.MetricsCallback` with
+    :param metrics: metrics to compute in each evaluation: a ``MetricsCallback`` with
         these is added before the other callbacks
     :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
         determines the order of the data; by default no generator is ever seeded
@@ -156,13 +169,14 @@ class Trainer:
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
     :cvar unsaved_attributes: names of attributes that both leave out
-    :cvar recomputes_gradients: whether updates may call :meth:`recompute_gradients`; with ``None``, they may if
+    :cvar recomputes_gradients: whether updates may call ``recompute_gradients()``; with ``None``, they may if
         ``optimizer_step`` is overridden and a method of the class names it
     """
 
     saves_attributes: ClassVar[bool] = True
     unsaved_attributes: ClassVar[Collection[str]] = ()
     recomputes_gradients: ClassVar[bool | None] = None
+    _fields: ClassVar[Sequence[str]] = _CALLED_FIRST  # pydoc shows these first, and others by the alphabet
 
     # ------------------------------------------------------------------------- the current or last run
 
@@ -439,9 +453,8 @@ class Trainer:
         """Train the model.
 
         :param train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, whose options then hold; batches
-            are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see
-            :class:`~pytorch_accel_lite.data.NamedDatasets`; for shares of several datasets, see
-            :class:`~pytorch_accel_lite.data.Mixture`.
+            are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see ``NamedDatasets``;
+            for shares of several datasets, see ``Mixture``.
         :param num_epochs: number of passes over the training data
         :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
             evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
@@ -456,7 +469,7 @@ class Trainer:
         :param gradient_clip_norm: maximum total norm of the gradients
         :param create_scheduler_fn: ``"constant"``, ``"linear"``, ``"cosine"`` or ``"wsd"``, as long as the run, see
             ``warmup_steps``; or a function that is called with the optimizer and returns a scheduler, such as a
-            ``functools.partial``, which may contain :class:`TrainerPlaceholderValues`. For several optimizers, it may
+            ``functools.partial``, which may contain ``TrainerPlaceholderValues``. For several optimizers, it may
             be a dict of these by optimizer name; optimizers that are not in the dict keep their rates.
         :param train_dataloader_kwargs: arguments for the training ``DataLoader``, which override the defaults
         :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader``, which override the defaults
@@ -465,7 +478,7 @@ class Trainer:
         :param resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in
             the ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
         :param eval_every_n_epochs: evaluate after every n epochs, and after the last
-        :param evaluate_every: instead, evaluate at an :class:`Interval`, such as ``"500 updates"``, ``"0.25 epochs"``,
+        :param evaluate_every: instead, evaluate at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
             ``"100_000 samples"`` or ``"10 minutes"``, and at the end of the run
         :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"`` including its evaluation
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``,
@@ -527,7 +540,7 @@ class Trainer:
         """Evaluate the model, counting every sample exactly once on any number of processes.
 
         Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
-        are those of :meth:`train`.
+        are those of ``train()``.
 
         :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
             not needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their
@@ -579,7 +592,7 @@ class Trainer:
     ) -> Tree:
         """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
-        Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has
+        Takes the same arguments as ``evaluate()``, and can be called in the same places. If ``dataloader_kwargs`` has
         a ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
 
         :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
@@ -601,7 +614,7 @@ class Trainer:
         *,
         only_first: bool = False,
     ) -> Iterator[Tree]:
-        """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
+        """Yield the outputs of ``predict()`` in parts, in the order of the dataset and the same on every process.
 
         Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a
         second or at 4 MiB. Iterate to the end on every process; with ``only_first``, all but the first get ``None`` for
@@ -645,7 +658,7 @@ class Trainer:
         :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are
             attributes
         :param save_per_node: whether to save once on every machine, instead of once in the job
-        :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
+        :param trainable_only: whether to leave out frozen parameters of the model, see ``save_model()``
         :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
         """
         saving.save_checkpoint(
@@ -666,14 +679,14 @@ class Trainer:
         *,
         strict: bool = True,
     ) -> StateDict:
-        """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running any code in it.
+        """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running any code in it.
 
         Also loads the states of the loss function and of the trainer's attributes, if both the file and the trainer
         have them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ
         from those of the saved model.
 
         :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads
-            only its own shards if the model is sharded. What :meth:`save_model` wrote may be named by its URL. Or a
+            only its own shards if the model is sharded. What ``save_model()`` wrote may be named by its URL. Or a
             training state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
             Or an open binary file, which each process reads from the position of its own.
         :param load_optimizer: whether to load the state of the optimizer, if it was saved
@@ -703,9 +716,8 @@ class Trainer:
         a run.
 
         :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
-            :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`); an existing state is replaced once the
-                new one is complete
-        :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
+            ``SaveTrainingStateCallback``); an existing state is replaced once the new one is complete
+        :param checkpoint_kwargs: further entries, returned by ``load_training_state()``
         :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
         :param then: called on every process once the state is complete
         :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
@@ -749,12 +761,12 @@ class Trainer:
     def register_for_checkpointing(self, name: str, obj: HasStateDict) -> None:
         """Include one of your own objects in every training state.
 
-        A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
+        A resumed run restores it before it starts, and again when training continues, as ``train_epoch_start()`` and
         starting events may have reset it. ``find_lr`` and the like leave it as it was.
 
         :param name: name of the object, which must be the same in the run that resumes
         :param obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process,
-            and what the first one returns is saved for all: if their states differ, :meth:`gather` them in
+            and what the first one returns is saved for all: if their states differ, ``gather()`` them in
             ``state_dict()``.
         """
         if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
@@ -823,9 +835,9 @@ class Trainer:
         """Return the loader of training batches. Override it to create your own.
 
         The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
-        :mod:`pytorch_accel_lite.data`.
+        ``pytorch_accel_lite.data``.
 
-        :param train_dl_kwargs: the user's arguments, which override those of :meth:`get_default_train_dl_kwargs`
+        :param train_dl_kwargs: the user's arguments, which override those of ``get_default_train_dl_kwargs()``
         :return: by default, a ``DataLoader`` of ``self.train_dataset``; if that is a loader already, that
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
@@ -835,7 +847,7 @@ class Trainer:
     def create_eval_dataloader(
         self, batch_size: int, eval_dl_kwargs: LoaderKwargs | None = None
     ) -> Iterable[BatchData]:
-        """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
+        """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
         source, self._eval_dl_kwargs = loader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
         return source  # type: ignore[no-any-return]
@@ -896,7 +908,7 @@ class Trainer:
     def train_step(self, batch: BatchData) -> BatchOutput | None:
         """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
 
-        Compute losses and call :meth:`update` for each, as often as needed. A step counts as one update, however many
+        Compute losses and call ``update()`` for each, as often as needed. A step counts as one update, however many
         it makes. The model is then not wrapped in ``DistributedDataParallel``.
 
         :return: values for callbacks; optionally ``loss``, to be recorded instead of those passed to ``update``
@@ -963,7 +975,7 @@ class Trainer:
         self.model.eval()
 
     def calculate_eval_batch_loss(self, batch: BatchData) -> BatchOutput:
-        """Return the loss and the outputs of an evaluation batch, like :meth:`calculate_train_batch_loss`.
+        """Return the loss and the outputs of an evaluation batch, like ``calculate_train_batch_loss()``.
 
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
@@ -1031,7 +1043,7 @@ class Trainer:
 
     @property
     def can_rewrap_model(self) -> bool:
-        """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
+        """Whether ``rewrap_model()`` works: not if weights are sharded or Accelerate has compiled the wrapper."""
         return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
 
     def skip_update(self) -> None:
@@ -1048,7 +1060,7 @@ class Trainer:
 
     @property
     def update_was_skipped(self) -> bool:
-        """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
+        """Whether the last update was skipped, by ``skip_update()`` or by a gradient scaler due to infinities."""
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
         return self.current_run.step.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 
@@ -1130,6 +1142,19 @@ class Trainer:
         """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
         return tuple(self.callback_handler)
 
+    def __dir__(self) -> list[str]:
+        """List what users have here: all but this package's private names, and the names of other libraries."""
+        library = vars(self).get("_library_attributes", set())
+        ours = {name for name in {"_library_attributes", *library} if is_private(name)}
+        users = set(vars(self)) - ours
+        for kind in type(self).__mro__[:-1]:
+            if is_from_this_package(kind):
+                elsewhere = {name for name, value in vars(kind).items() if isinstance(value, AttributeElsewhere)}
+                ours |= elsewhere | set(filter(is_private, vars(kind)))
+            else:
+                users |= set(vars(kind))
+        return [name for name in super().__dir__() if name in users or name not in ours]
+
     def __repr__(self) -> str:
         """Show the model, optimizer, device, callbacks, and other settings that are not at their defaults."""
         if "current_run" not in vars(self):  # its constructor has not finished
@@ -1156,7 +1181,7 @@ class Trainer:
 
 
 class TrainerWithTimmScheduler(Trainer):
-    """A :class:`Trainer` for timm's schedulers, stepped as in timm's own training script. Needs the extra ``timm``.
+    """A ``Trainer`` for timm's schedulers, stepped as in timm's own training script. Needs the extra ``timm``.
 
     Calls ``step_update(num_updates)`` after every update, and ``step(epoch, metric)`` after every epoch, with the
     number of finished epochs and the latest loss. The scheduler's ``t_in_epochs`` determines which takes effect.

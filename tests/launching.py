@@ -97,7 +97,7 @@ class WarmPython(subprocess.Popen[str]):
     environment, pipes, signals, children and an end of its own.
 
     :cvar children: how it starts programs itself
-    :cvar begun: for each job of which this process is the launcher or a rank, see :func:`_await_all_ranks`
+    :cvar begun: for each job of which this process is the launcher or a rank, see ``_await_all_ranks()``
     """
 
     children: type[subprocess.Popen[str]]
@@ -204,7 +204,7 @@ def launch(
 def launch_together(
     commands: list[list[str]], timeout: float = PATIENCE, warm: bool | Literal["launcher"] = False
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run programs at the same time, which print little, as :func:`launch` runs one."""
+    """Run programs at the same time, which print little, as ``launch()`` runs one."""
     kind = {False: subprocess.Popen, True: WarmPython, "launcher": WarmLauncher}[warm]
     pipe = subprocess.PIPE
     done = []

@@ -107,7 +107,7 @@ def check_processes(
     """Check that processes train as one does, and resume to the same bits; return the results of each.
 
     :param ranks: the job, see ``rank_pool.py``
-    :param train: see :func:`run_and_resume`
+    :param train: see ``run_and_resume()``
     :param resumed: the number of runs that are resumed, at least
     """
     alone = run_and_resume(train, result)

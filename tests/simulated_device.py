@@ -5,7 +5,7 @@ tensors lie in a memory of their own: each operation on them is run on a CPU ten
 
 - copies to host memory with ``non_blocking=True`` hold nothing of use until an event that was recorded after them has
   happened, here so many operations later;
-- what would make Python wait for the device is counted in :data:`waits`: reading a number, copies that block, in either
+- what would make Python wait for the device is counted in ``waits``: reading a number, copies that block, in either
   direction, waiting for an event that has not happened;
 - an operation takes tensors of one memory, but for single numbers, and indices in brackets.
 """

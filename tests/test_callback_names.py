@@ -42,7 +42,7 @@ def exported() -> dict[str, object]:
 def documented(kind: type) -> set[str]:
     """The attributes of a class that its documentation, or a comment at the attribute, describes."""
     found: set[str] = set()
-    if "are arguments of :meth:`Trainer.train" in (kind.__doc__ or ""):
+    if "are arguments of ``Trainer.train" in (kind.__doc__ or ""):
         found |= {*inspect.signature(Trainer.train).parameters}
     for owner in kind.__mro__:
         if not owner.__module__.startswith(PACKAGE.name):

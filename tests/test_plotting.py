@@ -386,3 +386,18 @@ def test_schedules_of_groups_and_of_timm_are_seen():
 def test_bad_arguments_are_named(provoke, error, message):
     with pytest.raises(error, match=message):
         provoke()
+
+
+def test_titles_of_a_row_are_at_one_height_and_no_panel_is_empty():
+    curves = {"train_loss": [2.0, 1.0], "eval_loss": [2.0, 1.0], "accuracy": [0.5, 0.6], "lr": [0.1, 0.1]}
+    figure = recorded(**curves, unknown=[math.nan, math.inf]).plot()
+    figure.draw_without_rendering()
+    titles = [axis.get_title("left") for axis in figure.axes]
+    assert sorted(titles) == ["accuracy", "learning rate", "loss"]
+    places = [axis.get_position() for axis in figure.axes]
+    heights = [[c.get_window_extent().y0 for c in axis.get_children() if getattr(c, "get_text", str)() == title]
+               for axis, title in zip(figure.axes, titles, strict=True)]  # fmt: skip
+    assert heights[0] == pytest.approx(heights[1])
+    assert places[2].width > 1.8 * places[0].width
+    with pytest.raises(ValueError, match="no metric has a finite value"):
+        recorded(unknown=[math.nan]).plot()

@@ -320,3 +320,34 @@ def test_help_shows_a_trainers_methods_and_attributes_and_none_of_what_makes_the
     assert " |  __repr__(self)" in text
     assert " |  fit = <not there: Call train(" in text
     assert not re.search(r" object( at 0x\w+)?>", text)
+
+
+def test_help_is_plain_text_with_what_users_call_first():
+    text = pydoc.plain(pydoc.render_doc(Trainer))
+    methods = re.findall(r"^ \|  ([a-z]\w*)\(self", text, re.MULTILINE)
+    assert methods[:4] == ["train", "evaluate", "predict", "predict_iter"]
+    assert text.index("train()``, ``evaluate()`` and ``predict()``") < text.index(":param model:")
+    for shown in (text, *(pydoc.plain(pydoc.render_doc(value)) for value in (TrainerCallback, RunHistory, *SHIPPED))):
+        assert not re.search(r":(class|meth|func|attr|data|mod|doc):`", shown)
+
+
+def test_a_trainer_lists_what_is_there_and_its_users_own_names():
+    class Own(Trainer):
+        _scale = 2.0
+
+        def _create_accelerator(self) -> Any:
+            return super()._create_accelerator()
+
+        def fit(self) -> None:
+            pass
+
+    model = nn.Linear(1, 1)
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer._given = 3  # type: ignore[attr-defined]
+    listed = dir(trainer)
+    assert [name for name in listed if name.startswith("_") and not name.endswith("__")] == [
+        "_create_accelerator", "_given", "_scale",
+    ]  # fmt: skip
+    assert {"train", "run_history", "check", "fit", "model", "stop_reason"} <= set(listed)
+    elsewhere = {"add_callback", "current_epoch", "global_step", "test", "validate"}
+    assert {name for name in object.__dir__(trainer) if not name.startswith("_")} - set(listed) == elsewhere

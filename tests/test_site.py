@@ -68,6 +68,22 @@ SEARCHES = {
     "gradient accumulation": "loop",
     "dataloader": "data",
     "bit by bit": "comparing_with_a_loop",
+    # One thing under several names, and one name of two things.
+    "bfloat16": "loop",
+    "half precision": "loop",
+    "weights & biases": "logging",
+    "warmup": "schedulers",
+    "warm-up": "schedulers",
+    "class weights": "recipes",
+    "imbalanced": "recipes",
+    "label smoothing": "recipes",
+    "checkpointing": "training_states",
+    "gradient checkpointing": "recipes",
+    "activation checkpointing": "recipes",
+    "ema": "ema",
+    "exponential moving average": "ema",
+    "momentum teacher": "momentum_teachers",
+    "target network": "momentum_teachers",
 }
 DOCS = ROOT / "docs"
 BUILT = DOCS / "_build" / "html"

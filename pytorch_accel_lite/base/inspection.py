@@ -19,6 +19,11 @@ def is_from_this_package(thing: object) -> bool:
     return is_in_this_package(getattr(thing, "__module__", ""))
 
 
+def is_private(name: str) -> bool:
+    """Whether a name begins with an underscore, and is none of Python's own, such as ``__init__``."""
+    return name.startswith("_") and not name.endswith("__")
+
+
 def checked_by(error: BaseException) -> str:
     """Return the module of this package whose check raised an error, whose message needs no notes; or nothing."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -92,7 +97,7 @@ _CHUNK = 1 << 22  # elements
 
 
 def sums_by_position(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a sum over each tensor that depends on where its elements are, too, unlike :func:`sums_of_bits`."""
+    """Return a sum over each tensor that depends on where its elements are, too, unlike ``sums_of_bits()``."""
     sums: list[torch.Tensor] = []
     for tensor in tensors:
         data = tensor.detach()

@@ -41,7 +41,7 @@ def mix(*numbers: int, after: int = 0) -> int:
 
 
 def generator_with(seed: int) -> torch.Generator:
-    """Return a new generator of torch with a seed, one of :func:`mix`."""
+    """Return a new generator of torch with a seed, one of ``mix()``."""
     return torch.Generator().manual_seed(seed >> 1)
 
 
@@ -70,7 +70,7 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
 
 
 def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[RandomGenerator]:
-    """Return the random generators that objects hold, see :func:`reachable_from`; not the global ones.
+    """Return the random generators that objects hold, see ``reachable_from()``; not the global ones.
 
     As those of transforms of albumentations and MONAI, and of functions that enclose one or use it by a global name.
     """
@@ -80,7 +80,7 @@ def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[R
 
 
 def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
-    """Seed generators of :func:`find_generators`, each differently."""
+    """Seed generators of ``find_generators()``, each differently."""
     for number, generator in enumerate(generators):
         own = mix(number, after=seed)
         if isinstance(generator, torch.Generator):
@@ -93,7 +93,7 @@ def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
 
 @contextmanager
 def preserving_found(generators: Iterable[RandomGenerator]) -> Iterator[None]:
-    """Restore the states of generators of :func:`find_generators` after a block."""
+    """Restore the states of generators of ``find_generators()`` after a block."""
     states = [(generator, state_of(generator)) for generator in generators]
     try:
         yield
@@ -110,7 +110,7 @@ def state_of(generator: RandomGenerator) -> object:
 
 
 def restore_state(generator: RandomGenerator, state: Any) -> None:
-    """Restore what :func:`state_of` has returned."""
+    """Restore what ``state_of()`` has returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -149,7 +149,7 @@ def capture_generators() -> StateDict:
 
 
 def restore_generators(states: StateDict) -> None:
-    """Restore states returned by :func:`capture_generators`."""
+    """Restore states returned by ``capture_generators()``."""
     version, numbers, cached = states["python"]
     random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), cached))  # versions up to 0.2 keep a tuple
     kind, keys, *rest = states["numpy"]

@@ -30,7 +30,7 @@ _MOST_REACHED = 10_000  # objects
 _MOST_PARTS = 1000  # of a list or dict
 _OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 
-#: What :func:`marks_of` returns: numbers and types, which refer to no data.
+#: What ``marks_of()`` returns: numbers and types, which refer to no data.
 Marks: TypeAlias = list[object]
 
 #: A list, tuple, set, dict or array of objects.
@@ -80,7 +80,7 @@ def is_generator(item: object) -> TypeGuard[RandomGenerator]:
 
 
 def parts_held(item: object) -> list[object]:
-    """Return what an object holds itself, see :func:`reachable_from`."""
+    """Return what an object holds itself, see ``reachable_from()``."""
     if is_a(item, list, tuple):
         is_data = not item or len(item) > _MOST_PARTS or is_a(item[0], *_DATA, list, tuple, dict)
         return [] if is_data else [*item]

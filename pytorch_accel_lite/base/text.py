@@ -47,7 +47,7 @@ def as_cell(value: object) -> object:
 
 
 def from_cell(text: T) -> T | str:
-    """Return the text that :func:`as_cell` has written."""
+    """Return the text that ``as_cell()`` has written."""
     return text[1:] if isinstance(text, str) and text.startswith("'") and _FORMULA.match(text) else text
 
 

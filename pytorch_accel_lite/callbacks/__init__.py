@@ -1,4 +1,4 @@
-"""Built-in callbacks. The events they respond to are listed in the docstring of :class:`TrainerCallback`."""
+"""Built-in callbacks. The events they respond to are listed in the docstring of ``TrainerCallback``."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ __all__ = [
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
     """Return the callbacks that a trainer uses by default.
 
-    :param progress_bar: include :class:`ProgressBarCallback`
+    :param progress_bar: include ``ProgressBarCallback``
     """
     is_shown = check_bool("progress_bar", progress_bar)
     bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if is_shown else ()

@@ -40,7 +40,7 @@ class AdviceCallback(TrainerCallback):
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
     - the training loss has not fallen in an epoch of at least 48 updates: it points to
-      :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`, which looks for mistakes in the program. That of a
+      ``Trainer.check()``, which looks for mistakes in the program. That of a
       network that is trained already, and is tuned further, need not fall;
     - an overridden ``train_step`` has never updated one of the optimizers;
     - the learning rate was 0 throughout the epoch, so no weight has changed;
@@ -48,7 +48,7 @@ class AdviceCallback(TrainerCallback):
       or has not yet raised it to a hundredth of the optimizer's own.
 
     Only the first epoch of a run is measured. For a closer look at speed before a run, see
-    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
+    ``Trainer.diagnose()``.
 
     :param min_seconds: shortest time of waiting in seconds that is worth reporting
     """

@@ -31,14 +31,14 @@ class SaveBestModelCallback(MetricWatcher):
     The best model is also loaded when a run is stopped or interrupted. It is not loaded, and a message names its file
     instead, if the run fails, if the file is missing (a resumed run also warns of this), or if the file holds a better
     model of an attempt that was killed before the run resumed. Non-finite weights are never saved; they end the run
-    with :class:`~pytorch_accel_lite.NonFiniteLossError`.
+    with ``NonFiniteLossError``.
 
-    :param save_path: the checkpoint file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
+    :param save_path: the checkpoint file, usually ending in ``.pt``; see ``Trainer.save_checkpoint()``
     :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name. A
         training loss is a mean over an epoch in which the weights change; those at its end are saved. To choose by the
         loss of the saved weights, pass the training data as an ``eval_dataset``, too.
     :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If it declares nothing, smaller values are better, with
+        ``MetricsCallback``. If it declares nothing, smaller values are better, with
         a warning unless it is a loss. A value that contradicts the metric raises an error.
     :param reset_on_train: compare only with values of the current training run
     :param save_optimizer: include the optimizer's state
@@ -50,7 +50,7 @@ class SaveBestModelCallback(MetricWatcher):
         removes the files of the previous one, also if that was in another program; without it, the better of two models
         of the same name is kept.
     :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters,
-        which must stay frozen during the run; see :meth:`Trainer.save_model`
+        which must stay frozen during the run; see ``Trainer.save_model()``
     """
 
     _failed = False

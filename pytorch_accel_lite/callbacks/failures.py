@@ -118,7 +118,7 @@ class SkipFailedBatchesCallback(TrainerCallback):
         return {"failures": [dict(failure) for failure in self.failures]}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         self.failures = [{"phase": "training"} | failure for failure in state["failures"]]
 
 

@@ -82,7 +82,7 @@ class GradientSpikeCallback(TrainerCallback):
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         self._counts = dict(state["count"])
         self._averages = dict(state["average"])
         self._in_a_row = state["in_a_row"]

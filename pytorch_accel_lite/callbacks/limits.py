@@ -19,7 +19,7 @@ class LimitBatchesCallback(TrainerCallback):
 
     Progress bars, the run config and placeholders reflect the limit. Setting the environment variable
     ``PT_ACC_LIMIT_BATCHES`` adds this callback to every trainer; see also
-    :class:`pytorch_accel_lite.utils.LimitBatches`.
+    ``pytorch_accel_lite.utils.LimitBatches``.
 
     :param num_batches: number of batches that each process reads
     """
@@ -32,7 +32,7 @@ class LimitBatchesCallback(TrainerCallback):
 
 
 def limit_from_environment() -> list[TrainerCallback]:
-    """Return a list with a :class:`LimitBatchesCallback` if ``PT_ACC_LIMIT_BATCHES`` is set, or an empty list."""
+    """Return a list with a ``LimitBatchesCallback`` if ``PT_ACC_LIMIT_BATCHES`` is set, or an empty list."""
     value = os.environ.get(LIMIT_BATCHES_ENV_VAR, "none")
     if value.lower() in ("", "none"):
         return []

@@ -13,7 +13,7 @@ from pytorch_accel_lite.run.watched_metric import WatchedMetric
 
 
 class MetricWatcher(TrainerCallback):
-    """Calls :meth:`_handle_value` for each new value of a metric.
+    """Calls ``_handle_value()`` for each new value of a metric.
 
     Values of evaluations within an epoch are handled after the update at which they were made, others at the end of the
     epoch.
@@ -75,7 +75,7 @@ class MetricWatcher(TrainerCallback):
         return {**self._watched.state_dict(), "best_metric": self.best_metric, "is_due": self._is_due}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`, unless it belongs to another metric."""
+        """Load the state returned by ``state_dict()``, unless it belongs to another metric."""
         if self._watched.load_state_dict(state, self):
             self.best_metric = state["best_metric"]
             self._is_due = state.get("is_due", False)

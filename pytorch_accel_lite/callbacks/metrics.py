@@ -250,7 +250,7 @@ class MetricsCallback(TrainerCallback):
         return {"ranks": list(chain.from_iterable(gathered)), **known}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`; each process loads its part."""
+        """Load the state returned by ``state_dict()``; each process loads its part."""
         if self._pending and "classification" in state:
             self._create(Classification(*state["classification"]))
         self._must_agree = state.get("must_agree", self._must_agree)
@@ -271,7 +271,7 @@ class MetricsCallback(TrainerCallback):
 
 
 def _named(metrics: Tree, arguments: Mapping[str, object]) -> Tree:
-    """Return metrics with :class:`NamedMetric` in place of names."""
+    """Return metrics with ``NamedMetric`` in place of names."""
     names = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
         metrics = {name: name for name in names}
@@ -357,7 +357,7 @@ def _never() -> bool:
 
 
 def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the predictions and targets of a batch: the default ``transform`` of :class:`MetricsCallback`.
+    """Return the predictions and targets of a batch: the default ``transform`` of ``MetricsCallback``.
 
     :raises ValueError: if they cannot be determined
     """

@@ -28,7 +28,7 @@ class MetricsFileCallback(StepLogger):
 
     Each epoch appends its row in a single write, so a run that is killed leaves whole rows; a resumed run replaces the
     file atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations
-    within it, shows its last value; a :class:`TrackerCallback` logs all of them. Non-finite numbers are written as the
+    within it, shows its last value; a ``TrackerCallback`` logs all of them. Non-finite numbers are written as the
     strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names
     and texts that a spreadsheet would take for formulas begin with a quote.
 
@@ -36,7 +36,7 @@ class MetricsFileCallback(StepLogger):
     :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
         ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
         ``step_metrics`` of other callbacks
-    :param every: instead, write these rows at an :class:`~pytorch_accel_lite.Interval`, such as ``"10_000 samples"``
+    :param every: instead, write these rows at an ``Interval``, such as ``"10_000 samples"``
     :raises ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
     :raises OSError: at the start of a run, if the file cannot be written
     """

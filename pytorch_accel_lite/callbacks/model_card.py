@@ -54,7 +54,7 @@ def save_model(
         folders are created. A path that ends in ``.safetensors`` is that of one file, with the weights alone.
         So is an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves
         open; what the others pass in its place is ignored.
-    :param trainable_only: whether to leave out frozen parameters. :meth:`load_checkpoint` then leaves those of the
+    :param trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves those of the
         model as they are.
     :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
         "pipeline_tag": "image-classification"}``; see ``huggingface_hub.ModelCardData``

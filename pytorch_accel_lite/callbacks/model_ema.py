@@ -42,13 +42,13 @@ class ModelEmaCallback(MetricWatcher):
     :param watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
         evaluation loss, ``ema_model_eval_loss_epoch``
     :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
+        ``SaveBestModelCallback``
     :param model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
     :param callbacks: callbacks, such as metrics, that take part in evaluating the averaged model; no others do
     :param update_every: ``"update"``, or ``"epoch"`` to average once per epoch
-    :param warmup: start with a smaller decay, see :class:`~pytorch_accel_lite.ema.ModelEma`
+    :param warmup: start with a smaller decay, see ``ModelEma``
     :param prefix: prefix of the averaged model's metric names; must be unique if there are several averages
-    :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run, also available as ``ema_model``
+    :ivar ema: the ``ModelEma`` of the current or last run, also available as ``ema_model``
     :raises ValueError: at the start of a run, if two averages share a prefix, or the weights are sharded by an engine
         that does not show them (FSDP1, DeepSpeed)
     """
@@ -213,7 +213,7 @@ class ModelEmaCallback(MetricWatcher):
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`; outside a run it is kept until there is an average."""
+        """Load the state returned by ``state_dict()``; outside a run it is kept until there is an average."""
         self._loaded = state
         if self.ema is not None and state:
             super().load_state_dict(state)

@@ -31,7 +31,7 @@ class MomentumTeacherCallback(ModelEmaCallback):
     ``targets = teacher(inputs)``. It computes no gradients and is in evaluation mode.
 
     Training states include the teacher. It can be a teacher of any model whose weights
-    :class:`~pytorch_accel_lite.callbacks.ModelEmaCallback` can average, including sharded models.
+    ``ModelEmaCallback`` can average, including sharded models.
 
     :param momentum: fraction of the teacher retained at each update, from 0 to 1, or a function that is called with
         the number of updates made before this one, from 0, and the number of updates of the run. 0 copies the model.

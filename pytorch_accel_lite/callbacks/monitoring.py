@@ -53,7 +53,7 @@ class LearningRateMonitorCallback(TrainerCallback):
         return {"latest": {name: float(value) for name, value in self._latest.items()}}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         self._latest = dict(state["latest"])
 
 
@@ -111,7 +111,7 @@ class GradientNormCallback(TrainerCallback):
         return {name: vars(norms).copy() for name, norms in self._norms.items()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         by_name = state if all(isinstance(sums, dict) for sums in state.values()) else {"": state}  # of version 0.1
         self._norms = {name: GradientNorms(**sums) for name, sums in by_name.items()}
 
@@ -177,7 +177,7 @@ class LossScaleCallback(TrainerCallback):
         return {"skipped": self._skipped}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         self._skipped = state["skipped"]
 
 

@@ -70,7 +70,7 @@ class NaNReportCallback(TrainerCallback):
 
     The error names the first layer with a non-finite output. A report (``.json``) also lists the samples of the
     accumulation window, the parameters with non-finite gradients, and the latest training state of the run. Each
-    process writes its own. :meth:`repeat` repeats the step from that state, in the same bits, and names the operation.
+    process writes its own. ``repeat()`` repeats the step from that state, in the same bits, and names the operation.
 
     This is a debugging tool: it looks at the outputs of all layers, reads the loss of every batch and the gradient norm
     of every update from the device, and makes compiled models run uncompiled.
@@ -100,7 +100,7 @@ class NaNReportCallback(TrainerCallback):
 
         :param trainer: created as for the run, with a callback of this class
         :param report: path of the report
-        :param args: the arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, as for the run
+        :param args: the arguments of ``Trainer.train()``, as for the run
         :return: where the numbers stopped being finite, on any process, which is also printed
         :raises ValueError: if the step cannot be repeated, or if the trainer has no callback of this class
         """

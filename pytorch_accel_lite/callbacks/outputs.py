@@ -40,8 +40,8 @@ class Shown(TypedDict):
 class ShowOutputsCallback(TrainerCallback):
     """Show what a function computes with the model at intervals: texts generated from fixed prompts, or pictures.
 
-    Texts are printed, logged to the tracker of a :class:`TrackerCallback`, and shown on the page of a
-    :class:`RunLogCallback`. Pictures are written as PNG files and shown in notebooks, on the page, and in trackers that
+    Texts are printed, logged to the tracker of a ``TrackerCallback``, and shown on the page of a
+    ``RunLogCallback``. Pictures are written as PNG files and shown in notebooks, on the page, and in trackers that
     take images (TensorBoard, Weights & Biases, MLflow, Aim, ClearML, SwanLab). Elsewhere, the path of a file is shown.
     A picture is a figure of matplotlib, an image of PIL, or an array or tensor of bytes, or floats from 0 to 1, of the
     shape ``(height, width)``, ``(height, width, 3)`` or ``(3, height, width)``; return ``tolist()`` of one to show its
@@ -53,7 +53,7 @@ class ShowOutputsCallback(TrainerCallback):
 
     :param function: called with the trainer's model, without wrappers; returns a text or a picture, or a dict of them
         by name, such as the prompt. Other values are shown as ``str`` shows them.
-    :param every: an :class:`~pytorch_accel_lite.Interval` between the calls, such as ``"500 updates"``
+    :param every: an ``Interval`` between the calls, such as ``"500 updates"``
     :param name: name of the text or picture, if the function returns no dict
     :param show: print the texts, and show pictures in notebooks
     :param folder: where pictures are written, as ``name-000500.png`` after update 500; created if there are any
@@ -150,7 +150,7 @@ class ShowOutputsCallback(TrainerCallback):
         return {"shown": self.shown}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         self.shown = list(state["shown"])
 
 

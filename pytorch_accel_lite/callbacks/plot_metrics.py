@@ -26,7 +26,7 @@ class PlotMetricsCallback(TrainerCallback):
 
     :param path: picture file, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
     :param metrics: names of the metrics to draw; defaults to all numeric metrics
-    :param every: an :class:`~pytorch_accel_lite.Interval` between plots, such as ``"10 minutes"``, also within epochs
+    :param every: an ``Interval`` between plots, such as ``"10 minutes"``, also within epochs
     :raises ImportError: if matplotlib is not installed
     """
 

@@ -24,7 +24,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 class PredictionWriterCallback(TrainerCallback):
     """Write the outputs of ``predict`` and ``predict_iter`` to a directory, in shards, while they run.
 
-    Each process writes its own shards, with the indices of their samples; :func:`read_predictions` puts them in the
+    Each process writes its own shards, with the indices of their samples; ``read_predictions()`` puts them in the
     order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
     first sample that has not been written, on any number of processes, and returns only the remaining outputs; damaged
     shards are removed, with a warning. Predictions of other weights in the directory, finished or not, are replaced,
@@ -33,7 +33,7 @@ class PredictionWriterCallback(TrainerCallback):
         for _ in trainer.predict_iter(dataset):
             pass
 
-    Samples of batches that are left out (:class:`SkipFailedBatchesCallback`) count as written, without an output.
+    Samples of batches that are left out (``SkipFailedBatchesCallback``) count as written, without an output.
 
     :param directory: where shards are written; created if missing
     :param shard_size: minimum number of samples in a process's shard

@@ -38,7 +38,7 @@ class LogMetricsCallback(TrainerCallback):
 
     Metrics are printed after the training part of an epoch, and after every callback has handled the end of the epoch
     or the evaluation. Those of an epoch that ends with an error or a pause are not printed. Override
-    :meth:`log_metrics` to send metrics elsewhere.
+    ``log_metrics()`` to send metrics elsewhere.
     """
 
     @cached_property

@@ -100,7 +100,7 @@ class StepLogger(TrainerCallback, ABC):
     callback's state waits for all of this, so that every state has its rows and no row is lost or written twice.
 
     :param every_n_updates: number of updates between rows; ``None`` logs no rows
-    :param every: instead, an :class:`~pytorch_accel_lite.Interval` between rows, such as ``"10_000 samples"``
+    :param every: instead, an ``Interval`` between rows, such as ``"10_000 samples"``
     """
 
     def __init__(self, every_n_updates: int | None = None, every: str | Interval | None = None) -> None:
@@ -261,7 +261,7 @@ class StepLogger(TrainerCallback, ABC):
         return gathered
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         epoch, total, count = state["sums"]
         self._sums = (int(epoch), total, count)
         self._loaded_latest = latest = state.get("latest_by_rank", [])  # absent from older states

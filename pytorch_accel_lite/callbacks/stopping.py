@@ -30,13 +30,13 @@ class EarlyStoppingCallback(MetricWatcher):
     :param early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
     :param watch_metric: name of the metric in the run history
     :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If it declares nothing, smaller values are better, with
+        ``MetricsCallback``. If it declares nothing, smaller values are better, with
         a warning unless it is a loss. A value that contradicts the metric raises an error.
     :param reset_on_train: reset the best value and the patience at the start of every training run
     :param threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value, as in
         ``torch.optim.lr_scheduler.ReduceLROnPlateau``: 0.01 asks for a change of 1 %
     :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those
-        within an epoch, see ``evaluate_every`` of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`. An epoch
+        within an epoch, see ``evaluate_every`` of ``Trainer.train()``. An epoch
         counts as an improvement if any of its values is one.
     :param baseline: what the first value must improve on, such as that of an earlier model; ``None`` for nothing
     :ivar best_metric: the best value so far, also if it was better by less than the threshold
@@ -210,7 +210,7 @@ class TimeLimitCallback(TrainerCallback):
     """End the run cleanly, after an update, when a time limit is reached. A resumed run gets the full time again.
 
     If the job itself has a limit, leave time for saving and for an epoch's evaluation, which is not interrupted. A
-    :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback` saves the final state.
+    ``SaveTrainingStateCallback`` saves the final state.
 
     :param limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
     """

@@ -44,7 +44,7 @@ class ProgressTableCallback(LogMetricsCallback):
     at most once: to powers of ten, when a value is too large or too small for four decimals.
 
     If the output is neither a terminal nor a notebook, as in a cluster job's log, it prints the lines of
-    :class:`PrintProgressCallback` and :class:`LogMetricsCallback` instead, a line of times and rates after each epoch,
+    ``PrintProgressCallback`` and ``LogMetricsCallback`` instead, a line of times and rates after each epoch,
     and the summary.
 
     :param metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,

@@ -19,7 +19,7 @@ _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and it
 
 
 class TerminateOnNaNCallback(TrainerCallback):
-    """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
+    """End the run with ``NonFiniteLossError`` if a loss is infinite or NaN, on all ranks together.
 
     Other numbers that steps log may be either. No step waits for the device: losses on a GPU are checked a
     few steps after they were computed, and always by the end of the epoch.

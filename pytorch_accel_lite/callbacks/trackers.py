@@ -51,7 +51,7 @@ class TrackerCallback(StepLogger):
     :param project_dir: directory for trackers that write files
     :param every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other
         callbacks; ``None`` logs only epochs
-    :param every: instead, log these rows at an :class:`~pytorch_accel_lite.Interval`, such as ``"10_000 samples"``
+    :param every: instead, log these rows at an ``Interval``, such as ``"10_000 samples"``
     :param config: your own hyper-parameters, logged with the run's configuration
     :param init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets
         Weights & Biases and SwanLab write to this machine only, without an account
@@ -195,7 +195,7 @@ class TrackerCallback(StepLogger):
     def on_outputs(
         self, trainer: TrainerLike, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
     ) -> None:
-        """Log what a :class:`ShowOutputsCallback` shows; the texts of pictures are the paths of their files."""
+        """Log what a ``ShowOutputsCallback`` shows; the texts of pictures are the paths of their files."""
         self._log_after_rows(trainer, dict(outputs), dict(pictures))
 
     def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -295,7 +295,7 @@ class TrackerCallback(StepLogger):
         return state | {"run_id": run_id}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         super().load_state_dict(state)
         self.run_id = state["run_id"]
         self._new.counts = dict(state["logged"])

@@ -74,7 +74,7 @@ class SaveTrainingStateCallback(TrainerCallback):
     """Save training states, from which ``train(resume_from="latest")`` resumes.
 
     States are written atomically, and the newest complete one is never removed. Non-finite weights are not saved; they
-    end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`. All processes of a job take part. The data order
+    end the run with ``NonFiniteLossError``. All processes of a job take part. The data order
     is seeded even if the trainer has no seed.
 
     :param save_dir: directory for states named like ``update-000000123``; other files in it are left alone. Or the URL
@@ -83,7 +83,7 @@ class SaveTrainingStateCallback(TrainerCallback):
     :param save_every_n_epochs: save every n epochs
     :param save_every_n_steps: save every n optimizer updates
     :param save_every_n_minutes: save when this many minutes have passed since the last state
-    :param save_every: save at an :class:`~pytorch_accel_lite.Interval`, such as ``"500 updates"``, ``"0.25 epochs"``,
+    :param save_every: save at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
         ``"100_000 samples"`` or ``"10 minutes"``; the arguments above are short forms of it. ``"auto"`` saves as often
         as ``overhead`` allows, and at most once a second.
     :param overhead: with ``save_every="auto"``, the fraction of the run's time that training may wait for saving
@@ -336,7 +336,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         return {} if self._pace is None else {"pauses": self._pace.pauses}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`; that of an earlier version is ignored."""
+        """Load the state returned by ``state_dict()``; that of an earlier version is ignored."""
         if self._pace is not None:
             self._pace.expect(state.get("pauses", ()))
 

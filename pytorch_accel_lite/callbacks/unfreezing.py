@@ -19,7 +19,7 @@ class GradualUnfreezingCallback(TrainerCallback):
     """Train only the last layer group at first, and unfreeze one more, from the head downwards, every n epochs.
 
     From Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018, arXiv:1801.06146).
-    Layer groups are those of :class:`~pytorch_accel_lite.finetuning.ModelFreezer`; groups without parameters do not
+    Layer groups are those of ``ModelFreezer``; groups without parameters do not
     count. Frozen groups are kept in evaluation mode. Eventually all groups are unfrozen, including any that were frozen
     before the run.
 

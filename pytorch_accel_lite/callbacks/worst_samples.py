@@ -58,7 +58,7 @@ class WorstSamplesCallback(TrainerCallback):
         of such, or lists with an element for each sample. Defaults to the model's output (or its ``logits``) and the
         batch's second element (or its ``labels``).
     :param show: print a table after each evaluation
-    :ivar samples: list of :class:`WorstSample`, largest loss first; a NaN loss counts as the largest
+    :ivar samples: list of ``WorstSample``, largest loss first; a NaN loss counts as the largest
     """
 
     def __init__(

@@ -14,7 +14,7 @@ _POST = "post_decay"
 
 
 class WSDCheckpointCallback(TrainerCallback):
-    """Save portable checkpoints around each decay of a :class:`~pytorch_accel_lite.schedulers.WSDLrScheduler`.
+    """Save portable checkpoints around each decay of a ``WSDLrScheduler``.
 
     After n updates of the schedule, ``checkpoint_n_wsd_pre_decay.pt`` is saved just before a decay, with the states of
     the optimizer and the scheduler, as a starting point for further training (WSD), and

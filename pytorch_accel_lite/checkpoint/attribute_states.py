@@ -72,7 +72,7 @@ def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 
 
 def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> None:
-    """Restore the result of :func:`loss_state`; for a different loss function, restore what fits and warn."""
+    """Restore the result of ``loss_state()``; for a different loss function, restore what fits and warn."""
     loss_func = trainer.loss_func
     current = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
     fitting = {

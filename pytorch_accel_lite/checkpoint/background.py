@@ -33,7 +33,7 @@ class HostMemory:
     """Host memory for copies of tensors, reused for the next copy: allocating it takes longer than copying.
 
     That for tensors on a GPU is pinned, as far as they are not too large. The device copies these in the order of its
-    work, before any later update, and nothing waits for it; :meth:`wait` before the copies are read.
+    work, before any later update, and nothing waits for it; ``wait()`` before the copies are read.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Checksums of files, by which those that were damaged after they were written are recognised.
 
 A training state has those of its files in its manifest. Files that stand alone carry their own: ``torch.save`` writes
-the CRC-32 of each record, which ``torch.load`` ignores, and :func:`seal` puts a checksum of the whole file into the
+the CRC-32 of each record, which ``torch.load`` ignores, and ``seal()`` puts a checksum of the whole file into the
 metadata of safetensors, which their readers ignore. Files of others that have no checksum pass.
 """
 
@@ -26,7 +26,7 @@ _MOST_THREADS = 8  # hash faster than most disks read
 _CHUNK = 1 << 20
 _LONGEST_HEADER = 100_000_000  # that readers of safetensors accept
 CHECKSUM = "sha256_of_pieces"
-#: The metadata of a safetensors file that :func:`seal` completes: its checksum is that of the file with this text.
+#: The metadata of a safetensors file that ``seal()`` completes: its checksum is that of the file with this text.
 UNSEALED = {CHECKSUM: "0" * 64}
 
 
@@ -88,7 +88,7 @@ def seal(path: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Return the content of a safetensors file as :func:`seal` completes it."""
+    """Return the content of a safetensors file as ``seal()`` completes it."""
     start, unsealed = _find_seal(content)
     return content[:start] + _hash_sealed(content, start).encode() + content[start + len(unsealed) :]
 

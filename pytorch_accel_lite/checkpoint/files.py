@@ -238,7 +238,7 @@ def map_nested(
     path: Keys = (),
     is_leaf: Callable[[object], bool] = lambda value: False,
 ) -> Tree:
-    """Return nested dicts, lists and tuples, as :func:`storable` returns them, with a function of the others in them.
+    """Return nested dicts, lists and tuples, as ``storable()`` returns them, with a function of the others in them.
 
     Does what ``tree_map_with_path`` of torch does, at a fraction of the cost.
 
@@ -254,7 +254,7 @@ def map_nested(
 
 
 def write_plain(value: Tree, path: Path) -> None:
-    """Write a value to be loaded with :func:`load_plain`, without syncing the file."""
+    """Write a value to be loaded with ``load_plain()``, without syncing the file."""
     with naming(path), open(path, "wb") as file:
         torch.save(value, file)
 
@@ -312,7 +312,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
 
 
 def write_sealed(tensors: Mapping[str, torch.Tensor], file: IO[bytes], metadata: Mapping[str, str]) -> None:
-    """Write tensors as safetensors with a checksum to an open file, as :func:`write_tensors` does to a path."""
+    """Write tensors as safetensors with a checksum to an open file, as ``write_tensors()`` does to a path."""
     content = safetensors.torch.save(_separate(tensors), metadata={"format": "pt", **UNSEALED, **metadata})
     whole = _Whole(file)
     with naming(name_of(file)):

@@ -35,7 +35,7 @@ class LockedError(RuntimeError):
 
 
 class FileLock:
-    """A lock that is held until :meth:`release`, or until the process ends however it may.
+    """A lock that is held until ``release()``, or until the process ends however it may.
 
     :param path: a file that exists for the lock alone; created if missing. A link is not followed, and the content of a
         file that is no lock is not touched.

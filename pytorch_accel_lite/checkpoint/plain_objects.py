@@ -35,7 +35,7 @@ from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_di
 
 #: A value of one of ``_SCALARS``, or a tuple: the name of its kind and what it consists of.
 Node: TypeAlias = Any
-#: What a program has where an object is restored; :class:`NoPlaceError` if it has nothing.
+#: What a program has where an object is restored; ``NoPlaceError`` if it has nothing.
 Current: TypeAlias = Any
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Encoder:
     """Converts one object, with all that it holds, into plain values.
 
     :param is_saved: whether an object is saved elsewhere, and is not to be looked into
-    :param most_parts: number of parts after which to raise :class:`TooManyPartsError`
+    :param most_parts: number of parts after which to raise ``TooManyPartsError``
     :ivar left_out: the paths to parts that cannot be stored, with their classes
     """
 
@@ -218,7 +218,7 @@ class Decoder:
     def decode(self, node: Node, current: Current) -> Any:
         """Return the object of a node: the current one, changed in place, or a new one.
 
-        :param current: what the program has in this place; :class:`NoPlaceError` if it has nothing
+        :param current: what the program has in this place; ``NoPlaceError`` if it has nothing
         :raises NoPlaceError: if the program does not have what only it can create
         :raises ValueError: if the state of a module does not fit
         """

@@ -351,7 +351,7 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
 def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
     """Return which options of optimizers a file or a state has changed; empty if it has changed none.
 
-    :param before: the result of :func:`describe_optimizers` before it was loaded
+    :param before: the result of ``describe_optimizers()`` before it was loaded
     """
     now = describe_optimizers(trainer)
     changes = [_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]]

@@ -170,7 +170,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
 ) -> StateDict:
-    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, or weights, without running code from the file."""
+    """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running code from the file."""
     with naming(self.ranks, "load_checkpoint()"):
         self.ranks.barrier()
     model, source = self.get_model(keep_torch_compile=False), name_of(checkpoint_path)
@@ -342,7 +342,7 @@ def _say_what_is_left_out(trainer: TrainerLike, name: str) -> None:
 
 
 def check_weights(self: TrainerLike) -> None:
-    """Check that the weights are finite, as :meth:`Trainer.check_weights` describes."""
+    """Check that the weights are finite, as ``Trainer.check_weights()`` describes."""
     if not attributes.weights_are_finite(self):
         raise NonFiniteLossError(
             f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "

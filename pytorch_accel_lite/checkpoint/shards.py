@@ -86,7 +86,7 @@ def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, t
 def restore_tensors(
     state: Tree, stored: Mapping[str, OpenTensor], find_like: Callable[[Keys], torch.Tensor | None] = lambda keys: None
 ) -> Tree:
-    """Return the state that was passed to :func:`extract_tensors`.
+    """Return the state that was passed to ``extract_tensors()``.
 
     :param find_like: returns, for a path of keys, the tensor whose sharding to use, if any; by default, tensors are not
         sharded

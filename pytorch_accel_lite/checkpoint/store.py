@@ -80,7 +80,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def lock(self) -> bool:
-        """Claim the location until :meth:`unlock`, and remove remains of killed runs. Does nothing if it is claimed.
+        """Claim the location until ``unlock()``, and remove remains of killed runs. Does nothing if it is claimed.
 
         :return: whether it was not claimed before
         :raises RuntimeError: if another live run has locked it
@@ -179,7 +179,7 @@ class DirectoryStore(StateStore):
         remove(removed)
 
     def lock(self) -> bool:
-        """Lock the directory until :meth:`unlock` or the end of the process."""
+        """Lock the directory until ``unlock()`` or the end of the process."""
         if self._lock is not None:
             return False
         try:

@@ -27,7 +27,7 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
 
 
 def capture_trainability(trainer: TrainerLike) -> StateDict:
-    """Return what the run has changed of :func:`trainability`, what it was, and the parameters of each group."""
+    """Return what the run has changed of ``trainability()``, what it was, and the parameters of each group."""
     now, before = trainability(trainer), trainer.current_run.created.trainability
     changed = {
         kind: {name: value for name, value in values.items() if value != before.get(kind, {}).get(name, value)}

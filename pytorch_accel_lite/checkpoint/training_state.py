@@ -266,7 +266,7 @@ def pack_numbers(value: Tree) -> Tree:
 
 
 def unpack_numbers(value: Tree) -> Tree:
-    """Return the value that was passed to :func:`pack_numbers`."""
+    """Return the value that was passed to ``pack_numbers()``."""
     if isinstance(value, Mapping):
         return {name: unpack_numbers(item) for name, item in value.items()}
     return value[1].tolist() if isinstance(value, tuple) and value[:1] == (_NUMBERS,) else value

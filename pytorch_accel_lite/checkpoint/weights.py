@@ -183,7 +183,7 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
 
 
 def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
-    """Read the adapters of a model that PEFT, or :meth:`save_model`, has saved."""
+    """Read the adapters of a model that PEFT, or ``save_model()``, has saved."""
     names = {key: name.replace(_COMPILED, "") for key, name in adapter_names(model).items()}
     weights = {}
     for file in sorted({file for file, _ in names}):

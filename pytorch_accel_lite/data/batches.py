@@ -139,7 +139,7 @@ def _signature(model: nn.Module) -> inspect.Signature:
 
 
 class BatchAdapter:
-    """Feeds batches to a model in the ways that :meth:`Trainer.calculate_train_batch_loss` documents.
+    """Feeds batches to a model in the ways that ``Trainer.calculate_train_batch_loss()`` documents.
 
     ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
     looked up once.
@@ -366,7 +366,7 @@ class Batch(NamedTuple):
     """A batch of this process, with the number of samples of all processes in the same step.
 
     :param data: the batch, on the device
-    :param num_samples: number of samples of this process. 0 for a filler batch, see :attr:`is_filler`. ``None`` if only
+    :param num_samples: number of samples of this process. 0 for a filler batch, see ``is_filler``. ``None`` if only
         the step that uses the batch can tell.
     :param total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
     :param is_last: whether this is the last step of the epoch

@@ -29,7 +29,7 @@ PASS_OWN_SHARD = "If each process should read its own part, pass OwnShard(DataLo
 
 
 class OtherOrderError(WrongLengthError):
-    """A sampler gives a wrong order. Never skipped as a failed batch, like :class:`WrongLengthError`."""
+    """A sampler gives a wrong order. Never skipped as a failed batch, like ``WrongLengthError``."""
 
 
 def check_same_data(dataset: Source, ranks: Ranks) -> None:

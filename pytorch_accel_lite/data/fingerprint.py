@@ -25,7 +25,7 @@ from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import Sample, Source
 
-#: What :func:`fingerprint_of` returns: plain values that a training state can keep, by ``"kind"``, ``"length"``,
+#: What ``fingerprint_of()`` returns: plain values that a training state can keep, by ``"kind"``, ``"length"``,
 #: ``"rows"`` (checksums of what the data hold, by name) and ``"samples"`` (checksums of samples, by index).
 Fingerprint: TypeAlias = dict[str, Any]
 

@@ -141,7 +141,7 @@ class ReadInTurn(ShardedLoader):
             return tracker.follow(tracker.reopen(position, lambda: self._start_seeded(first)))
 
     def _read_identically(self, start: int) -> Iterator[BatchData]:
-        """Read the source like :meth:`_read_from`, with the same batches on processes that share them."""
+        """Read the source like ``_read_from()``, with the same batches on processes that share them."""
         batches = self._read_from(start)
         return self._ranks.read_identically(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
 

@@ -37,7 +37,7 @@ class LoaderOptions:
         processes take the same number of steps; otherwise it takes fewer
     :param limit: maximum number of steps per epoch; ``None`` for no limit
     :param channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
-    :param yields_failures: yield a :class:`FailedRead` for a batch that cannot be read and continue, if the source can
+    :param yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can
         be indexed
     :param shares: the shares of logical processes that this process reads; ``None`` without logical processes
     :param first_epoch: what the ``set_epoch`` of the user's samplers and datasets is given in the first epoch
@@ -67,7 +67,7 @@ class FailedRead:
 
 
 class ShardedLoader(ABC):
-    """The batches of one process. Iterating yields them on the device; :meth:`steps` adds their sample counts.
+    """The batches of one process. Iterating yields them on the device; ``steps()`` adds their sample counts.
 
     Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) are available here, too.
 
@@ -75,7 +75,7 @@ class ShardedLoader(ABC):
     :ivar batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
     :ivar shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
     :ivar undivided: name of the kind of iterable, of which each of several processes reads all batches
-    :cvar has_own_position: whether :meth:`position` differs between processes; otherwise that of the first is kept
+    :cvar has_own_position: whether ``position()`` differs between processes; otherwise that of the first is kept
     """
 
     has_own_position: ClassVar[bool] = False
@@ -160,7 +160,7 @@ class ShardedLoader(ABC):
         return None
 
     def recall(self, read: SourceState) -> None:
-        """Make the next epoch that is read continue after what :meth:`epoch_read` has returned in the resumed run."""
+        """Make the next epoch that is read continue after what ``epoch_read()`` has returned in the resumed run."""
         self._recalled = read
 
     @property

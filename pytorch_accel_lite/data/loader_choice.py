@@ -18,7 +18,7 @@ from pytorch_accel_lite.data.stream_shards import find_self_sharding, package_of
 from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
 from pytorch_accel_lite.distributed import Ranks
 
-#: What a trainer reads: a dataset, a ``DataLoader`` or :class:`OwnShard`, or anything with an element for each sample.
+#: What a trainer reads: a dataset, a ``DataLoader`` or ``OwnShard``, or anything with an element for each sample.
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
 #: The same, or several by name.
 NamedData = Data | Mapping[str, Data]
@@ -57,9 +57,9 @@ def shard(
 ) -> ShardedLoader:
     """Return a loader that yields this process's share of any source of batches.
 
-    :param source: a ``DataLoader``, or any other iterable of batches (see :class:`OwnShard`)
+    :param source: a ``DataLoader``, or any other iterable of batches (see ``OwnShard``)
     :param training: whether every process must take the same number of steps; in evaluation, a process may take fewer
-    :param options: further :class:`LoaderOptions`
+    :param options: further ``LoaderOptions``
     """
     if isinstance(source, ShardedLoader):
         return source

@@ -54,7 +54,7 @@ _OF_TORCH = (RandomSampler, SequentialSampler)
 
 
 class _EpochShares:
-    """This process's share of an epoch, batch by batch: the batch sampler of a :class:`MapLoader`.
+    """This process's share of an epoch, batch by batch: the batch sampler of a ``MapLoader``.
 
     Holds no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
 

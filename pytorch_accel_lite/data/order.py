@@ -30,7 +30,7 @@ from pytorch_accel_lite.data.sources import Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
 
 #: Number of samples up to which a random order is torch's, which takes 4 bytes per sample on every process. Larger
-#: orders are computed, see :class:`~pytorch_accel_lite.data.order.ComputedOrder`.
+#: orders are computed, see ``ComputedOrder``.
 LARGEST_STORED = 10**7
 _BLOCK = 1 << 14  # samples
 #: Number of indices drawn at a time from a sampler without a length.
@@ -44,7 +44,7 @@ _PART_ATTRIBUTES = (
 )
 
 
-#: An order of an epoch: an iterable of indices, or of batches of them, or a :class:`ComputedOrder`.
+#: An order of an epoch: an iterable of indices, or of batches of them, or a ``ComputedOrder``.
 Order: TypeAlias = Any
 
 
@@ -54,7 +54,7 @@ def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
     With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
 
     :param reported: the epoch that is passed to the sampler's ``set_epoch``
-    :return: an iterable or, for very many samples in random order, a :class:`ComputedOrder`
+    :return: an iterable or, for very many samples in random order, a ``ComputedOrder``
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))

@@ -54,12 +54,12 @@ def split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchData
 
 
 def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
-    """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
+    """Return a slice of the ``size`` samples of a batch; see ``split_batch()``."""
     return select_samples(data, slice(begin, end), size)
 
 
 def select_samples(data: BatchData, rows: slice | list[int], size: int) -> BatchData:
-    """Return some of the ``size`` samples of a batch, in any order and possibly repeated; see :func:`split_batch`."""
+    """Return some of the ``size`` samples of a batch, in any order and possibly repeated; see ``split_batch()``."""
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return data[rows] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):

@@ -126,7 +126,7 @@ class _Part(StreamLoader):
     _compares_generators = False
 
     def move_to_part(self, number: int, position: StateDict) -> str:
-        """Make the epoch continue at a position in this part; see :meth:`move_to`.
+        """Make the epoch continue at a position in this part; see ``move_to()``.
 
         :param number: the number of the part
         """
@@ -157,7 +157,7 @@ class DividedLoader(PreShardedLoader):
     """The batches of a stream that can be divided: each process reads a part.
 
     An epoch that is resumed by a different number of processes, or that was not read in parts, is completed as it was
-    begun, by a :class:`StreamLoader`.
+    begun, by a ``StreamLoader``.
     """
 
     has_own_position = False

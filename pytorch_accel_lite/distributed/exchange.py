@@ -50,7 +50,7 @@ class ControlGroup:
         """Start exchanging a few numbers, and return a function that waits for those of all processes.
 
         :param numbers: int64, at most ``CAPACITY``, equally many on each process
-        :param purpose: what it is for, see :func:`find_purpose`
+        :param purpose: what it is for, see ``find_purpose()``
         """
         sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
         sent[0] = tag = purpose * 16 + len(numbers)

@@ -250,7 +250,7 @@ class Ranks:
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
         """Return the result of an action of all processes, in which each has a part that the others lack.
 
-        In a job that outlives its processes (see :func:`use_ranks`), those that are left do it again if one is lost
+        In a job that outlives its processes (see ``use_ranks()``), those that are left do it again if one is lost
         meanwhile. Here, it is done once.
 
         :param keep: called before the action, if that may be repeated; what it returns undoes an attempt
@@ -347,7 +347,7 @@ class GroupTimeouts:
                 set_timeout(group, timedelta(seconds=seconds))
 
     def restore(self) -> None:
-        """Restore what :meth:`set` has changed."""
+        """Restore what ``set()`` has changed."""
         for group, timeout in self._before:
             set_timeout(group, timeout)
         self._before.clear()

@@ -39,7 +39,7 @@ def summary(
     The forward pass of one batch, in evaluation mode, tells the shapes of the outputs and the multiply-adds; it changes
     nothing. Call it on every process.
 
-    :param dataset: data to take that batch from, read as by :meth:`predict`; ``None`` for a table without shapes
+    :param dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
     :param depth: number of levels of nested modules to list
     """
     torchinfo = _torchinfo("trainer.summary()")

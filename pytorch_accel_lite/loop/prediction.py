@@ -75,7 +75,7 @@ def predict_iter(
     *,
     only_first: bool = False,
 ) -> Iterator[Tree]:
-    """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process."""
+    """Yield the outputs of ``predict()`` in parts, in the order of the dataset and the same on every process."""
     for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
         yield concatenate(parts) if parts else None
 

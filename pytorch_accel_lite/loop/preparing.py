@@ -137,7 +137,7 @@ def _first_argument(factory: Callable[..., object]) -> str:
 
 
 def rewrap_model(self: TrainerLike) -> None:
-    """Wrap the model again, as its set of trained parameters has changed: :meth:`Trainer.rewrap_model`."""
+    """Wrap the model again, as its set of trained parameters has changed: ``Trainer.rewrap_model()``."""
     if not self.can_rewrap_model:
         raise RuntimeError(
             "The set of trained parameters cannot change in the middle of this run: the model is sharded "

@@ -20,7 +20,7 @@ _UNUSED = "Freeze the unused ones with requires_grad_(False), or pass find_unuse
 
 
 def compare_replicas(self: TrainerLike) -> None:
-    """Check that all processes hold the same weights, as :meth:`Trainer.compare_replicas` describes."""
+    """Check that all processes hold the same weights, as ``Trainer.compare_replicas()`` describes."""
     prepared = self.prepared_model
     if self.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return

@@ -119,7 +119,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
         return combined | ({"parts": extra} if extra else {})
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state returned by :meth:`state_dict`.
+        """Load a state returned by ``state_dict()``.
 
         :raises ValueError: if the number of groups or parameters differs
         """
@@ -149,7 +149,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
 
 
 class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's wrapper of a :class:`CombinedOptimizer`, with access to its parts by name."""
+    """Accelerate's wrapper of a ``CombinedOptimizer``, with access to its parts by name."""
 
     def __getitem__(self, name: str) -> Optimizer:
         part: Optimizer = self.optimizer[name]
@@ -187,7 +187,7 @@ class CombinedScheduler(OfParts[SchedulerLike]):
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state returned by :meth:`state_dict`.
+        """Load a state returned by ``state_dict()``.
 
         :raises ValueError: if the names differ
         """

@@ -32,7 +32,7 @@ class LayerGroup(_PartOfModel):
 
 
 class Layer(_PartOfModel):
-    """A module without submodules; ``layer_group_idx`` is that of its :class:`LayerGroup`."""
+    """A module without submodules; ``layer_group_idx`` is that of its ``LayerGroup``."""
 
 
 class ModelFreezer:
@@ -118,7 +118,7 @@ class ModelFreezer:
     def unfreeze(
         self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
     ) -> dict[int, dict[str, list[nn.Parameter]]]:
-        """Unfreeze the layer groups between two indices, as in :meth:`freeze`; by default all.
+        """Unfreeze the layer groups between two indices, as in ``freeze()``; by default all.
 
         :param set_modules_as_training: whether to set the modules to training mode
         :return: the unfrozen parameters by group index, as ``{"params": [...]}`` for ``optimizer.add_param_group``
@@ -189,14 +189,14 @@ def release_from_eval(module: nn.Module) -> None:
 
 
 def stays_in_eval(module: nn.Module) -> bool:
-    """Whether a :class:`ModelFreezer` keeps a module in evaluation mode, in spite of ``model.train()``."""
+    """Whether a ``ModelFreezer`` keeps a module in evaluation mode, in spite of ``model.train()``."""
     return _stay_in_eval in module._forward_pre_hooks.values()
 
 
 def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer group that has some, each parameter once.
 
-    :param groups: the groups, as in :class:`ModelFreezer`
+    :param groups: the groups, as in ``ModelFreezer``
     """
     model = unwrap(model, keep_torch_compile=False)
     grouped = [group.parameters for group in find_groups(model, groups) if group.parameters]
@@ -209,14 +209,14 @@ def layer_group_parameters(
     """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
 
     Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"
-    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of :class:`ModelFreezer`
+    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of ``ModelFreezer``
     that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``. Frozen parameters
     are included, as they may be unfrozen later, except for the base weights of a model with adapters.
 
     :param model: the model
     :param lr: learning rate of the last group, the head
     :param decay: ratio of the learning rate of each group to that of the next
-    :param groups: the layer groups, see :class:`ModelFreezer`
+    :param groups: the layer groups, see ``ModelFreezer``
     """
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)

@@ -47,7 +47,7 @@ def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -
 
     Parameters of no group, such as a class token, belong to the first; shared ones to the first group that has them.
 
-    :param groups: the groups; by default, those of :class:`~pytorch_accel_lite.optimizers.freezing.ModelFreezer`
+    :param groups: the groups; by default, those of ``ModelFreezer``
     :raises ValueError: if a module in ``groups`` is not in the model, or is in two groups
     """
     if groups is not None:

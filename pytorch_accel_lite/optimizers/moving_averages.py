@@ -182,10 +182,10 @@ class SortedPairs:
 
 
 class ShardedEma(ModelEma):
-    """A :class:`~pytorch_accel_lite.optimizers.moving_averages.ModelEma` of a sharded model.
+    """A ``ModelEma`` of a sharded model.
 
     :ivar module: holds the averaged weights under the names of the model's, sharded like those. It cannot be called:
-        use the model itself within :meth:`in_place_of`.
+        use the model itself within ``in_place_of()``.
     """
 
     def _copy(self, model: nn.Module) -> nn.Module:

@@ -84,7 +84,7 @@ def muon_with_adamw(
     :param lr: the learning rate of both
     :param weight_decay: the decoupled weight decay of matrices, embeddings and heads; norms and biases have none
     :param betas: those of AdamW
-    :param heads: the output layers, which AdamW updates; by default as in :func:`split_parameters`
+    :param heads: the output layers, which AdamW updates; by default as in ``split_parameters()``
     :param muon: other arguments of ``torch.optim.Muon``, such as ``momentum`` or ``ns_steps``
     :return: the optimizers ``"muon"`` and, unless all parameters are matrices, ``"adamw"``
     :raises ValueError: if the model has no matrices to train besides those of embeddings and heads

@@ -59,7 +59,7 @@ def plot_curves(
 
 
 def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[str]:
-    """Return each panel of :func:`plot_curves` as SVG for an HTML page that defines the colours.
+    """Return each panel of ``plot_curves()`` as SVG for an HTML page that defines the colours.
 
     The colours are the CSS custom properties ``--ink``, ``--grid``, ``--series-1`` and so on.
 
@@ -71,9 +71,9 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
 
 
 def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]) -> list[str]:
-    """Return for each metric a panel with the curves of all runs, as SVG like :func:`svg_panels`.
+    """Return for each metric a panel with the curves of all runs, as SVG like ``svg_panels()``.
 
-    The curves of run ``n`` have the class ``run-n``, and the style that :func:`overlay_style` describes.
+    The curves of run ``n`` have the class ``run-n``, and the style that ``overlay_style()`` describes.
 
     :param curves: epochs and values by metric name, run by run; empty for runs without this metric
     """
@@ -129,14 +129,18 @@ def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, str]]:
 
 
 def _draw_panels(panels: Sequence[Panel], styles: Styles) -> Figure:
-    """Draw panels in rows, each as high as its highest legend requires."""
+    """Draw panels in rows, each as high as its highest legend requires. The last row is as wide as the others."""
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    heights = [_HEIGHT + max(legend_height(_labels(panel), _WIDTH - 1) for panel in row) for row in rows]
+    legends = [max(legend_height(_labels(panel), _WIDTH - 1) for panel in row) for row in rows]
+    heights = [_HEIGHT + legend for legend in legends]
     figure = new_figure((columns * _WIDTH, sum(heights)))
-    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
-    for number, panel in enumerate(panels):
-        _draw(figure.add_subplot(grid[divmod(number, columns)]), panel, styles)
+    grid = figure.add_gridspec(len(rows), math.lcm(1, 2, 3), height_ratios=heights)
+    for number, (row, legend) in enumerate(zip(rows, legends, strict=True)):
+        span = grid.ncols // len(row)
+        for column, panel in enumerate(row):
+            axis = figure.add_subplot(grid[number, column * span : (column + 1) * span])
+            _draw(axis, panel, styles, legend_room=legend)
     return figure
 
 
@@ -154,8 +158,8 @@ def _labels(panel: Panel) -> list[str]:
     return [] if len(entries) == 1 and panel.curves[0].best is None else entries
 
 
-def _draw(axis: Axes, panel: Panel, styles: Styles) -> None:
-    """Draw one panel."""
+def _draw(axis: Axes, panel: Panel, styles: Styles, legend_room: float) -> None:
+    """Draw one panel, with at least so many inches between its title and its axes."""
     handles = []
     for number, curve in enumerate(panel.curves):
         style = line_style(number) if panel.is_monitor else styles[curve.label]
@@ -167,7 +171,7 @@ def _draw(axis: Axes, panel: Panel, styles: Styles) -> None:
     if max(len(curve.epochs) for curve in panel.curves) == 1:
         axis.set_xticks(panel.curves[0].epochs)
     axis.set(xlabel="epoch", ylabel=panel.unit)
-    finish(axis, panel.title, _labels(panel), handles)
+    finish(axis, panel.title, _labels(panel), handles, legend_room)
 
 
 def _line(axis: Axes, curve: Curve, style: Mapping[str, str]) -> Line2D:

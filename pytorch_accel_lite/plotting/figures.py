@@ -65,13 +65,18 @@ def legend_height(labels: Sequence[str], width: float) -> float:
     return -(-len(labels) // legend_columns(labels, width)) * _LEGEND_LINE if labels else 0.0
 
 
-def finish(axis: Axes, title: str, labels: Sequence[str], handles: Sequence[Artist] = ()) -> None:
+def finish(
+    axis: Axes, title: str, labels: Sequence[str], handles: Sequence[Artist] = (), legend_room: float = 0.0
+) -> None:
     """Style axes, and add a title with the legend below it, where it hides nothing.
 
     :param labels: the legend's entries; empty for no legend
+    :param legend_room: inches to leave below the title at least, so that titles side by side are at one height
     """
-    width = axis.figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols - _MARGINS
-    text = axis.set_title(cut(title), loc="left", fontsize=10, color=INK, pad=9 + 72 * legend_height(labels, width))
+    place = axis.get_subplotspec()
+    width = axis.figure.get_figwidth() * len(place.colspan) / place.get_gridspec().ncols - _MARGINS
+    room = max(legend_height(labels, width), legend_room)
+    text = axis.set_title(cut(title), loc="left", fontsize=10, color=INK, pad=9 + 72 * room)
     as_written(text)
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -78,6 +78,10 @@ class Panel:
     has_legend: bool = True
     curves: list[Curve] = field(default_factory=list)
 
+    def all_values(self) -> Iterator[float]:
+        """Yield the values of all curves."""
+        return (value for curve in self.curves for value in curve.values)
+
 
 def panels_of(
     metrics: Mapping[str, tuple[Sequence[int], Sequence[Value]]], directions: Mapping[str, bool | None]
@@ -101,8 +105,11 @@ def panels_of(
         panel.curves.append(Curve(metric.label, _spread(epochs), numbers, best))
     if not panels:
         raise NothingToPlotError("Nothing to plot: no numeric metric has been recorded yet.")
+    drawn = [panel for panel in panels.values() if any(map(math.isfinite, panel.all_values()))]
+    if not drawn:
+        raise NothingToPlotError("Nothing to plot: no metric has a finite value.")
     order = {title: number for number, (_, title, _) in enumerate(_MONITORS)}
-    return sorted(panels.values(), key=lambda panel: order[panel.title] if panel.is_monitor else -1)
+    return sorted(drawn, key=lambda panel: order[panel.title] if panel.is_monitor else -1)
 
 
 def panels_by_metric(names: Iterable[str]) -> dict[str, MetricPanel]:

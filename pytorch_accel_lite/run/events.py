@@ -35,7 +35,7 @@ class StopTrainingError(Exception):
     With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
     to the others, and all ranks stop after the same update. A stopped run is over, also for
     ``train(resume_from="latest")``, unless it is given more epochs or updates or the callback other arguments; raise
-    :class:`RunPausedError` to continue it later.
+    ``RunPausedError`` to continue it later.
     """
 
     #: The callback that raised it, as the call that created it.
@@ -244,7 +244,7 @@ class TrainerCallback:
         """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
 
         :param request: the settings requested for the run, to be changed as needed;
-            see :class:`~pytorch_accel_lite.run.settings.RunRequest`
+            see ``RunRequest``
         """
 
     def on_init_end(self, trainer: Trainer, **kwargs: object) -> None:
@@ -381,7 +381,7 @@ class TrainerCallback:
     def on_outputs(
         self, trainer: Trainer, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
     ) -> None:
-        """A :class:`~pytorch_accel_lite.callbacks.ShowOutputsCallback` has shown outputs of the model.
+        """A ``ShowOutputsCallback`` has shown outputs of the model.
 
         :param outputs: the texts by name; of pictures the paths of their files
         :param pictures: those that are pictures, by name: as the bytes of a PNG file, and as pixels
@@ -397,12 +397,12 @@ EVENTS: tuple[str, ...] = tuple(
 
 
 def events_between(first: str, last: str) -> tuple[str, ...]:
-    """Return the events that :class:`TrainerCallback` declares between two others: what fires in a part of the loop."""
+    """Return the events that ``TrainerCallback`` declares between two others: what fires in a part of the loop."""
     return EVENTS[EVENTS.index(first) + 1 : EVENTS.index(last)]
 
 
 def keywords_of(event: str) -> tuple[str, ...]:
-    """Return the names of what an event passes besides the trainer, as :class:`TrainerCallback` declares them."""
+    """Return the names of what an event passes besides the trainer, as ``TrainerCallback`` declares them."""
     parameters = inspect.signature(vars(TrainerCallback)[event]).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
@@ -492,14 +492,14 @@ def named_callbacks(callbacks: Iterable[T]) -> dict[str, T]:
 
 
 def callbacks_with(method: str, callbacks: Iterable[object]) -> dict[str, Any]:
-    """Return the callbacks that have a method, named as by :func:`named_callbacks`."""
+    """Return the callbacks that have a method, named as by ``named_callbacks()``."""
     return {name: callback for name, callback in named_callbacks(callbacks).items() if hasattr(callback, method)}
 
 
 class CallbackHandler:
     """Calls the callbacks of a trainer, in the order in which they were passed.
 
-    :param callbacks: instances of :class:`TrainerCallback`, or subclasses of it, which are instantiated without
+    :param callbacks: instances of ``TrainerCallback``, or subclasses of it, which are instantiated without
         arguments. Several callbacks of the same class are allowed, and ``None`` is left out.
     """
 
@@ -593,7 +593,7 @@ class CallbackHandler:
             raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
 
     def call_each(self, event: str, ask: Callable[[Exception], None], *args: object, **kwargs: object) -> None:
-        """Call an event like :meth:`call_event`, but pass requests to end the run to ``ask`` and continue.
+        """Call an event like ``call_event()``, but pass requests to end the run to ``ask`` and continue.
 
         The next callbacks must run even if one of several processes requests the end, as they may communicate.
         """
@@ -618,7 +618,7 @@ class CallbackHandler:
         return _errors_of(event, self.listeners[event], *args, **kwargs)
 
     def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
-        """Like :meth:`notify_all`, after an error in this event, for the callbacks after the one that raised it."""
+        """Like ``notify_all()``, after an error in this event, for the callbacks after the one that raised it."""
         listeners, failed, self._failed = self.listeners[event], self._failed, None
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
         return _errors_of(event, listeners[first:], *args, **kwargs)

@@ -19,7 +19,7 @@ _KINDS = ("training", "data", "evaluation", "saving", "starting", "lost", "down"
 
 
 def describe_fractions(fractions: Mapping[str, float]) -> str:
-    """Return the fractions of a :class:`Goodput` in words, the largest first."""
+    """Return the fractions of a ``Goodput`` in words, the largest first."""
     shares = sorted(fractions.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {share:.1%}" for kind, share in shares if share >= 0.0005)
 

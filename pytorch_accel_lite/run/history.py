@@ -118,7 +118,7 @@ class RunHistory(ABC):
     def rows(self, first_epoch: int = 0) -> list[Row]:
         """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
 
-        What :meth:`Trainer.evaluate` finds after a run is in the row of the last epoch, if the run itself has not
+        What ``Trainer.evaluate()`` finds after a run is in the row of the last epoch, if the run itself has not
         recorded that metric.
 
         :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
@@ -130,7 +130,7 @@ class RunHistory(ABC):
     def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[MetricValue]]]:
         """Return the epochs and values of metrics, by name, oldest first, as copies.
 
-        What :meth:`Trainer.evaluate` finds after a run is left out, unless you name a metric that has nothing else.
+        What ``Trainer.evaluate()`` finds after a run is left out, unless you name a metric that has nothing else.
 
         :param metrics: names of the metrics; ``None`` for all that the run has recorded
         :raises ValueError: if a metric was never recorded
@@ -142,7 +142,7 @@ class RunHistory(ABC):
         return TypeError(f"{type(self).__name__} has no {method}() of its own. Derive it from InMemoryRunHistory.")
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
+        """Return ``rows()`` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
         pandas = import_extra("pandas", "dataframe", "to_dataframe()")
         return pandas.DataFrame(self.rows(), columns=dict.fromkeys(["epoch", *self])).set_index("epoch")
 
@@ -153,7 +153,7 @@ class RunHistory(ABC):
 
         :param path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not
             save it
-        :param metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see :meth:`curves`)
+        :param metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see ``curves()``)
         :raises ValueError: if nothing has been recorded
         """
         return plot_curves(self.curves(metrics), path, self.directions)
@@ -236,7 +236,7 @@ class NewMetrics:
 
 
 class InMemoryRunHistory(RunHistory):
-    """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
+    """A ``RunHistory`` that keeps everything in memory, with export to a dict, a table and a plot."""
 
     metric_name_prefix: str = ""
     current_epoch: int = 1
@@ -345,7 +345,7 @@ class InMemoryRunHistory(RunHistory):
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load a state returned by :meth:`state_dict`."""
+        """Load a state returned by ``state_dict()``."""
         self.current_epoch = state["current_epoch"]
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}

@@ -130,7 +130,7 @@ class Interval:
         return {"every": self.text, "passed": run.clock - self._passed if self.is_time else self._passed}
 
     def load_state_dict(self, state: StateDict, run: CountedRun) -> None:
-        """Load a state returned by :meth:`state_dict`, unless it is that of another interval."""
+        """Load a state returned by ``state_dict()``, unless it is that of another interval."""
         if state.get("every") == self.text:
             self._passed = run.clock - state["passed"] if self.is_time else state["passed"]
 

@@ -19,7 +19,7 @@ from pytorch_accel_lite.run.window import Count
 class LossTracker:
     """A running mean, weighted by batch size, whose sums stay on the device until they are read.
 
-    :ivar loss_value: the last value passed to :meth:`update`
+    :ivar loss_value: the last value passed to ``update()``
     :ivar total_loss: the weighted sum so far: a number, or for losses on a device a float64 tensor there (float32 on
         devices without float64)
     :ivar running_count: the sum of the weights so far
@@ -69,7 +69,7 @@ class LossTracker:
         return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load sums returned by :meth:`state_dict`."""
+        """Load sums returned by ``state_dict()``."""
         for name in ("loss_value", "total_loss", "running_count"):
             value = state[name]
             setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
@@ -133,7 +133,7 @@ class LossTrackers(dict[str, LossTracker]):
         return {"logged": logged, "unweighed": len(self.unweighed)}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
+        """Restore sums returned by ``state_dict()``, discarding values logged since."""
         del self.unweighed[state["unweighed"] :]
         for name in self.keys() - self.parts - state["logged"].keys() - {"loss"}:
             del self[name]

@@ -174,7 +174,7 @@ class Training(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What :meth:`Trainer.evaluate` found for the weights that the model has after a run."""
+    """What ``Trainer.evaluate()`` found for the weights that the model has after a run."""
 
     eval_dataset: NamedData | None
     metrics: Mapping[str, MetricValue]

@@ -55,7 +55,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Load counts returned by :meth:`state_dict`."""
+        """Load counts returned by ``state_dict()``."""
         wrong = sorted(state.keys() ^ asdict(self).keys())
         if wrong:
             raise KeyError(f"The counts {wrong} are missing or unknown; progress has {', '.join(asdict(self))}.")

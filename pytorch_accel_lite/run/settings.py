@@ -29,8 +29,8 @@ class StateSource(Protocol):
 class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
-    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and
-    most become part of the :class:`TrainerRunConfig`.
+    Settings that are not listed here are arguments of ``Trainer.train()``, and
+    most become part of the ``TrainerRunConfig``.
 
     :param kind: whether the run trains, evaluates or predicts
     :param sanity_check: try the evaluation on one batch before the first update
@@ -42,7 +42,7 @@ class RunRequest:
     :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
     :param first_sample: position of the first sample to predict
     :param metrics: the metrics that callbacks record and watch
-    :param paths: descriptions of what callbacks write, by path; see :meth:`claim_path`
+    :param paths: descriptions of what callbacks write, by path; see ``claim_path()``
     :param locked_paths: those that no other run may write to, with the name of the argument of each
     :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
         ``save_dir``
@@ -108,7 +108,7 @@ class RunRequest:
 class TrainerRunConfig:
     """The settings of a training or evaluation run, fixed when it starts.
 
-    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`.
+    Settings that are not listed here are arguments of ``Trainer.train()``.
 
     :param num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
     :param train_per_device_batch_size: number of samples in a training batch of one process

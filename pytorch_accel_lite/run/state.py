@@ -93,7 +93,7 @@ class CompiledForwardLike(Protocol):
 
 
 class TrainerLike(Protocol):
-    """A trainer, as callbacks, steps and tools see it. :class:`~pytorch_accel_lite.Trainer` documents the attributes.
+    """A trainer, as callbacks, steps and tools see it. ``Trainer`` documents the attributes.
 
     Its optimizer and its scheduler may be of any library.
     """
@@ -302,7 +302,7 @@ class Step:
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore what :meth:`state_dict` returned; states of earlier versions, and of other kinds, may lack a key."""
+        """Restore what ``state_dict()`` returned; states of earlier versions, and of other kinds, may lack a key."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -21,7 +21,7 @@ class StopCoordinator:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        #: Whether :meth:`sync` may have anything to do: on several ranks always, otherwise once there is a request.
+        #: Whether ``sync()`` may have anything to do: on several ranks always, otherwise once there is a request.
         self.must_sync = ranks.world_size > 1
         self._requests: dict[str, tuple[int, Exception]] = {}
         self._calls = 0
@@ -57,7 +57,7 @@ class StopCoordinator:
         """Raise the error requested on any rank on all ranks. All ranks must call it at the same points.
 
         :param now: synchronise in any case, for example at the end of an epoch
-        :param can_save: whether a run could resume exactly from here; only then is a :class:`RunPausedError` raised
+        :param can_save: whether a run could resume exactly from here; only then is a ``RunPausedError`` raised
         """
         self._calls += 1
         if not self.must_sync:

@@ -22,7 +22,7 @@ class WatchedMetric:
     :param owner: the callback that watches the metric
     :param argument: the argument of the callback that names the metric
     :param name: name of the metric in the run history
-    :param greater_is_better: whether greater values are better; ``None``: see :meth:`settle`
+    :param greater_is_better: whether greater values are better; ``None``: see ``settle()``
     :param remedy: what to do if that contradicts the metric itself
     :ivar seen: number of values that have been returned or skipped
     """
@@ -125,7 +125,7 @@ class WatchedMetric:
         return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
 
     def load_state_dict(self, state: StateDict, owner: object) -> bool:
-        """Load a state returned by :meth:`state_dict`, unless it is of another metric; return whether it was loaded.
+        """Load a state returned by ``state_dict()``, unless it is of another metric; return whether it was loaded.
 
         Warns if not, as other values in the state of the callback then cannot be compared with those to come.
 

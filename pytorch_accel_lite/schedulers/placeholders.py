@@ -55,10 +55,10 @@ def _operators(symbol: str, apply: Callable[..., float]) -> tuple[Callable[[Oper
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Placeholder:
-    """An immutable arithmetic expression over values of a run, evaluated by :meth:`resolve`.
+    """An immutable arithmetic expression over values of a run, evaluated by ``resolve()``.
 
     Supports ``+ - * / // %`` with numbers and other placeholders on either side, ``round``, ``math.floor``,
-    ``math.ceil`` and ``-x``. For the smaller or larger of two, see :meth:`TrainerPlaceholderValues.min`.
+    ``math.ceil`` and ``-x``. For the smaller or larger of two, see ``TrainerPlaceholderValues.min()``.
 
     :ivar name: the name of the placeholder, or of the first one in an expression
     :ivar value: the expression as Python text over a ``trainer``, such as ``"(trainer.run_config.num_epochs * 2)"``

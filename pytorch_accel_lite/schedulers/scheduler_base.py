@@ -20,7 +20,7 @@ RUN_EPOCHS: Unresolved = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS / UPDATES_
 class SchedulerBase(ABC):
     """Base class of schedulers that set a field of the parameter groups as a function of the number of updates.
 
-    Override :meth:`get_updated_values`. The initial values of the groups are in ``base_lr_values``, and also in the
+    Override ``get_updated_values()``. The initial values of the groups are in ``base_lr_values``, and also in the
     groups as ``initial_lr``, so that a second scheduler starts from the same values.
 
     :param optimizer: optimizer whose parameter groups are scheduled
@@ -76,12 +76,12 @@ class SchedulerBase(ABC):
         return {name: value for name, value in vars(self).items() if name != "optimizer"}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         vars(self).update(state_dict)
 
 
 class StatefulSchedulerBase(SchedulerBase):
-    """Base class of schedulers that count the updates: call :meth:`step` after each one, as the trainer does.
+    """Base class of schedulers that count the updates: call ``step()`` after each one, as the trainer does.
 
     The first update uses the optimizer's values. If your schedule starts differently, call ``self.step_update(0)`` at
     the end of the constructor.
@@ -128,7 +128,7 @@ class PlannedLrScheduler(StatefulSchedulerBase):
         return {"num_updates": self._num_updates, "base_lr_values": list(self.base_lr_values)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`, and set the learning rates accordingly.
+        """Load the state returned by ``state_dict()``, and set the learning rates accordingly.
 
         :raises ValueError: if the state lacks the number of updates, or has another number of parameter groups
         """

@@ -64,7 +64,7 @@ class WSDLrScheduler(PlannedLrScheduler):
     The schedule consists of periods that each end at a checkpoint: a stable phase at the base rate, then a decay over
     the last ``decay_phase_ratio`` of the period. The first period starts with the warm-up. After every checkpoint but
     the last, training continues from the decayed weights at the base rate (WSD-S). To continue from before a decay
-    instead (WSD), or in another run, see :class:`~pytorch_accel_lite.callbacks.WSDCheckpointCallback`.
+    instead (WSD), or in another run, see ``WSDCheckpointCallback``.
 
     Sources: Hu et al., `MiniCPM <https://arxiv.org/abs/2404.06395>`_ (WSD); Wen et al., `Understanding
     Warmup-Stable-Decay Learning Rates <https://arxiv.org/abs/2410.05192>`_ (WSD-S, the inverse-proportional decay);
@@ -82,10 +82,10 @@ class WSDLrScheduler(PlannedLrScheduler):
     :param lr_min: rate at the end of a decay, as a fraction of the base rate
     :param warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
     :param use_inverse_sqrt_decay: if ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
-    :param num_checkpoints: number of periods; :func:`estimate_checkpoint_steps` determines where they end
+    :param num_checkpoints: number of periods; ``estimate_checkpoint_steps()`` determines where they end
     :param is_continuation_from_checkpoint: whether the weights are already trained: there is no warm-up, and
-        :meth:`load_state_dict` takes only the base rates from the previous run's state
-    :param decay: shape of the decay, a key of :data:`DECAYS`
+        ``load_state_dict()`` takes only the base rates from the previous run's state
+    :param decay: shape of the decay, a key of ``DECAYS``
     :param checkpoint_steps: increasing numbers of updates at which the periods end; the last is the end of the
         schedule. Takes precedence over ``total_steps`` and ``num_checkpoints``.
     :raises TypeError, ValueError: for the first argument that is out of range
@@ -186,7 +186,7 @@ class WSDLrScheduler(PlannedLrScheduler):
     def get_phase_info(self, num_updates: int) -> PhaseInfo:
         """Return the period and phase of the schedule after a number of updates.
 
-        :return: the period as in :meth:`get_decay_info`, and the ``phase`` of the next update: ``"warmup"``,
+        :return: the period as in ``get_decay_info()``, and the ``phase`` of the next update: ``"warmup"``,
             ``"stable"``, ``"decay"``, or ``"finished"`` after the last
         """
         period = self._period_at(num_updates)
@@ -199,7 +199,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         return {**period, "phase": phase}
 
     def get_current_phase_info(self) -> PhaseInfo:
-        """Return :meth:`get_phase_info` for the current number of updates."""
+        """Return ``get_phase_info()`` for the current number of updates."""
         return self.get_phase_info(self.num_updates)
 
     def get_current_step(self) -> int:
@@ -211,10 +211,10 @@ class WSDLrScheduler(PlannedLrScheduler):
         return super().state_dict() | {"is_continuation_from_checkpoint": self.is_continuation_from_checkpoint}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load the state returned by :meth:`state_dict`, and set the learning rates accordingly.
+        """Load the state returned by ``state_dict()``, and set the learning rates accordingly.
 
         If this schedule is a continuation and the state is not, the schedule starts from the beginning: see
-        :meth:`continue_from`. A state of pytorch-accelerated, which lacks the number of updates, leaves that number
+        ``continue_from()``. A state of pytorch-accelerated, which lacks the number of updates, leaves that number
         unchanged, with a warning.
         """
         if self.is_continuation_from_checkpoint and not state_dict.get("is_continuation_from_checkpoint", False):

@@ -93,7 +93,7 @@ class LogicalProcesses:
         }
 
     def restore(self, trainer: TrainerLike, state: TrainingState) -> None:
-        """Restore the result of :meth:`capture`; if the number of logical processes has changed, only the losses.
+        """Restore the result of ``capture()``; if the number of logical processes has changed, only the losses.
 
         Between steps, the generators are the same on all processes.
         """

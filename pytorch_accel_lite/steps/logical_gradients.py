@@ -29,7 +29,7 @@ def add_gradients(first: Gradients, second: Gradients) -> Gradients:
 class GradientSum:
     """The sum of gradients over logical processes and the steps of an accumulation window.
 
-    The shares of a step are added in a tree (:class:`TreeSum`), the sums of the steps one after another. A process
+    The shares of a step are added in a tree (``TreeSum``), the sums of the steps one after another. A process
     holds the gradients of one share and, for each level of the tree, at most one sum. Each process adds up one slice of
     the gradients over all processes: it receives that slice of the nodes of all others after each step, and sends its
     sum to all at the end of the window, as in an all-reduce. All additions are in the dtype of the gradients. In place

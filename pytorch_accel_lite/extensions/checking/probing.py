@@ -60,7 +60,7 @@ Status = Literal["failed", "warned", "passed", "not applicable"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check has found; see :func:`mistake`, :func:`doubt` and :func:`remark`.
+    """Something that a check has found; see ``mistake()``, ``doubt()`` and ``remark()``.
 
     :param status: ``"failed"`` for a mistake, ``"warned"`` for what may be one, ``"passed"`` for a remark, or
         ``"not applicable"`` with the reason
@@ -550,7 +550,7 @@ def tensors_by_name(data: BatchData) -> dict[Part, torch.Tensor]:
 
 
 def with_parts(data: BatchData, changed: Mapping[Part, BatchData]) -> BatchData:
-    """Return a batch with other parts, by their names in :func:`parts_by_name`."""
+    """Return a batch with other parts, by their names in ``parts_by_name()``."""
     parts = parts_by_name(data) | dict(changed)
     if isinstance(data, Mapping):
         return parts

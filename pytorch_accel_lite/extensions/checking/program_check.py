@@ -88,7 +88,7 @@ class CheckResult:
 
 @dataclass(repr=False)
 class CheckReport(Report):
-    """The result of :meth:`Trainer.check <pytorch_accel_lite.Trainer.check>`; its repr is a table with advice.
+    """The result of ``Trainer.check()``; its repr is a table with advice.
 
     ``report["gradients"]`` is the result of one check.
 
@@ -188,17 +188,17 @@ def check(
     """Try the program on a few batches, and report what looks like a mistake, before an expensive run.
 
     The model, the loss, the step and the data are tried in several ways whose results must agree: a batch twice, in
-    parts, in another order, with more padding, and so on. See :doc:`/checking` for the checks. What does not apply or
-    cannot be decided is reported. Model, optimizer, generators and history are restored afterwards. Your own callbacks
-    are called in steps, and their attributes restored; built-in ones are not involved.
+    parts, in another order, with more padding, and so on. The page "Checking your program" lists the checks. What does
+    not apply or cannot be decided is reported. Model, optimizer, generators and history are restored afterwards. Your
+    own callbacks are called in steps, and their attributes restored; built-in ones are not involved.
 
     :param seconds: when to leave out the remaining checks
     :param strict: whether to raise an error if a check fails
     :param only: names of the checks to make; all by default
     :param skip: names of checks to leave out
-    :param extra: your own checks: functions that are passed a :class:`~pytorch_accel_lite.checking.Probe`, and
-        yield each :class:`~pytorch_accel_lite.checking.Finding`
-    :param arguments: arguments of :meth:`train` by name, of which some, such as ``resume_from``, make no difference
+    :param extra: your own checks: functions that are passed a ``Probe``, and
+        yield each ``Finding``
+    :param arguments: arguments of ``train()`` by name, of which some, such as ``resume_from``, make no difference
     :return: the report, to be printed in a script; consoles and notebooks show it
     :raises ProgramError: if ``strict`` and a check fails
     """

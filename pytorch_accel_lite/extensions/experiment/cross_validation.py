@@ -64,13 +64,13 @@ class Fold:
 
     @property
     def predictions(self) -> Any:
-        """The outputs for the samples of ``test_indices``, in this order; see :meth:`Trainer.predict`."""
+        """The outputs for the samples of ``test_indices``, in this order; see ``Trainer.predict()``."""
         return read_predictions(self.folder / "predictions")
 
 
 @dataclass(frozen=True, repr=False)
 class CrossValidation(Results):
-    """The results of :func:`cross_validate`. Printing it shows a table.
+    """The results of ``cross_validate()``. Printing it shows a table.
 
     :param splitter: what divided the dataset, in words
     :param size: number of samples in the dataset
@@ -167,7 +167,7 @@ def cross_validate(
     :param seed: with it, all generators are seeded before each trainer is created, so that its initial weights do not
         depend on the folds before it; give the trainer a seed, too
     :param predictions: whether to predict the samples that were held out
-    :param train_arguments: arguments of :meth:`Trainer.train`, such as ``num_epochs``
+    :param train_arguments: arguments of ``Trainer.train()``, such as ``num_epochs``
     :raises RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``; resume it later
     :raises ValueError: if the splitter cannot split the dataset, or a fold tests what it trains on; if ``make_trainer``
         returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
@@ -271,7 +271,7 @@ def _run(
 ) -> dict[str, Any]:
     """Train and test the model of a fold, and return its metrics.
 
-    :param arguments: further arguments of :meth:`Trainer.train`
+    :param arguments: further arguments of ``Trainer.train()``
     """
     again = "call cross_validate again with resume=True"
     train_to_end(trainer, folder, again, resume, train_dataset=train, eval_dataset=test, **arguments)

@@ -54,7 +54,7 @@ _LIBRARIES = (
 
 
 class Experiment:
-    """A trainer, datasets and the arguments of ``train``, as described in a file. See :meth:`from_file`.
+    """A trainer, datasets and the arguments of ``train``, as described in a file. See ``from_file()``.
 
     Everything is checked when the file is read, but created only when it is first needed, so evaluating does not read
     the training data. With ``trainer.seed``, all generators are seeded with it before each part is created.

@@ -31,7 +31,7 @@ class Results:
         raise NotImplementedError
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by its first column. Needs the extra ``dataframe``."""
+        """Return ``rows()`` as a ``pandas.DataFrame`` indexed by its first column. Needs the extra ``dataframe``."""
         frame: pd.DataFrame = import_extra("pandas", "dataframe", "to_dataframe()").DataFrame(self.rows())
         return frame.set_index(frame.columns[0])
 
@@ -111,7 +111,7 @@ def read_finished(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that :func:`write_json` has written.
+    """Read a file that ``write_json()`` has written.
 
     :raises ValueError: if it is something else; names the file
     """
@@ -130,7 +130,7 @@ def train_to_end(trainer: Trainer, folder: Path, again: str, resume: bool = True
     :param folder: the folder of the run
     :param again: how to continue
     :param resume: ``False`` to start over
-    :param arguments: those of :meth:`Trainer.train`
+    :param arguments: those of ``Trainer.train()``
     :raises RunPausedError: if a callback pauses the training; says how to continue
     """
     saves_states = any(hasattr(callback, "find_latest") for callback in trainer.callbacks)
@@ -155,7 +155,7 @@ def added_callbacks(trainer: Trainer, *callbacks: TrainerCallback | None) -> Ite
 def write_predictions(trainer: Trainer, dataset: Any, writer: PredictionWriterCallback, **reading: Any) -> int:
     """Predict the samples of a dataset that a callback has not written yet, and return the number of batches.
 
-    :param reading: how the dataset is read, as arguments of :meth:`Trainer.predict`
+    :param reading: how the dataset is read, as arguments of ``Trainer.predict()``
     """
     with added_callbacks(trainer, writer):
         return sum(1 for _ in trainer.predict_iter(dataset, **reading))

@@ -50,7 +50,7 @@ class ComparedMetric(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class RunComparison(Results):
-    """Runs side by side, as returned by :func:`compare_runs`. Printing it shows tables.
+    """Runs side by side, as returned by ``compare_runs()``. Printing it shows tables.
 
     :param runs: the runs: their names, settings, and metrics of all epochs
     :param metrics: the metrics that are compared, evaluations first

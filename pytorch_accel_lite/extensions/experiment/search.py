@@ -15,7 +15,7 @@ _CONTINUES = "continues"
 def suggest_overrides(
     trial: Any, space: Mapping[str, Mapping[str, Any]], folder: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """Return overrides for :meth:`Experiment.from_file`, with values that an Optuna trial suggests.
+    """Return overrides for ``Experiment.from_file()``, with values that an Optuna trial suggests.
 
     With several processes, call it on each: all get the values of the first.
 
@@ -51,7 +51,7 @@ def _suggest(trial: Any, key: str, options: Mapping[str, Any]) -> Any:
 def retry_killed_trials(study: Any) -> list[int]:
     """Make a study repeat the trials that were running when their program was killed, with the same values.
 
-    With the ``folder`` of :func:`suggest_overrides` and ``"train.resume_from": "latest"``, each continues from its last
+    With the ``folder`` of ``suggest_overrides()`` and ``"train.resume_from": "latest"``, each continues from its last
     training state. Call it before ``study.optimize``, while no other program runs trials of the study.
 
     :return: the numbers of the trials that were killed

@@ -50,7 +50,7 @@ class MeanDifference(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class SeedComparison(Results):
-    """Two settings under the same seeds, as returned by :func:`compare_seeds`. Printing it shows a table.
+    """Two settings under the same seeds, as returned by ``compare_seeds()``. Printing it shows a table.
 
     All differences are the second setting minus the first.
 
@@ -192,12 +192,12 @@ def compare_seeds(
     state, if it saves any. With several processes of a launcher, call it on each.
 
     :param a: the path of an experiment file; or a function that is called with a seed and the folder of the run, and
-        returns an :class:`Experiment`, or a new trainer with this seed and the arguments of its ``train``:
+        returns an ``Experiment``, or a new trainer with this seed and the arguments of its ``train``:
         ``return trainer, {"train_dataset": data, "num_epochs": 3}``
     :param b: the setting to compare it with, likewise
     :param seeds: number of seeds, from 0 on; or a list of them
     :param metric: name of the metric in the run history
-    :param overrides: of both files, as in :meth:`Experiment.from_file`
+    :param overrides: of both files, as in ``Experiment.from_file()``
     :param confidence: confidence level of the intervals
     :param processes: how many runs are trained at the same time, each in a new process and on one of the GPUs in turn;
         functions must then be those of a module, and what a run prints is in ``output.txt`` in its folder. By default

@@ -45,10 +45,10 @@ def run_tests(
     """Test every checkpoint by every inference setting by every dataset. Call it on every process.
 
     Each combination has a folder, ``save_dir/checkpoint/setting/dataset``, with ``metrics.json``, ``worst.json`` and
-    ``predictions/``, which :func:`~pytorch_accel_lite.callbacks.read_predictions` reads. A combination that is finished
+    ``predictions/``, which ``read_predictions()`` reads. A combination that is finished
     is skipped, unless its checkpoint or its settings have changed; predictions that were interrupted are resumed at the
     first sample that is missing, and metrics are computed again. ``results.csv`` has a row for each combination.
-    If the trainer has a :class:`~pytorch_accel_lite.callbacks.SkipFailedBatchesCallback` for evaluations and
+    If the trainer has a ``SkipFailedBatchesCallback`` for evaluations and
     predictions, batches that fail are left out, and ``metrics.json`` lists those of the evaluation as ``left_out``.
 
     :param trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
@@ -141,7 +141,7 @@ def _attributes(trainer: Trainer, setting: str, values: Mapping[str, Any]) -> It
 
 @dataclass(eq=False, repr=False)
 class _Test:
-    """The common settings of all combinations; see :func:`run_tests`.
+    """The common settings of all combinations; see ``run_tests()``.
 
     :param folder: the folder of all results
     :param reading: the arguments with which each dataset is read

@@ -34,7 +34,7 @@ _REMEDIES = (
 
 @dataclass(repr=False)
 class MemoryEstimate(Report):
-    """The result of :meth:`Trainer.estimate_memory <pytorch_accel_lite.Trainer.estimate_memory>`; its repr is a report.
+    """The result of ``Trainer.estimate_memory()``; its repr is a report.
 
     All sizes are in bytes, for one device.
 
@@ -109,7 +109,7 @@ def estimate_memory(
 
     :param world_size: number of processes
     :param sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by
-        an overridden :meth:`parallelize_model`, or not at all.
+        an overridden ``parallelize_model()``, or not at all.
     :param device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
     :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
         trainer's GPU, if it has one.

@@ -16,7 +16,7 @@ _PATHS = "paths"  # the user attribute of a trial with the paths that it writes 
 class OptunaPruningCallback(TrainerCallback):
     """Report a metric to an Optuna trial after each epoch, and stop the run early if the trial is to be pruned.
 
-    All callbacks still handle the end of the epoch, and models and states are saved. Call :meth:`check_pruned` after
+    All callbacks still handle the end of the epoch, and models and states are saved. Call ``check_pruned()`` after
     ``train``. A trial that resumes from a training state also reports the values of the epochs before it. The study
     determines whether greater values are better.
 
@@ -113,6 +113,6 @@ class OptunaPruningCallback(TrainerCallback):
         return {**self._watched.state_dict(), "is_pruned": self.is_pruned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`."""
+        """Load the state returned by ``state_dict()``."""
         if self._watched.load_state_dict(state, self):
             self.is_pruned = state.get("is_pruned", False)

@@ -36,7 +36,7 @@ class PackSequences:
     With a ``model``, for example one of transformers, that is found out by computing two short sequences together and
     each by itself: positions suffice for many models, others need a mask of shape ``(1, 1, tokens, tokens)``. A model
     that uses flash attention gets the arguments for that, untried. A model of your own can make a mask from the
-    positions with :func:`packed_mask` or :func:`packed_mask_function`, or call :func:`packed_attention`.
+    positions with ``packed_mask()`` or ``packed_mask_function()``, or call ``packed_attention()``.
 
     :param model: what is trained, before it is sharded or compiled
     :param causal: whether each label is predicted from the tokens before it, as the models of transformers shift
@@ -207,7 +207,7 @@ def packed_mask(position_ids: torch.Tensor, causal: bool = True, dtype: torch.dt
 
 
 def packed_mask_function(position_ids: torch.Tensor, causal: bool = True) -> Callable[..., torch.Tensor]:
-    """Return the function from which :func:`torch.nn.attention.flex_attention.create_block_mask` makes a mask.
+    """Return the function from which ``torch.nn.attention.flex_attention.create_block_mask()`` makes a mask.
 
     Flex attention skips the blocks of tokens that do not see each other.
 
@@ -235,10 +235,10 @@ def packed_attention(
     """Return the attention of each packed sequence to itself, with torch's attention for one sequence after another.
 
     Time and memory grow with the square of the sequences rather than of the row. No mask is needed, so that the fast
-    kernels of :func:`torch.nn.functional.scaled_dot_product_attention` may be used.
+    kernels of ``torch.nn.functional.scaled_dot_product_attention()`` may be used.
 
     :param query: queries of shape ``(1, heads, tokens, size)``, as ``key`` and ``value``
-    :param bounds: ``bounds`` of a batch of :class:`PackSequences`
+    :param bounds: ``bounds`` of a batch of ``PackSequences``
     :param causal: whether a token sees only itself and those before it, or all of its sequence
     :param options: further arguments of that function, ``dropout_p``, ``scale`` or ``enable_gqa``
     """

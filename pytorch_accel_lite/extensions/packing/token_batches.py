@@ -36,7 +36,7 @@ class TokenBatchSampler(Sampler[list[int]]):
     :param length: returns the length of a sample, each of which is read once; ``None`` if ``data`` are lengths
     :param shuffle: whether to shuffle; otherwise batches go from the shortest to the longest samples, as evaluation
         may, or in that of their packing, and are the same in each epoch
-    :param packed: whether samples are put in a row without padding, as by :class:`PackSequences`
+    :param packed: whether samples are put in a row without padding, as by ``PackSequences``
     :raises ValueError: if there is no sample, if a sample is longer than the budget, or if a length is not positive
     """
 

@@ -205,7 +205,7 @@ class RemoteStates(StateStore):
         self._folder.remove(name)
 
     def lock(self) -> bool:
-        """Claim the URL until :meth:`unlock`, or until another run claims it."""
+        """Claim the URL until ``unlock()``, or until another run claims it."""
         if self._owner is not None:
             return False
         owner = {"token": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid()}

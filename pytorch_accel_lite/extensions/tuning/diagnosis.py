@@ -28,7 +28,7 @@ from pytorch_accel_lite.extensions.tuning.finders import update_from
 
 @dataclass(repr=False)
 class Diagnosis(Report):
-    """The result of :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`; its repr is a report with advice.
+    """The result of ``Trainer.diagnose()``; its repr is a report with advice.
 
     All times are averages in seconds per step.
 
@@ -102,7 +102,7 @@ def diagnose(
     Data loading, the forward pass, the backward pass and complete steps are timed for ``num_steps`` steps each; with a
     single process, so is what your own callbacks do at the events of a step. The model, the optimizer, the generators
     and the attributes of these callbacks are restored afterwards; what they write elsewhere is not undone. For
-    built-in callbacks, see :class:`~pytorch_accel_lite.callbacks.TimingCallback`. Must be called on every process.
+    built-in callbacks, see ``TimingCallback``. Must be called on every process.
 
     :param num_steps: number of steps to measure for each part
     :return: the measurements and the advice, to be printed in a script; consoles and notebooks show them

@@ -30,7 +30,7 @@ _SMOOTHING = 0.9
 
 @dataclass(repr=False)
 class LearningRates:
-    """The result of :meth:`Trainer.find_lr <pytorch_accel_lite.Trainer.find_lr>`; its repr is a sentence.
+    """The result of ``Trainer.find_lr()``; its repr is a sentence.
 
     :param lrs: the learning rates that were tried, in increasing order, for the parameter group with the largest rate
     :param losses: the loss of the update made with each learning rate
@@ -77,7 +77,7 @@ def find_lr(
 
     See Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). The model, the optimizer and the
     generators are restored afterwards; the run history and the callbacks are not involved. Must be called on every
-    process. Other arguments are those of :meth:`train`.
+    process. Other arguments are those of ``train()``.
 
     :param min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
     :param max_lr: last learning rate
@@ -192,7 +192,7 @@ def find_batch_size(
     """Find the largest batch size per process with which training fits into memory.
 
     Sizes are doubled until one does not fit, and then bisected; all processes agree on the result. Everything is
-    restored afterwards, as with :meth:`find_lr`. The result only just fits: if samples differ in size, a slightly
+    restored afterwards, as with ``find_lr()``. The result only just fits: if samples differ in size, a slightly
     smaller batch is safer.
 
     :param start: first size to try
