@@ -61,7 +61,7 @@ def _members(cls: type, others: set[type]) -> Iterator[str]:
         owner = next((base for base in cls.__mro__ if name in vars(base)), object)
         if owner in others or not owner.__module__.startswith("pytorch_accel_lite"):
             continue
-        if owner is cls and name in vars(tqdm) and not callable(vars(owner)[name]):
+        if issubclass(cls, tqdm) and name in vars(tqdm) and not callable(vars(owner)[name]):
             continue  # tqdm sets some on the class of the first bar
         if not name.startswith("_") or name in PROMISED or name == "__init__":
             held = vars(owner)[name]

@@ -142,6 +142,8 @@ class WarmPython(subprocess.Popen[str]):
         atexit._clear()  # what this process has planned for its own end
         atexit.register(shutdown._close_all)
         shutdown.record_end(failed=False)  # runs of tests before
+        for trainer in shutdown.open_trainers():  # theirs, too
+            shutdown.unregister(trainer)
         vars(sys).pop("last_type", None)
         use_filters(warnings.filters)
         for state in (AcceleratorState, GradientState, PartialState):
