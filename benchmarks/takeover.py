@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def wait_for(notes: Path, since: float, processes: int) -> float:
-    """Return the time of the first update after a time that so many processes have made together."""
+    """Return the time of the first update, after a given time, that this number of processes made together."""
     while True:
         lines = [line.split() for path in notes.iterdir() for line in path.read_text().splitlines()[-50:]]
         times = [float(line[0]) for line in lines if line[1:] == [str(processes)]]

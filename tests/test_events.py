@@ -837,7 +837,7 @@ KINDS = {
     "sharded": Kind(ShardedStep, make=sharded, how={"train_dataset": regression_data(8), **TWO_STEPS}),
 }
 BLOCKS = documented_blocks()
-OF_ALL_RUNS = BLOCKS["whenever a job goes on with other processes, see takeover"]
+OF_ALL_RUNS = BLOCKS["whenever processes are lost or join, see takeover"]
 OF_A_RUN = {name: BLOCKS[name] for name in ("Trainer(...)", "train(...)", "evaluate(...)", "predict(...)")}
 
 

@@ -108,12 +108,12 @@ def _agree(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
 def save_checkpoint(
     self: TrainerLike,
     save_path: PathOrFile,
-    checkpoint_kwargs: StateDict | None = None,
-    save_optimizer: bool = True,
-    save_scheduler: bool = True,
-    save_per_node: bool = True,
+    checkpoint_kwargs: StateDict | None,
+    save_optimizer: bool,
+    save_scheduler: bool,
+    save_per_node: bool,
     *,
-    trainable_only: bool = False,
+    trainable_only: bool,
 ) -> None:
     """Save the weights as one portable file, written atomically. Call it on every process."""
     target: PathOrFile = save_path
@@ -163,12 +163,7 @@ def _save_checkpoint(
 
 
 def load_checkpoint(
-    self: TrainerLike,
-    checkpoint_path: PathOrFile,
-    load_optimizer: bool = True,
-    load_scheduler: bool = True,
-    *,
-    strict: bool = True,
+    self: TrainerLike, checkpoint_path: PathOrFile, load_optimizer: bool, load_scheduler: bool, *, strict: bool
 ) -> StateDict:
     """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running code from the file."""
     with naming(self.ranks, "load_checkpoint()"):
@@ -354,12 +349,12 @@ def check_weights(self: TrainerLike) -> None:
 def save_training_state(
     self: TrainerLike,
     output_dir: StrPath,
-    checkpoint_kwargs: StateDict | None = None,
+    checkpoint_kwargs: StateDict | None,
     *,
-    writer: BackgroundWriter | None = None,
-    then: Callable[[], None] | None = None,
-    created_weights: Mapping[str, int] | None = None,
-    sharded: bool = False,
+    writer: BackgroundWriter | None,
+    then: Callable[[], None] | None,
+    created_weights: Mapping[str, int] | None,
+    sharded: bool,
 ) -> None:
     """Save everything needed to resume the run, as a directory that is either complete or does not exist."""
     location = parse_location(output_dir, "output_dir")

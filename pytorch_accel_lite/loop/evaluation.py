@@ -209,12 +209,12 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
 
 def evaluate(
     self: TrainerLike,
-    dataset: NamedData | None = None,
-    per_device_batch_size: int = 8,
-    dataloader_kwargs: LoaderKwargs | None = None,
-    collate_fn: CollateFunction | None = None,
+    dataset: NamedData | None,
+    per_device_batch_size: int,
+    dataloader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
     *,
-    auto_microbatch: bool = False,
+    auto_microbatch: bool,
 ) -> dict[str, MetricValue]:
     """Evaluate the model, counting every sample exactly once on any number of processes."""
     dataset = self._latest_eval_dataset if dataset is None else dataset
@@ -241,11 +241,7 @@ def evaluate(
 
 
 def run_evaluation(
-    self: TrainerLike,
-    model: nn.Module | None = None,
-    prefix: str = "",
-    is_intermediate: bool = True,
-    callbacks: CallbackHandler | None = None,
+    self: TrainerLike, model: nn.Module | None, prefix: str, is_intermediate: bool, callbacks: CallbackHandler | None
 ) -> dict[str, float]:
     """Evaluate on the ``eval_dataset`` of the current training run without changing the run."""
     if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:

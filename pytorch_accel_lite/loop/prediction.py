@@ -40,11 +40,11 @@ _STEPS_AT_ONCE = 60
 def predict(
     self: TrainerLike,
     dataset: Data,
-    per_device_batch_size: int = 8,
-    dataloader_kwargs: LoaderKwargs | None = None,
-    collate_fn: CollateFunction | None = None,
+    per_device_batch_size: int,
+    dataloader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
     *,
-    only_first: bool = False,
+    only_first: bool,
 ) -> Tree:
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU."""
 
@@ -69,11 +69,11 @@ def predict(
 def predict_iter(
     self: TrainerLike,
     dataset: Data,
-    per_device_batch_size: int = 8,
-    dataloader_kwargs: LoaderKwargs | None = None,
-    collate_fn: CollateFunction | None = None,
+    per_device_batch_size: int,
+    dataloader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
     *,
-    only_first: bool = False,
+    only_first: bool,
 ) -> Iterator[Tree]:
     """Yield the outputs of ``predict()`` in parts, in the order of the dataset and the same on every process."""
     for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):

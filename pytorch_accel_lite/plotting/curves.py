@@ -159,7 +159,7 @@ def _labels(panel: Panel) -> list[str]:
 
 
 def _draw(axis: Axes, panel: Panel, styles: Styles, legend_room: float) -> None:
-    """Draw one panel, with at least so many inches between its title and its axes."""
+    """Draw one panel, with at least this many inches between its title and its axes."""
     handles = []
     for number, curve in enumerate(panel.curves):
         style = line_style(number) if panel.is_monitor else styles[curve.label]

@@ -177,7 +177,7 @@ class TrainerCallback:
                 on_predict_batch_skipped                     failures, error, step (only of a batch that has failed)
             on_predict_run_end
 
-        whenever a job goes on with other processes, see takeover
+        whenever processes are lost or join, see takeover
             on_processes_changed                             left, came
 
     A ``ShowOutputsCallback`` fires ``on_outputs``, with ``outputs`` and ``pictures``, when it has shown some.

@@ -282,7 +282,7 @@ def _as_exit_code(code: int) -> int:
 
 
 def _counted(count: int) -> str:
-    return "One process went on" if count == 1 else f"{count} processes went on"
+    return "One process continued" if count == 1 else f"{count} processes continued"
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a job that goes on without those that it loses, as trainers know them."""
+"""The ranks of a job that survives the loss of processes, as trainers see them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MACHINERY.add(__file__)
 
 
 class SurvivingRanks(Ranks):
-    """The processes of a job, which changes in place when it goes on with others.
+    """Ranks that are updated in place when processes are lost or join.
 
     :cvar membership: that of this process
     """

@@ -107,7 +107,7 @@ def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed
     said = [line for line in outcome.output.splitlines() if line.startswith("launch:")]
     assert len(said) == 3
     assert all("was killed by SIGKILL. " in line for line in said)
-    assert "One process went on after" in said[-1]
+    assert "One process continued after" in said[-1]
 
 
 def test_a_second_death_while_the_first_is_handled_and_one_after_the_gradients(run, undisturbed):
