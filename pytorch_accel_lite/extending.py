@@ -4,6 +4,7 @@ The run, and the seams at which it can be changed; trials, which try a program a
 besides its model; what batches consist of; and how results and errors look.
 """
 
+from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
@@ -25,31 +26,37 @@ from pytorch_accel_lite.data.batches import (
     tensors_in,
 )
 from pytorch_accel_lite.data.loss_shapes import LossShapeError
-from pytorch_accel_lite.data.splitting import select_samples
+from pytorch_accel_lite.data.shares import Shares, joined_shares, split
+from pytorch_accel_lite.data.splitting import concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
+from pytorch_accel_lite.loop.batch_parts import merge_outputs
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
+from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.attributes import all_optimized_parameters
 from pytorch_accel_lite.run.attributes import modules as other_modules
 from pytorch_accel_lite.run.attributes import optimizers as other_optimizers
 from pytorch_accel_lite.run.attributes import registered as registered_objects
+from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
+from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
+from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.logical import LogicalProcesses, SharedLossTrackers
-from pytorch_accel_lite.steps.logical_step import LogicalStep, LogicalWindow
+from pytorch_accel_lite.steps.combinations import FEATURES
+from pytorch_accel_lite.steps.features import KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
@@ -57,8 +64,14 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES", "SharedLossTrackers",
-    "ShardedStep", "StateStore", "Store", "replace_step",
+    "DIVISIONS", "Division", "JOB_QUEUES", "JobQueue", "KINDS", "STORES", "StateStore", "Store", "create_division",
+    "replace_step",
+    # Kinds of steps, and what they do not work with.
+    "Conflict", "FEATURES", "Feature", "GradientWindow", "PlainStep", "ShardedStep", "as_returned", "as_weight",
+    "backward", "merge_outputs",
+    # Steps that are divided into a fixed number of shares.
+    "LossTracker", "LossTrackers", "Shares", "concatenate_if_possible", "deterministic_kernels", "joined_shares",
+    "split",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
     # What stores are written with.

@@ -11,6 +11,7 @@ C = TypeVar("C", bound=type)
 OFFERED = {
     "checking": ("Trainer.check",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
@@ -27,6 +28,10 @@ OFFERED = {
     "takeover": (),  # the command launch
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
 }
+#: The extensions that have arguments of a trainer.
+ARGUMENTS = {"logical_processes": "logical"}
+#: The extensions with whose public names another one is written; without these, it has to be deleted, too.
+NEEDED = {"takeover": ("logical",)}
 
 
 def missing(name: str, prefix: str = "") -> Exception:

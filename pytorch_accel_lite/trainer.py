@@ -45,6 +45,7 @@ from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
 from pytorch_accel_lite.extensions.checking import program_check
+from pytorch_accel_lite.extensions.logical import of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
@@ -67,6 +68,7 @@ from pytorch_accel_lite.loop.fit import LoaderArguments, fit
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
+from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
@@ -76,7 +78,7 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
-from pytorch_accel_lite.run.state import CompiledForwardLike, Logical, Run, Step, run_to_change
+from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_to_change
 from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
@@ -88,7 +90,6 @@ from pytorch_accel_lite.schedulers.placeholders import (
 from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compiled import CompiledForward
-from pytorch_accel_lite.steps.logical import LogicalProcesses
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -165,6 +166,7 @@ class Trainer:
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
     :ivar scheduler: the scheduler of the run, or ``None``
     :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
+    :ivar division: how the work of each step is divided among the processes
     :ivar logical: with ``logical_processes``, those that this process stands for, and the outputs of each in a step
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
@@ -413,7 +415,7 @@ class Trainer:
         self.open_runs: list[Run] = []
         self.current_run = Run.create(self, RunRequest(), ranks=find_ranks(self.accelerator))
         self.current_run.data.seed = self.seed
-        self.logical: Logical | None = None if logical_processes is None else LogicalProcesses(self, logical_processes)
+        self.division = create_division("logical_processes", logical_processes, self.ranks, self.seed)
         self._batch_adapter = BatchAdapter(model)
         self._latest_eval_dataset: NamedData | None = None
         self.compiled_forward: CompiledForwardLike | None = CompiledForward.create(
@@ -630,6 +632,7 @@ class Trainer:
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = estimate.estimate_memory
+    logical = of_trainer
     summary = layer_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES

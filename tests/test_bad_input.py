@@ -29,6 +29,7 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     get_default_callbacks,
 )
+from pytorch_accel_lite.extending import DIVISIONS
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.shipped import NEEDED, SHIPPED
 from tests.tasks import Broken, Stream, equal, listener, make_data, make_model, make_trainer, told, train, weights
@@ -936,3 +937,10 @@ def test_predictions_without_a_row_for_each_sample_are_named():
 
     with pytest.warns(UserWarning, match="The model returned 1 rows for a batch of 4 samples"):
         assert len(make_trainer([], Mean(1, 1)).predict(TensorDataset(torch.ones(10, 1)), 4)) == 3
+
+
+def test_an_argument_of_an_extension_that_is_not_there_names_it(monkeypatch):
+    for name in [*DIVISIONS]:
+        monkeypatch.delitem(DIVISIONS, name)
+    with pytest.raises(ValueError, match="logical_processes=2 is of the extension 'logical', which is not there"):
+        make_trainer(logical_processes=2, seed=0)

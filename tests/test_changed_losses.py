@@ -86,6 +86,10 @@ STEPS: dict[str, Steps] = {
     "replaying": (Trainer, Penalised, make_model, lbfgs, []),
     "logical": (Trainer, Penalised, make_model, logical, []),
 }
+each_kind = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(name, marks=pytest.mark.extension("logical")) if name == "logical" else name for name in STEPS],
+)
 
 
 def trained(kind: str, adds: Any = None, penalised: bool = False, **arguments: Any) -> Trainer:
@@ -98,7 +102,7 @@ def trained(kind: str, adds: Any = None, penalised: bool = False, **arguments: A
 
 @pytest.mark.parametrize("adds", [replace, change_in_place])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("kind", STEPS)
+@each_kind
 def test_a_loss_changed_before_the_backward_pass_is_trained_on(kind, accumulation, adds):
     found = trained(kind, adds, gradient_accumulation_steps=accumulation)
     by_step = trained(kind, penalised=True, gradient_accumulation_steps=accumulation)
@@ -108,7 +112,7 @@ def test_a_loss_changed_before_the_backward_pass_is_trained_on(kind, accumulatio
 
 
 @pytest.mark.parametrize("adds", [replace, change_in_place])
-@pytest.mark.parametrize("kind", STEPS)
+@each_kind
 def test_the_recorded_loss_is_the_one_that_the_step_has_returned(kind, adds):
     recorded = trained(kind, adds).run_history["train_loss_epoch"]
     with_penalty = trained(kind, penalised=True).run_history["train_loss_epoch"]
@@ -224,7 +228,7 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(value):
 
 @pytest.mark.parametrize("adds", [replace, change_in_place])
 @pytest.mark.parametrize("event", ["on_train_step_end", "on_backward_end"])
-@pytest.mark.parametrize("kind", STEPS)
+@each_kind
 def test_a_loss_changed_after_the_backward_pass_is_an_error(kind, event, adds):
     class Adds(TrainerCallback):
         pass

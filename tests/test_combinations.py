@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
 from pytorch_accel_lite.run.state import Step
-from pytorch_accel_lite.steps.combinations import KINDS, as_markdown
+from pytorch_accel_lite.steps.combinations import as_markdown
+from pytorch_accel_lite.steps.features import KINDS
 from tests.launching import CAN_SHARD
 from tests.ranks import world_size
 from tests.sharded import mesh_of, sharding_accelerator
@@ -43,6 +44,7 @@ class NormsItsErrors(nn.MSELoss):
 SPLITS: dict[str, Any] = {"auto_microbatch": True}
 SKIPS = {"callbacks": [SkipFailedBatchesCallback()]}
 LOGICAL = {"seed": 1, "logical_processes": 3}
+NEEDS_LOGICAL = pytest.mark.extension("logical")
 
 
 def with_closure(**kwargs: Any) -> dict[str, Any]:
@@ -58,10 +60,6 @@ def with_closure(**kwargs: Any) -> dict[str, Any]:
         (with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True"),
         (with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback"),
         (with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step"),
-        (with_closure(**LOGICAL), {}, "a closure .* logical_processes"),
-        ({**LOGICAL, "trainer_class": OwnStep}, {}, "logical_processes .* Override calculate_train_batch_loss"),
-        ({**LOGICAL, "loss_func": NormsItsErrors()}, {}, "logical_processes .* SyncBatchNorm: .* Use BatchNorm"),
-        ({**LOGICAL, "model": nn.Embedding(4, 1, sparse=True)}, {}, r"sparse gradients \(nn.Embedding.* sparse=False"),
     ],
 )
 def test_features_that_do_not_work_together_are_refused_before_training(settings, arguments, message):
@@ -71,7 +69,21 @@ def test_features_that_do_not_work_together_are_refused_before_training(settings
     assert trainer.progress.step == 0
 
 
-@pytest.mark.parametrize("settings", [with_closure(), LOGICAL])
+@NEEDS_LOGICAL
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (with_closure(), "a closure .* logical_processes"),
+        ({"trainer_class": OwnStep}, "logical_processes .* Override calculate_train_batch_loss"),
+        ({"loss_func": NormsItsErrors()}, "logical_processes .* SyncBatchNorm: .* Use BatchNorm"),
+        ({"model": nn.Embedding(4, 1, sparse=True)}, r"sparse gradients \(nn.Embedding.* sparse=False"),
+    ],
+)
+def test_what_logical_processes_do_not_work_with_is_refused(settings, message):
+    test_features_that_do_not_work_together_are_refused_before_training({**LOGICAL, **settings}, {}, message)
+
+
+@pytest.mark.parametrize("settings", [with_closure(), pytest.param(LOGICAL, marks=NEEDS_LOGICAL)])
 def test_what_a_gradient_scaler_does_not_work_with_is_refused(settings, scaled_accelerator):
     with pytest.raises(ValueError, match=r"does not work with mixed_precision='fp16': .* Use bf16\."):
         train(make_trainer(accelerator=scaled_accelerator, **settings))
@@ -103,6 +115,12 @@ def logical_with_shards() -> str:
 def test_what_does_not_work_with_sharded_weights_is_refused(two_ranks):
     for message in two_ranks(closure_with_shards):
         assert message.startswith("an optimizer that needs a closure (LBFGS) does not work with sharded weights: ")
+
+
+@CAN_SHARD
+@NEEDS_LOGICAL
+@pytest.mark.processes
+def test_logical_processes_with_sharded_weights_are_refused(two_ranks):
     for message in two_ranks(logical_with_shards):
         assert message.startswith("logical_processes does not work with sharded weights: each process needs all")
 
@@ -112,7 +130,7 @@ def test_what_does_not_work_with_sharded_weights_is_refused(two_ranks):
     [
         ({}, SPLITS, "auto_microbatch=True"),
         (SKIPS, {}, "SkipFailedBatchesCallback"),
-        (LOGICAL, {}, "logical_processes"),
+        pytest.param(LOGICAL, {}, "logical_processes", marks=NEEDS_LOGICAL),
     ],
 )
 def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments, other):
@@ -126,8 +144,12 @@ def kinds_of_steps(kind: type[Step] = Step) -> set[Any]:
     return {kind}.union(*map(kinds_of_steps, kind.__subclasses__()))
 
 
-def test_the_documentation_has_the_table_of_all_combinations():
+def test_the_kinds_of_steps_that_have_features_are_listed():
     assert {kind for kind in kinds_of_steps() if "features" in vars(kind)} == {*KINDS}
+
+
+@NEEDS_LOGICAL
+def test_the_documentation_has_the_table_of_all_combinations():
     assert as_markdown() in PAGE.read_text(encoding="utf-8")
 
 

@@ -291,8 +291,12 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "reason"), REASONS.values(), ids=REASONS)
-def test_a_step_that_cannot_be_compiled_as_one_says_why_once(settings, reason):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.extension("logical")) if n == "logical processes" else n for n in REASONS],
+)
+def test_a_step_that_cannot_be_compiled_as_one_says_why_once(name):
+    settings, reason = REASONS[name]
     settings = {"compile_step": AS_PLAIN} | settings
     with pytest.warns(UserWarning, match=reason) as said:
         found = train(**settings)

@@ -88,8 +88,12 @@ def check_both(found: Any) -> None:
 
 CASES = pytest.mark.parametrize(
     "case",
-    [(False, None, None), (True, None, None), (True, 3, None), (True, 3, 2)],
-    ids=["memory", "rows", "seeded rows", "logical processes"],
+    [
+        pytest.param((False, None, None), id="memory"),
+        pytest.param((True, None, None), id="rows"),
+        pytest.param((True, 3, None), id="seeded rows"),
+        pytest.param((True, 3, 2), id="logical processes", marks=pytest.mark.extension("logical")),
+    ],
 )
 
 
@@ -269,6 +273,10 @@ def check_sizes(found: Any, processes: int) -> None:
 
 def test_loaders_have_the_sizes_that_those_of_accelerate_have():
     check_sizes(sizes_of_loaders(), 1)
+
+
+@pytest.mark.extension("logical")
+def test_a_full_batch_of_logical_processes_counts_all_of_them():
     trainer = quiet_trainer(small_model(), logical_processes=4, seed=0)
     trainer.train(Rows(DATA), 1, per_device_batch_size=3)
     assert trainer.train_dataloader.total_batch_size == trainer.run_config.train_total_batch_size == 12

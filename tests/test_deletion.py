@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytorch_accel_lite.extension_names import OFFERED
+from pytorch_accel_lite.extension_names import ARGUMENTS, NEEDED, OFFERED
 from tests.launching import ROOT, SOAK, environment
 
 PACKAGE = ROOT / "pytorch_accel_lite"
@@ -32,11 +32,14 @@ owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
     try:
-        if owner == "Trainer":
+        if "=" in name:
+            argument, _, value = name.partition("=")
+            Trainer(torch.nn.Linear(1, 1), None, None, **{argument: int(value)})
+        elif owner == "Trainer":
             getattr(trainer, name)
         else:
             exec(f"from {owners[owner].__name__} import {name}")
-    except (AttributeError, ImportError) as error:
+    except (AttributeError, ImportError, ValueError) as error:
         print(error)
 """
 pytestmark = [pytest.mark.programs, pytest.mark.soak]
@@ -58,7 +61,7 @@ def delete(copy: Path, extension: str) -> list[str]:
             path.write_text(without(extension, path.read_text()))
     shutil.rmtree(package / "extensions" / extension)
     shutil.rmtree(copy / "tests" / "extensions" / extension)
-    return list(OFFERED[extension])
+    return [*OFFERED[extension], *(f"{argument}=2" for argument, owner in ARGUMENTS.items() if owner == extension)]
 
 
 def without(extension: str, text: str) -> str:
@@ -83,7 +86,14 @@ def run(copy: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("deleted", [[name] for name in EXTENSIONS] + ([EXTENSIONS] if len(EXTENSIONS) > 1 else []))
+def with_dependents(name: str) -> list[str]:
+    """An extension and those that cannot be without it."""
+    return [name, *(other for other in EXTENSIONS if name in NEEDED.get(other, ()))]
+
+
+@pytest.mark.parametrize(
+    "deleted", [with_dependents(name) for name in EXTENSIONS] + ([EXTENSIONS] if len(EXTENSIONS) > 1 else [])
+)
 def test_the_core_works_without_extensions(tmp_path, deleted):
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))

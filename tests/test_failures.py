@@ -434,7 +434,10 @@ class FewTokens(Trainer):
 
 
 @pytest.mark.parametrize("as_number", [False, True])
-@pytest.mark.parametrize("divided", [{"auto_microbatch": True}, {"logical_processes": 2}])
+@pytest.mark.parametrize(
+    "divided",
+    [{"auto_microbatch": True}, pytest.param({"logical_processes": 2}, marks=pytest.mark.extension("logical"))],
+)
 def test_a_divided_batch_without_items_has_a_loss_of_zero(divided, as_number):
     data = regression_data(12)
     data.tensors[0][:, 1] = torch.arange(-4, 8)  # none in the first of three batches, and in one sample of the second
@@ -725,6 +728,10 @@ def test_without_the_argument_an_evaluation_batch_that_does_not_fit_is_an_error(
     trainer.evaluate(regression_data(), per_device_batch_size=3)
     with pytest.raises(torch.OutOfMemoryError):
         quiet_trainer(FullInEvaluation(0)).evaluate(regression_data(), auto_microbatch=True)
+
+
+@pytest.mark.extension("logical")
+def test_an_evaluation_of_logical_processes_is_not_split():
     with pytest.raises(ValueError, match="does not work with logical_processes"):
         make_trainer(logical_processes=2, seed=0).evaluate(make_data(), auto_microbatch=True)
 
@@ -886,6 +893,7 @@ def test_a_batch_that_does_not_fit_is_split_rather_than_left_out(capsys):
         trainer.evaluate(regression_data(4), 2, auto_microbatch=True)
 
 
+@pytest.mark.extension("logical")
 def test_what_processes_compute_together_is_not_left_out():
     trainer = make_trainer([SkipFailedBatchesCallback(phases=["evaluation"])], logical_processes=2, seed=0)
     for call in (trainer.evaluate, lambda data: trainer.train(data, 1)):

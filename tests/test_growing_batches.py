@@ -121,7 +121,14 @@ def resumed(**kwargs: Any) -> Any:
     return world_size(), same
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"kind": Own}, {"logical": 2}], ids=["plain", "own step", "logical"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"kind": Own}, id="own step"),
+        pytest.param({"logical": 2}, id="logical", marks=pytest.mark.extension("logical")),
+    ],
+)
 def test_a_run_resumes_to_the_same_bits(kwargs):
     _, same = resumed(**kwargs)
     assert len(same) == len(batches_in_updates(3)) - 1
@@ -143,6 +150,7 @@ def of_logical_processes() -> Any:
 
 
 @pytest.mark.processes
+@pytest.mark.extension("logical")
 def test_logical_processes_give_the_same_bits_on_two(two_ranks):
     for found in two_ranks(of_logical_processes):
         assert equal(found, of_logical_processes())

@@ -303,7 +303,11 @@ class OwnStep(Trainer):
             "torch's counter has failed with NotImplementedError: no formula. Pass flops_per",
         ),
         ({"trainer_class": OwnStep}, "OwnStep overrides train_step"),
-        ({"logical_processes": 2, "seed": 0}, "a step has several logical processes"),
+        pytest.param(
+            {"logical_processes": 2, "seed": 0},
+            "a step has several logical processes",
+            marks=pytest.mark.extension("logical"),
+        ),
     ],
 )
 def test_where_flops_cannot_be_counted_training_continues_without(kwargs, reason):

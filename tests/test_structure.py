@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytorch_accel_lite.extension_names import OFFERED
+from pytorch_accel_lite.extension_names import NEEDED, OFFERED
 from tests import interface
 from tests.launching import ROOT
 
@@ -111,7 +111,10 @@ def test_only_the_facade_names_extensions():
 
 
 def test_extensions_use_only_what_users_can_import():
-    """Of the package, they import names of the public paths, as a program of a user does, and nothing of each other."""
+    """Of the package, they import names of the public paths, as a program of a user does.
+
+    Of each other, they import nothing, unless an extension is written with the public names of another one.
+    """
     public = {*PUBLIC_PATHS, "callbacks", "checkpoint", "data", "optimizers", "plotting", "schedulers"}
     public -= {"checking", "experiment"}  # of extensions
     for name, path in FILES.items():
@@ -124,6 +127,9 @@ def test_extensions_use_only_what_users_can_import():
             if room(module) in public:
                 assert {alias.name for alias in node.names} <= {*importlib.import_module(module).__all__}, path
                 assert module.count(".") == 1, (path, module)
+            elif extension(module) in NEEDED.get(extension(name), ()):
+                assert {alias.name for alias in node.names} <= {*importlib.import_module(module).__all__}, path
+                assert module.count(".") == 2, (path, module)
             elif extension(module) != extension(name):
                 assert (module, node.names[0].name) == (f"{PACKAGE.name}.trainer", "Trainer"), path
 

@@ -103,7 +103,7 @@ class MetricsCallback(TrainerCallback):
         self.transform = transform or default_transform
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
-        #: The copies of each collection that are updated, by logical process; itself without these.
+        #: The copies of each collection that are updated, by the number of a share; itself without shares.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
@@ -121,7 +121,7 @@ class MetricsCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._ranks = trainer.data_ranks
-        if self.train_metrics is not None:  # creates copies for logical processes, into which a state is loaded
+        if self.train_metrics is not None:  # creates copies for shares, into which a state is loaded
             self._reset(trainer, self.train_metrics)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -135,11 +135,11 @@ class MetricsCallback(TrainerCallback):
             return
         if self._pending:
             self._complete(trainer, batch, batch_output)
-        if trainer.logical is None:
+        if not trainer.division.is_fixed:
             self._update(self.train_metrics, batch, batch_output)
             return
         copies = self._copies_of(self.train_metrics)
-        for number, (share, output) in trainer.logical.outputs.items():
+        for number, (share, output) in trainer.division.outputs.items():
             self._update(copies[number], share.data, output)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -154,8 +154,7 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         if self._pending:
             self._complete(trainer, batch, batch_output)
-        number = 0 if trainer.logical is None else trainer.logical.current
-        self._update(self._copies_of(self.metrics)[number], batch, batch_output)
+        self._update(self._copies_of(self.metrics)[trainer.division.current], batch, batch_output)
 
     def try_on(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
         """Update copies of the metrics, as before training, to find mistakes; an overridden update is not tried."""
@@ -200,8 +199,8 @@ class MetricsCallback(TrainerCallback):
 
     def _reset(self, trainer: TrainerLike, metrics: MetricCollection) -> None:
         metrics.to(trainer.device).reset()
-        logical = trainer.logical
-        copies = {} if logical is None else {number: metrics.clone() for number in logical.shares.local}
+        shares = trainer.division.shares
+        copies = {} if shares is None else {number: metrics.clone() for number in shares.local}
         self._copies[id(metrics)] = copies or {0: metrics}
 
     def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:

@@ -79,7 +79,7 @@ class ThroughputCallback(TrainerCallback):
 
     :param window: number of updates over which the latest rates are measured
     :param count_flops: count the FLOPs of a sample. A warning is issued where that is not possible: with sharded
-        weights, logical processes or an overridden ``train_step``, or if the counter fails.
+        weights, ``logical_processes`` or an overridden ``train_step``, or if the counter fails.
     :param flops_per_sample: the FLOPs of a sample, forward and backward, in place of a count. For a transformer, about
         6 times its number of parameters times the number of tokens.
     :param peak_flops: the peak of one device in FLOPs per second, such as ``989e12``. By default that of a table of
@@ -235,8 +235,8 @@ def _reason_not_to_count(trainer: TrainerLike) -> str | None:
     """Return why a forward and a backward pass cannot be tried, if so."""
     if trainer.is_sharded:
         return "the model's weights are sharded"
-    if trainer.logical is not None:
-        return "a step has several logical processes"
+    if trainer.division.shares is not None:
+        return f"a step has several {trainer.division.shares.owner}es"
     if is_overridden(trainer, "train_step"):
         return f"{type(trainer).__name__} overrides train_step, which may have several passes"
     return None

@@ -8,14 +8,16 @@ import torch
 
 from pytorch_accel_lite.base.backends import describe_settings, deterministic_kernels
 from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.state import TrainerLike
 
 
 def fingerprint(trainer: TrainerLike) -> JsonObject:
     """Return the device, the versions and the settings with which a trainer computes, in JSON types."""
     device = trainer.device
-    with deterministic_kernels(trainer.deterministic):
+    with trainer.division.computing(device), deterministic_kernels(trainer.deterministic):
         settings = describe_settings(device.type == "cuda")
+        threads = torch.get_num_threads()
     name = device.type
     versions: dict[str, object] = {}
     if device.type == "cuda":
@@ -23,7 +25,6 @@ def fingerprint(trainer: TrainerLike) -> JsonObject:
         name = torch.cuda.get_device_name(device)
         versions = {"CUDA": torch.version.cuda, "cuDNN": cudnn.version()}
     elif device.type == "cpu":
-        threads = torch.get_num_threads() if trainer.logical is None else 1
         versions = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
     return {"device": name, "torch": str(torch.__version__), **settings, **versions}
 
@@ -35,14 +36,14 @@ def describe_changes(trainer: TrainerLike, metadata: JsonObject) -> str:
 
     :param metadata: from the manifest of the state
     """
-    count = None if trainer.logical is None else trainer.logical.count
-    before = metadata.get("logical_processes")
-    if count != before:
-        return (
-            f"The run was saved with logical_processes={before} and is resumed with logical_processes={count}: from "
-            "now on it is not the same run to the last bit."
-        )
-    if count is None and metadata["world_size"] != trainer.ranks.world_size:
+    for name, count in numbers_of_shares(trainer.division).items():
+        before = metadata.get(name)
+        if count != before:
+            return (
+                f"The run was saved with {name}={before} and is resumed with {name}={count}: from now on it is not the "
+                "same run to the last bit."
+            )
+    if not trainer.division.is_fixed and metadata["world_size"] != trainer.ranks.world_size:
         return ""
     saved = metadata.get("machine", {})
     now = fingerprint(trainer)

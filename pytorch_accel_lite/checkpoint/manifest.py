@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, checksum, hash_files
 from pytorch_accel_lite.checkpoint.files import hidden_name
+from pytorch_accel_lite.run.division import DIVISIONS
 from pytorch_accel_lite.run.progress import Progress
 
 T = TypeVar("T")
@@ -142,14 +143,14 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
     "stopped_by": _is_text_or_none,
     "epoch_phase": _is_integer,
     "first_epoch": _is_integer,
-    "logical_processes": _is_integer_or_none,
     "folder": lambda value: isinstance(value, str),
 }
 
 
 def _find_odd_field(manifest: JsonObject) -> str:
     """Return what is wrong with a field of a manifest whose checksum fits; empty if nothing is."""
-    checks = {**_REQUIRED, **{name: check for name, check in _OPTIONAL.items() if name in manifest}}
+    optional = {**_OPTIONAL, **dict.fromkeys(DIVISIONS, _is_integer_or_none)}
+    checks = {**_REQUIRED, **{name: check for name, check in optional.items() if name in manifest}}
     for name, check in checks.items():
         if name not in manifest or not check(manifest[name]):
             return _odd(name, manifest)

@@ -21,6 +21,7 @@ from pytorch_accel_lite.checkpoint.manifest import (
     verify_state,
 )
 from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state, read_weights
+from pytorch_accel_lite.run.division import DIVISIONS
 
 
 def _states_in(folder: Path) -> list[str]:
@@ -61,8 +62,8 @@ def print_contents(state: StrPath) -> None:
     for title in ("versions", "progress", "machine"):
         print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in manifest.get(title, {}).items()))
     print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
-    if manifest.get("logical_processes"):
-        print(f"logical processes: {manifest['logical_processes']}")
+    for name in filter(manifest.get, DIVISIONS):
+        print(f"{name.replace('_', ' ')}: {manifest[name]}")
     count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
     checksum = stored_checksum(manifest["files"][MODEL])[:16]
     print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")

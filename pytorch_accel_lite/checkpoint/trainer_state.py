@@ -53,6 +53,7 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.optimizers.operations import class_names, group_names
 from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.events import callbacks_with
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -89,14 +90,14 @@ def capture(
     full = {name: value for name, value in weights.items() if not is_sharded(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
-    if trainer.logical is not None:
-        shared["logical"] = trainer.logical.capture(trainer)
+    run = trainer.current_run
+    shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
     large: dict[str, torch.Tensor] = {}
     shared["user_attributes"], own = capture_attributes(trainer)
     shared = extract_tensors(storable(shared, "state"), shards, large)
     history: Any = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
-    losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
+    losses = {name: tracker.state_dict() for name, tracker in run.loss_trackers.items()}
     local = {"losses": losses, "generators": capture_generators(), **_position(trainer, is_local=True)}
     local |= {"user_attributes": own}
     local = storable(local, "state")
@@ -203,7 +204,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
         "seed": trainer.seed,
         "data_seed": run.data.seed,
         "first_epoch": run.data.first_epoch,
-        "logical_processes": None if trainer.logical is None else trainer.logical.count,
+        **numbers_of_shares(trainer.division),
         "machine": fingerprint(trainer),
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
     }
@@ -301,7 +302,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
 
     Also restores the attributes and registered objects again, as the starting events may have created or reset some, or
     moved them to the device. With a different number of processes, generators are reseeded, and rank 0 gets the summed
-    losses of all ranks. Logical processes continue exactly, on any number of processes.
+    losses of all ranks, unless the number of shares is fixed.
     """
     _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
     add_missing_groups(trainer, state.shared.get("trainability", {}))
@@ -312,7 +313,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))
-    if state.local is not None and trainer.logical is None:
+    if state.local is not None and not trainer.division.is_fixed:
         losses = send_to_device(state.local["losses"], trainer.device)
         restore_generators(state.local["generators"])
     else:
@@ -322,8 +323,9 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
             for name, (total, count) in sums.items()
         }
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
-    loader = trainer.current_run.data.train_loader
-    has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
+    run = trainer.current_run
+    loader = run.data.train_loader
+    has_epoch_left = trainer.progress.is_mid_epoch and not run.epoch_phase
     saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
     if loader is not None and hasattr(loader, "has_own_position"):
         loader.recall(saved.get("epoch_read"))
@@ -332,6 +334,5 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
             if message := loader.move_to(saved.get("position")):
                 trainer.print(message)
     for name, loss in losses.items():
-        trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
-    if trainer.logical is not None:
-        trainer.logical.restore(trainer, state)
+        run.loss_trackers.of(name).load_state_dict(loss)
+    trainer.division.restore(state, run.loss_trackers, run.step_metrics)

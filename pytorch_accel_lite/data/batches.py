@@ -350,9 +350,9 @@ def total_loss(losses: Losses) -> torch.Tensor:
 
 
 class Share(NamedTuple):
-    """The share of a logical process in a step.
+    """One of a fixed number of shares in a step.
 
-    :param number: number of the logical process
+    :param number: its number
     :param seed: the seed of the step, a mixture of the run's seed, the epoch and the position
     :param ends_step: whether it is the last of this step on this process
     """
@@ -371,8 +371,8 @@ class Batch(NamedTuple):
     :param total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
     :param is_last: whether this is the last step of the epoch
     :param indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
-    :param share: the share of a logical process that this is, or the last of those in a step of training, whose
-        ``data`` are the batches of all; ``None`` without logical processes
+    :param share: which of a fixed number of shares this is, or the last of those in a step of training, whose ``data``
+        are the batches of all; ``None`` for the batch of a process
     """
 
     data: BatchData

@@ -39,7 +39,7 @@ class LoaderOptions:
     :param channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
     :param yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can
         be indexed
-    :param shares: the shares of logical processes that this process reads; ``None`` without logical processes
+    :param shares: which of a fixed number of shares in a step this process reads; ``None`` for one of its own
     :param first_epoch: what the ``set_epoch`` of the user's samplers and datasets is given in the first epoch
     :param divides: let each process read a part of a stream that can be divided, in an order of its own; otherwise, the
         batches of all processes follow the order of the stream

@@ -77,9 +77,9 @@ def shard(
         if resolved.shares is not None:
             dataset = getattr(source, "dataset", source)
             raise ValueError(
-                f"logical_processes={resolved.shares.total} needs data that can be indexed, in a DataLoader, to give "
-                f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
-                "__len__ and __getitem__."
+                f"{resolved.shares.argument}={resolved.shares.total} needs data that can be indexed, in a DataLoader, "
+                f"to give each {resolved.shares.owner} its own share; {type(dataset).__name__} is read in turn. Use a "
+                "dataset with __len__ and __getitem__."
             )
         return _read_in_turn(source, ranks, device, resolved, is_of_torch)
     if ranks.world_size > 1:

@@ -45,7 +45,7 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, S
 from pytorch_accel_lite.distributed import Ranks
 
 #: For each batch that is being read: the seed of its share, and its numbers of samples on this process and on all,
-#: whether it is the last one, its indices, and the share of a logical process that it is.
+#: whether it is the last one, its indices, and which of a fixed number of shares it is.
 _Planned = deque[tuple[int | None, int, int, bool, Sequence[Index] | torch.Tensor, Share | None]]
 
 

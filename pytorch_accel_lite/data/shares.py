@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.batches import Batch, Share
 
 T = TypeVar("T")
 
@@ -111,14 +111,26 @@ class Shares:
 
     :param total: number of shares in a step
     :param local: numbers of the shares that this process reads
+    :param owner: what has a share
+    :param argument: the argument that has asked for their number, for messages; empty if that is the processes'
     """
 
     total: int
     local: range
+    owner: str = "process"
+    argument: str = ""
 
     def divide(self, rank: int, world_size: int) -> None:
         """Divide the shares among other processes; what has been read by the former division is of no use."""
         self.local = range(*split(self.total, rank, world_size))
+
+
+def joined_shares(batches: Sequence[Batch]) -> Batch:
+    """Return the last step of an epoch, on a single process, whose shares are batches."""
+    last = len(batches) - 1
+    total = sum(batch.num_samples or 0 for batch in batches)
+    shares = [b._replace(total_samples=total, share=Share(n, 0, n == last)) for n, b in enumerate(batches)]
+    return Batch(shares, total, total, True, share=shares[-1].share)
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:

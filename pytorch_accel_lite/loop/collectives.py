@@ -41,15 +41,10 @@ def gather(
         others, are left out.
     :raises ValueError: on all processes, if their tensors differ in more than the first dimension
     :raises RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
-        ``SkipFailedBatchesCallback``); in the forward and backward passes of logical processes
+        ``SkipFailedBatchesCallback``); in the forward and backward passes of one of several shares
     """
     run = self.current_run
-    if self.logical is not None and self.logical.is_computing:
-        raise RuntimeError(
-            f"gather() does not work in the forward and backward passes with logical_processes={self.logical.count}: "
-            "each process computes several of them, one after another. Call it in on_train_step_end, where it gathers "
-            "the rows of all."
-        )
+    self.division.check_gather()
     is_filler = run.batch is not None and run.batch.is_filler
     if with_gradients and run.window.is_guarded and torch.is_grad_enabled():
         raise RuntimeError(
@@ -98,8 +93,9 @@ def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
     """Raise an error if some processes certainly have no batch in the first step of an evaluation."""
     ranks, total = trainer.data_ranks, batch.total_samples
     is_short = total is not None and (total < ranks.world_size or total == batch.num_samples)
-    if trainer.logical is not None or is_short:
-        reason = f"the first step has {total} samples in all" if is_short else "logical_processes divide them unevenly"
+    if trainer.division.is_fixed or is_short:
+        uneven = f"{trainer.division.argument} divide them unevenly"
+        reason = f"the first step has {total} samples in all" if is_short else uneven
         raise RuntimeError(
             f"accelerator.gather_for_metrics() waits for all processes in each step of an evaluation, but some have no "
             f"batch: {reason}. Keep the values of each process, and call trainer.gather() once, in on_eval_epoch_end."

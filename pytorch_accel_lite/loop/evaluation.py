@@ -23,7 +23,6 @@ from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
-from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.modes import call_start
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
@@ -155,13 +154,13 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
     """Evaluate on one dataset and record its losses."""
     completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
     trainer.eval_epoch_start()
-    run.loss_trackers = create_trackers(trainer)
+    run.loss_trackers = trainer.division.create_trackers()
     call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.left_out = None if run.left_out is None else LeftOut("evaluation")
-    with inference(trainer), nullcontext() if trainer.logical is None else preserving_generators():
+    with inference(trainer), preserving_generators() if trainer.division.is_fixed else nullcontext():
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers:
             _add_losses(trainer, run, _fillers(run, last))
@@ -219,8 +218,7 @@ def evaluate(
     """Evaluate the model, counting every sample exactly once on any number of processes."""
     dataset = self._latest_eval_dataset if dataset is None else dataset
     check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-    if auto_microbatch and (self.is_sharded or self.logical is not None):
-        what = "sharded weights" if self.is_sharded else "logical_processes"
+    if auto_microbatch and (what := "sharded weights" if self.is_sharded else self.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
     request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)
     with (

@@ -83,8 +83,8 @@ def compute_batches(
     batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
     for number, batch in enumerate(batches, start=1):
         run.batch = batch
-        if trainer.logical is not None:
-            trainer.logical.begin_share(batch)
+        if trainer.division.is_fixed:
+            trainer.division.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
         if run.left_out is not None:
@@ -202,6 +202,6 @@ def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
 
 def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
     """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
-    if run.outer is not None or trainer.logical is not None:
+    if run.outer is not None or trainer.division.is_fixed:
         return preserving_generators()
     return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

@@ -30,7 +30,7 @@ def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> No
     if not (request.skips_in_prediction if is_prediction else request.skips_in_evaluation):
         return
     run.left_out = LeftOut("prediction" if is_prediction else "evaluation")
-    what = "sharded weights" if trainer.is_sharded else "logical_processes" if trainer.logical is not None else ""
+    what = "sharded weights" if trainer.is_sharded else trainer.division.argument
     if what:
         raise ValueError(
             f"SkipFailedBatchesCallback(phases=...) with {run.left_out.phase!r} does not work with {what}: no process "

@@ -98,7 +98,7 @@ def _seed(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and find the seed of the order of the data: that of a resumed run is in its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
-        seed_run(trainer.seed, alike=trainer.logical is not None)
+        seed_run(trainer.seed, alike=trainer.division.is_fixed)
     state = run.resumed
     if state is not None:
         run.data.seed = state.metadata["data_seed"]
@@ -176,7 +176,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool
         training or trainer.is_sharded,
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
-        shares=None if trainer.logical is None else trainer.logical.shares,
+        shares=trainer.division.shares,
         yields_failures=run.request.skips_failed_batches if training else run.left_out is not None,
         divides=training,
         first_epoch=run.data.first_epoch,
@@ -255,8 +255,7 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
     is_evaluation = data.train_loader is None
     updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
     request = _limit(request, accumulation, steps)
-    logical = None if trainer.logical is None else trainer.logical.count
-    processes = logical or data.ranks.world_size
+    processes = trainer.division.count or data.ranks.world_size
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
     return TrainerRunConfig(
@@ -283,7 +282,7 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
         mixed_precision=accelerator.mixed_precision,
         num_processes=accelerator.num_processes,
         seed=trainer.seed,
-        logical_processes=logical,
+        logical_processes=trainer.division.count,
         deterministic=trainer.deterministic,
     )
 
@@ -386,7 +385,7 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
     with (
         in_effect(trainer.accelerator),
         nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
-        nullcontext() if trainer.logical is None else trainer.logical.computing_identically(trainer),
+        trainer.division.computing(trainer.device),
     ):
         yield
 

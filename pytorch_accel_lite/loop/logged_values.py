@@ -6,14 +6,8 @@ import numpy as np
 import torch
 
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.run.window import Count
-
-
-def create_trackers(trainer: TrainerLike) -> LossTrackers:
-    """Return the running losses of an epoch or an evaluation that begins."""
-    return LossTrackers() if trainer.logical is None else trainer.logical.create_trackers()
 
 
 def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count | None = None) -> None:

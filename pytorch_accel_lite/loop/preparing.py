@@ -30,9 +30,8 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
     apply_model_options(trainer)
-    averages = (
-        "train_step" in trainer.current_run.overridden or trainer.logical is not None
-    )  # the step does so by itself
+    # The step does so by itself.
+    averages = "train_step" in trainer.current_run.overridden or trainer.division.is_fixed
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
     trainer.prepared_model = prepared
     trainer.model = prepared.model

@@ -24,7 +24,6 @@ from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -67,7 +66,7 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
 def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
     """Whether the evaluation can be tried silently, and as it will be later."""
     is_plain = run.resumed is None and run.left_out is None and not run.request.auto_microbatch
-    if not is_plain or trainer.is_sharded or trainer.logical is not None or run.overridden & _STEPS:
+    if not is_plain or trainer.is_sharded or trainer.division.is_fixed or run.overridden & _STEPS:
         return False
     listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)
     if not all(is_from_this_package(type(getattr(listener, "__self__", listener))) for listener in listeners):
@@ -94,7 +93,7 @@ def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
     owners = [*_modules(trainer), trainer.loss_func, *datasets_in(loader), loader.source.collate_fn]
     with (
         _untouched(owners),
-        replaced(run, batch=None, batch_number=0, loss_trackers=create_trackers(trainer)),
+        replaced(run, batch=None, batch_number=0, loss_trackers=trainer.division.create_trackers()),
         explaining(trainer, run, "evaluation"),
     ):
         run.batch = batch = read_apart(loader)

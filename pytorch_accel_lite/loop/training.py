@@ -25,7 +25,6 @@ from pytorch_accel_lite.loop.evaluation import evaluate_all, evaluate_if_due, st
 from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.gradients import gradient_sync
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending
-from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.sanity_check import check_evaluation
@@ -150,7 +149,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
 
 def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_start()
-    run.loss_trackers = run.unrecorded = create_trackers(trainer)
+    run.loss_trackers = run.unrecorded = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
@@ -250,7 +249,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     run.progress.step += 1
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
-        # Logical processes have put their shares together in the run's batch.
+        # A step of several shares has put them together in the run's batch.
         trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
     if updates:
         if listeners["on_update_end"]:

@@ -23,7 +23,6 @@ from pytorch_accel_lite.loop.arguments import check_data, check_training
 from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import begin_training, create_eval_loaders, create_train_loader, entering
-from pytorch_accel_lite.loop.logged_values import create_trackers
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
@@ -47,7 +46,7 @@ class Trial:
     :param train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
     :param request: the settings of the run
     :param supports: what the tool can try besides steps with one loss and one update: ``"train_step"``, an overridden
-        one, ``"closure"``, optimizers that need one, and ``"logical_processes"``
+        one, ``"closure"``, optimizers that need one, and the ``argument`` of a ``Division``
     :param sets_batch_size: whether ``batch_size`` holds for a ``DataLoader``, too, in place of its own
     :ivar run: the run
     """
@@ -83,11 +82,7 @@ class Trial:
         trainer, name = self.trainer, self._name
         if trainer.is_running:
             raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
-        if trainer.logical is not None and "logical_processes" not in self._supports:
-            raise ValueError(
-                f"{name}() does not work with logical_processes={trainer.logical.count}. Use a trainer without them: "
-                "the step of one logical process is that of a trainer on one process."
-            )
+        trainer.division.check_tool(name, self._supports)
         if is_overridden(trainer, "train_step") and "train_step" not in self._supports:
             raise TypeError(
                 f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
@@ -190,7 +185,7 @@ class Trial:
         """Make an update; return its mean losses over all processes, by name."""
         run = self.run
         done = run.progress.update
-        run.loss_trackers = create_trackers(self.trainer)
+        run.loss_trackers = self.trainer.division.create_trackers()
         while run.progress.update == done:
             self.train_step(next(batches))
         return run.loss_trackers.means(run.data.ranks, "{}")
@@ -203,7 +198,7 @@ class Trial:
         trainer, run = self.trainer, self.run
         with (
             replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
-            replaced(run, loss_trackers=create_trackers(trainer), epoch_phase=EpochPhase.TRAINING),
+            replaced(run, loss_trackers=trainer.division.create_trackers(), epoch_phase=EpochPhase.TRAINING),
             replaced(run, step=run.step, window=copy.copy(run.window), progress=Progress()),
         ):
             run.step = trainer._create_step(run)

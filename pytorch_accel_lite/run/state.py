@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -23,10 +23,10 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.mixtures import NamedDatasets
-from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.run.division import Division
 from pytorch_accel_lite.run.events import CallbackHandler, Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
@@ -51,30 +51,6 @@ from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.window import Accumulation, Count, GradientWindow
 
 T = TypeVar("T")
-
-
-class Logical(Protocol):
-    """The logical processes of a job, as those see them that compute with their shares.
-
-    :ivar count: number of logical processes of the job
-    :ivar current: the number of the one whose share is being computed
-    :ivar shares: which of them this process stands for, as ``shares.local``
-    :ivar outputs: the share of each in this step, by number, and what the step has returned for it
-    :ivar is_computing: whether this process computes for them
-    """
-
-    count: int
-    current: int
-    shares: Shares
-    outputs: dict[int, tuple[Batch, BatchOutput]]
-    is_computing: bool
-
-    def divide(self, ranks: Ranks) -> None: ...
-    def begin_share(self, batch: Batch) -> None: ...
-    def create_trackers(self) -> LossTrackers: ...
-    def capture(self, trainer: TrainerLike) -> StateDict: ...
-    def restore(self, trainer: TrainerLike, state: TrainingState) -> None: ...
-    def computing_identically(self, trainer: TrainerLike) -> AbstractContextManager[None]: ...
 
 
 class CompiledForwardLike(Protocol):
@@ -114,7 +90,7 @@ class TrainerLike(Protocol):
     channels_last: bool
     check_replicas: bool
     deterministic: bool | None
-    logical: Logical | None
+    division: Division
     compiled_forward: CompiledForwardLike | None
     registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None

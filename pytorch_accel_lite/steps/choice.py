@@ -5,8 +5,8 @@ from __future__ import annotations
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.loop.step import PlainStep
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
-from pytorch_accel_lite.steps.combinations import KINDS, find_features
-from pytorch_accel_lite.steps.features import Kind
+from pytorch_accel_lite.steps.combinations import find_features
+from pytorch_accel_lite.steps.features import KINDS, Kind
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
 _replaced: dict[Kind, Kind] = {}

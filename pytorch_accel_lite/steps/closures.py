@@ -21,7 +21,6 @@ from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
 from pytorch_accel_lite.steps.features import FP16, SHARDED, Conflict, Feature
-from pytorch_accel_lite.steps.logical_step import LOGICAL
 from pytorch_accel_lite.steps.manual import MANUAL
 
 
@@ -50,7 +49,6 @@ _CONFLICTS = (
     Conflict(FP16, "its scaler unscales gradients once. Use bf16"),
     Conflict(SHARDED, "gradients cannot be averaged again"),
     Conflict(MANUAL, "only the gradients of one loss and one update can be computed again"),
-    Conflict(LOGICAL, "gradients are added over the logical processes once per update"),
 )
 _SEVERAL = Feature(
     "other optimizers, unless optimizer_step is overridden",

@@ -6,13 +6,19 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compiled import COMPILED
 from pytorch_accel_lite.steps.failed_batches import GuardedStep
-from pytorch_accel_lite.steps.features import Feature, Kind
-from pytorch_accel_lite.steps.logical_step import LogicalStep
+from pytorch_accel_lite.steps.features import FP16, KINDS, SHARDED, Feature
 from pytorch_accel_lite.steps.manual import ManualStep
 
-#: The kinds of steps that a run may ask for. Any two of them conflict, so their order does not matter.
-KINDS: tuple[Kind, ...] = (GuardedStep, ManualStep, ReplayingStep, LogicalStep)
-FEATURES = (*(feature for kind in KINDS for feature in kind.features), COMPILED)
+KINDS.extend((GuardedStep, ManualStep, ReplayingStep))
+
+
+def all_features() -> list[Feature]:
+    """Return what may not work together with something else."""
+    return [*(feature for kind in KINDS for feature in kind.features), COMPILED]
+
+
+#: What the kinds of steps of an extension may conflict with, by the names that messages have.
+FEATURES = {feature.name: feature for feature in (*all_features(), FP16, SHARDED)}
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
@@ -21,7 +27,7 @@ def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
     :raises ValueError: for two that do not work together, unless that is a matter of the feature itself
     """
     found = []
-    for feature in [feature for feature in FEATURES if feature.is_used(trainer, run)]:
+    for feature in [feature for feature in all_features() if feature.is_used(trainer, run)]:
         conflict = feature.find_conflict(trainer, run)
         if conflict is None:
             found.append(feature)
@@ -32,5 +38,6 @@ def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
 
 def as_markdown() -> str:
     """Return the table of conflicts for the documentation."""
-    rows = [f"| {feature.name} | {other.name} | {why} |" for feature in FEATURES for other, why in feature.conflicts]
+    pairs = [(feature, conflict) for feature in all_features() for conflict in feature.conflicts]
+    rows = [f"| {feature.name} | {other.name} | {why} |" for feature, (other, why) in pairs]
     return "\n".join(["| feature | does not work with | because |", "|---|---|---|", *rows])

@@ -24,7 +24,6 @@ from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.run.window import Count
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
-from pytorch_accel_lite.steps.logical_step import LOGICAL
 from pytorch_accel_lite.steps.manual import MANUAL
 
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
@@ -39,7 +38,6 @@ COMPILED = Feature(
             "it may update several times. Compile the networks that it calls with torch.compile, or the model with "
             "compile_model=True",
         ),
-        Conflict(LOGICAL, "torch does not promise the same bits for compiled code, which logical processes promise"),
         Conflict(SHARDED, "compile the blocks of the model in parallelize_model()"),
     ),
     is_refused=False,

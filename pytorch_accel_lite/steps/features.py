@@ -22,14 +22,22 @@ class Feature(NamedTuple):
     """A feature of a run, as messages name it.
 
     :param is_used: whether a run of a trainer uses it
-    :param conflicts: what it does not work with
+    :param own_conflicts: what it does not work with
     :param is_refused: whether a conflict is an error before training, rather than a matter of the feature itself
+    :param excludes: what does not work with it, if that is not among the conflicts of the other one
     """
 
     name: str
     is_used: Callable[[TrainerLike, Run], bool]
-    conflicts: tuple[Conflict, ...] = ()
+    own_conflicts: tuple[Conflict, ...] = ()
     is_refused: bool = True
+    excludes: tuple[Conflict, ...] = ()
+
+    @property
+    def conflicts(self) -> list[Conflict]:
+        """What it does not work with, also as other features say."""
+        others = [(feature, excluded) for kind in KINDS for feature in kind.features for excluded in feature.excludes]
+        return [*self.own_conflicts, *(Conflict(one, why) for one, (other, why) in others if other is self)]
 
     def find_conflict(self, trainer: TrainerLike, run: Run) -> Conflict | None:
         """Return the first reason why it does not work in a run, or ``None``."""
@@ -43,6 +51,10 @@ class Kind(Protocol):
     def features(self) -> tuple[Feature, ...]: ...  # noqa: D102
     def __call__(self, trainer: TrainerLike, run: Run) -> Step: ...  # noqa: D102
 
+
+#: The kinds of steps that a run may ask for, see ``.combinations``. Any two of them conflict, so their order does not
+#: matter. An extension adds its own.
+KINDS: list[Kind] = []
 
 # What several kinds do not work with, and none provides.
 SHARDED = Feature("sharded weights", lambda trainer, run: trainer.is_sharded)

@@ -121,6 +121,7 @@ def test_two_processes_evaluate_each_sample_once():
         torch.testing.assert_close(predicted, outputs.cpu().float(), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.extension("logical")
 def test_two_processes_give_the_bits_of_one_by_logical_processes():
     first, second = each_rank(2, "logical_processes")
     with deterministic():

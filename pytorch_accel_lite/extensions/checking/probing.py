@@ -20,13 +20,15 @@ from torch.overrides import TorchFunctionMode
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import (
-    LogicalProcesses,
+    DIVISIONS,
     OwnCallbacks,
     TrainerLike,
     Trial,
     all_optimized_parameters,
+    create_division,
     find_batch_size,
     is_overridden,
+    joined_shares,
     other_modules,
     parts_in,
     replaced,
@@ -479,6 +481,8 @@ class Probe:
         :param logical_processes: number of processes, of which each has a batch of its own, in a list
         """
         trainer, trial = self.trainer, self._trial
+        if logical_processes is not None and "logical_processes" not in DIVISIONS:
+            raise NotApplicableError("The extension 'logical' is not there.")
         recorder = _Recorder(self.names)
         handler = OwnCallbacks(self._callbacks)
         handler.failures = self.failed_callbacks
@@ -487,9 +491,8 @@ class Probe:
             before.enter_context(trial.keeping_training())
             before.enter_context(self._preserving_attributes(*self._callbacks))
             if logical_processes is not None:
-                before.enter_context(replaced(trainer, seed=trainer.seed or 0))
-                logical = LogicalProcesses(trainer, logical_processes)
-                before.enter_context(replaced(trainer, logical=logical))
+                division = create_division("logical_processes", logical_processes, trainer.ranks, trainer.seed or 0)
+                before.enter_context(replaced(trainer, division=division))
             before.enter_context(trial.epoch(handler))
             self._set_mode("quiet" if quiet else "training")
 
@@ -497,7 +500,7 @@ class Probe:
                 set_seed(seed)
                 with self._watching() as watch:
                     recorder.result = Pass({}, watch)
-                    joined = batch._replace(is_last=True) if logical_processes is None else logical.join(batch)
+                    joined = batch._replace(is_last=True) if logical_processes is None else joined_shares(batch)
                     trial.train_step(joined)
                 return recorder.result
 

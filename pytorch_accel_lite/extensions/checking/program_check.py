@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.extending import (
+    Division,
     Report,
     RunRequest,
     Snapshot,
@@ -217,7 +218,7 @@ def check(
     train_copy, eval_copy = map(checks_of_data.independent_copy, (train_dataset, eval_dataset))
     callbacks, size = list(self.callback_handler), per_device_batch_size
     loading = values["train_dataloader_kwargs"], values["collate_fn"]
-    with Snapshot() as before, replaced(self, logical=None):
+    with Snapshot() as before, replaced(self, division=Division()):
         trial = Trial(self, "check", train_copy, size, request, *loading, supports=("train_step", "closure"))
         with trial.running():
             before.keep_generators_of(checks_of_data.owners_of_generators([train_dataset, eval_dataset]))

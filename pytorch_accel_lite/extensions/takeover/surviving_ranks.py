@@ -10,7 +10,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from accelerate import Accelerator
 
-from pytorch_accel_lite.extending import MACHINERY, Ranks, SharedLossTrackers, TrainerLike, open_trainers
+from pytorch_accel_lite.extending import MACHINERY, Ranks, TrainerLike, open_trainers
+from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership, change_state
 
@@ -47,8 +48,8 @@ class SurvivingRanks(Ranks):
             ranks.follow()
         for trainer in survivors():
             change_state(vars(trainer.accelerator.state), cls.membership.rank, cls.membership.world_size)
-            assert trainer.logical is not None  # see survivors()
-            trainer.logical.divide(trainer.ranks)
+            assert isinstance(trainer.division, LogicalProcesses)  # see survivors()
+            trainer.division.divide(trainer.ranks)
             for run in trainer.open_runs:
                 if isinstance(run.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
                     run.unrecorded.add_up_local()
@@ -110,7 +111,7 @@ def survivors() -> list[TrainerLike]:
     """
     trainers: list[Any] = open_trainers()
     for trainer in trainers:
-        if trainer.logical is None:
+        if not isinstance(trainer.division, LogicalProcesses):
             raise RuntimeError(
                 f"A process was lost, and {type(trainer).__name__} cannot go on without it: its results depend on the "
                 "number of processes. Create it with a seed and logical_processes=."

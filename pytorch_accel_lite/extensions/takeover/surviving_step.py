@@ -7,17 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.extending import (
-    Batch,
-    BatchOutput,
-    LogicalStep,
-    LogicalWindow,
-    Run,
-    SharedLossTrackers,
-    TrainerLike,
-    capture_generators,
-    restore_generators,
-)
+from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, capture_generators, restore_generators
+from pytorch_accel_lite.extensions.logical import LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.joining import enter, let_in
 from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks

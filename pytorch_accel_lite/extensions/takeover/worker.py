@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import torch
 
-from pytorch_accel_lite.extending import LogicalStep, replace_step, use_ranks
+from pytorch_accel_lite.extending import replace_step, use_ranks
+from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -1037,12 +1037,17 @@ RIGHT: dict[str, Callable[[], Program]] = {
 pytestmark = pytest.mark.usefixtures("no_accelerator")  # some programs compute in bfloat16
 
 
+def needing_logical(names: Iterable[str], *few: str) -> list[Any]:
+    """Names of programs, of which a few need an extension."""
+    return [pytest.param(name, marks=pytest.mark.extension("logical")) if name in few else name for name in names]
+
+
 def check(program: Program, **arguments: Any) -> Any:
     trainer, data, own_arguments = program
     return trainer.check(data, **{**own_arguments, **arguments})
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", needing_logical(WRONG, "gradients depend on the processes"))
 def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
     torch.manual_seed(0)
     expected, make = WRONG[name]
@@ -1052,7 +1057,7 @@ def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
     assert found.advice
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", needing_logical(RIGHT, "logical processes"))
 def test_right_programs_raise_no_alarm_and_are_left_as_they_were(name):
     torch.manual_seed(0)
     program = RIGHT[name]()

@@ -350,9 +350,13 @@ def test_bad_input(arguments, error, said):
         trainer_of_blocks().estimate_memory(rows(), **arguments)
 
 
-def test_settings_whose_memory_cannot_be_estimated_are_refused():
+@pytest.mark.extension("logical")
+def test_the_memory_of_logical_processes_is_not_estimated():
     with pytest.raises(ValueError, match=r"estimate_memory\(\) does not work with logical_processes=2"):
         trainer_of_blocks(logical_processes=2, seed=0).estimate_memory(rows())
+
+
+def test_settings_whose_memory_cannot_be_estimated_are_refused():
     with pytest.raises(ValueError, match=r"sharded=False, but Sharding\.parallelize_model"):
         trainer_of_blocks(Sharding).estimate_memory(rows(), world_size=2, sharded=False)
     with pytest.raises(ValueError, match="train_dataset gave no batch"):

@@ -12,25 +12,32 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.base.randomness import seed_all
-from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.data.shares import split
-from pytorch_accel_lite.data.splitting import concatenate_if_possible
-from pytorch_accel_lite.loop.batch_parts import merge_outputs
-from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
-from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.run.window import Count, GradientWindow, as_weight
-from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
-from pytorch_accel_lite.steps.features import FP16, SHARDED, Conflict, Feature
-from pytorch_accel_lite.steps.logical_gradients import GradientSum
-from pytorch_accel_lite.steps.manual import MANUAL
+from pytorch_accel_lite.extending import (
+    FEATURES,
+    Batch,
+    BatchOutput,
+    Conflict,
+    Feature,
+    GradientWindow,
+    PlainStep,
+    Run,
+    TrainerLike,
+    all_optimized_parameters,
+    as_returned,
+    as_weight,
+    backward,
+    concatenate_if_possible,
+    merge_outputs,
+    other_modules,
+    split,
+)
+from pytorch_accel_lite.extending_callbacks import Count, accumulation_dtype, seed_all, to_float
+from pytorch_accel_lite.extensions.logical.gradient_sum import GradientSum
+from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses
 
 
 def _has_module(trainer: TrainerLike, matches: Callable[[nn.Module], bool]) -> bool:
-    roots = [trainer.model, *attributes.modules(trainer).values()]
+    roots = [trainer.model, *other_modules(trainer).values()]
     return any(matches(module) for root in roots for module in root.modules())
 
 
@@ -43,29 +50,41 @@ _SPARSE = Feature(
         trainer, lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ),
 )
+_ONCE = "gradients are added over the logical processes once per update"
 LOGICAL = Feature(
     "logical_processes",
-    lambda trainer, run: trainer.logical is not None,
+    lambda trainer, run: isinstance(trainer.division, LogicalProcesses),
     (
         Conflict(
-            MICROBATCHES,
+            FEATURES["auto_microbatch=True"],
             "where memory runs out, and so the last bits, would depend on the machine. Use more logical processes with "
             "smaller batches, of which one at a time is in memory",
         ),
         Conflict(
-            SKIPPED_BATCHES,
+            FEATURES["SkipFailedBatchesCallback"],
             "the shares before the one that fails are part of sums already. Let the dataset return another sample in "
             "place of one that cannot be read",
         ),
-        Conflict(SHARDED, "each process needs all weights. Replicate the model, or train without logical processes"),
         Conflict(
-            MANUAL,
+            FEATURES["sharded weights"],
+            "each process needs all weights. Replicate the model, or train without logical processes",
+        ),
+        Conflict(
+            FEATURES["an overridden train_step"],
             "its updates would come before the gradients of other logical processes. Override "
             "calculate_train_batch_loss, which several optimizers can share",
         ),
-        Conflict(FP16, "its scaling depends on overflows of a process. Use bf16"),
+        Conflict(FEATURES["mixed_precision='fp16'"], "its scaling depends on overflows of a process. Use bf16"),
         Conflict(_SYNC_BATCH_NORM, "it mixes the batches of real processes. Use BatchNorm, or GroupNorm"),
         Conflict(_SPARSE, "they have no fixed size to exchange. Use sparse=False"),
+    ),
+    excludes=(
+        Conflict(FEATURES["an optimizer that needs a closure (LBFGS)"], _ONCE),
+        Conflict(FEATURES["recompute_gradients()"], _ONCE),
+        Conflict(
+            FEATURES["compile_step"],
+            "torch does not promise the same bits for compiled code, which logical processes promise",
+        ),
     ),
 )
 
@@ -134,17 +153,17 @@ class LogicalStep(PlainStep):
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
-        assert trainer.logical is not None  # a run with it has this kind of step
-        self._logical = trainer.logical
+        assert isinstance(trainer.division, LogicalProcesses)  # a run with it has this kind of step
+        self._logical = trainer.division
         self._ranks = run.ranks
         batch_size = run.required_config.train_per_device_batch_size
         self._window = self.window_kind(trainer, run.window.steps, batch_size, self._logical.count)
-        self._modules = [trainer.model, *attributes.modules(trainer).values()]
+        self._modules = [trainer.model, *other_modules(trainer).values()]
         self._buffered_modules: list[nn.Module] = []
         self._returned: dict[int, BatchOutput] = {}  # what is recorded of the shares, if callbacks may have changed it
         run.window = self._window
         self._find_buffers()
-        shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
+        shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *self._buffers()]
         run.ranks.copy_from_first(list(dict.fromkeys(shared)))
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
@@ -160,7 +179,7 @@ class LogicalStep(PlainStep):
         window, sums = self._window, self._window.sums
         self._find_buffers()
         before = _copies(self._buffers())
-        parameters = dict.fromkeys([*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)])
+        parameters = dict.fromkeys([*trainer.model.parameters(), *all_optimized_parameters(trainer)])
         sums.begin_step([parameter for parameter in parameters if parameter.requires_grad])  # may change between steps
         first = self._compute_shares(trainer, run, batch, before)
         run.progress.add_samples(batch.total_samples)

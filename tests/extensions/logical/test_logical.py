@@ -35,10 +35,11 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.data import Mixture, OwnShard
-from pytorch_accel_lite.data.shares import split
+from pytorch_accel_lite.extending import split
+from pytorch_accel_lite.extensions.logical import LogicalStep
+from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
 from pytorch_accel_lite.finetuning import ModelFreezer
-from pytorch_accel_lite.steps.logical_gradients import Node, TreeSum, blocks_of
-from tests.launching import SOAK
+from tests.launching import SOAK, two_are_enough
 from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, run_to_the_end
 from tests.soak import soak
@@ -54,6 +55,7 @@ from tests.tasks import (
     train,
     weights,
 )
+from tests.test_events import PARTS, TWO_STEPS, Kind, check_kind
 
 P = TrainerPlaceholderValues
 
@@ -432,6 +434,19 @@ def test_the_report_of_a_loss_that_is_not_finite_has_the_samples_of_each_share(t
     with pytest.raises(NonFiniteLossError):
         train(trainer)
     assert json.loads(report.report.read_text())["indices"] == [[0, 1], [2, 3]]
+
+
+def fires_every_event() -> None:
+    check_kind(Kind(LogicalStep, PARTS, partial(make_trainer, logical_processes=2, seed=1), TWO_STEPS))
+
+
+def test_their_step_fires_every_event_in_the_documented_order():
+    fires_every_event()
+
+
+@two_are_enough
+def test_it_fires_every_event_on_each_of_several_processes(ranks):
+    ranks.run(fires_every_event)
 
 
 # ---------------------------------------------------------------------------------------------------- states

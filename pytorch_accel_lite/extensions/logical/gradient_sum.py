@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.data.shares import split
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extending import Ranks, split
 
 #: The gradients of the parameters, in their order; ``None`` where there is none.
 Gradients = list[torch.Tensor | None]

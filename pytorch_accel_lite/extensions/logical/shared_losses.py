@@ -1,0 +1,70 @@
+"""Running losses whose sums over all processes do not depend on the number of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from pytorch_accel_lite.extending import BatchOutput, LossTracker, LossTrackers, Shares
+from pytorch_accel_lite.extending_callbacks import Count
+
+
+class SharedLossTrackers(LossTrackers):
+    """Running losses of this process, which are displayed, and of each of its logical processes.
+
+    The latter are added up in the order of the logical processes for the means over all processes.
+
+    :ivar by_number: those of each logical process; of those that others compute, as far as they have been loaded
+    """
+
+    def __init__(self, shares: Shares, current: Callable[[], int]) -> None:
+        super().__init__()
+        self._current = current
+        self._shares = shares
+        self.by_number = {number: LossTrackers() for number in range(shares.total)}
+
+    def add(self, output: BatchOutput) -> None:
+        """Add the losses of a share."""
+        super().add(output)
+        self.by_number[self._current()].add(output)
+
+    def log(self, name: str, value: torch.Tensor | float, weight: Count) -> None:
+        """Add a value of a share under its own name."""
+        super().log(name, value, weight)
+        self.by_number[self._current()].log(name, value, weight)
+
+    @property
+    def first_local(self) -> int:
+        """The number of the first logical process of this rank."""
+        return self._shares.local[0]
+
+    def local_sums(self) -> list[dict[str, tuple[float, float]]]:
+        """Return the sums of each logical process of this rank."""
+        return [sums for number in self._shares.local for sums in self.by_number[number].local_sums()]
+
+    def load_sums(self, sums: Iterable[dict[str, tuple[float, float]]], first: int = 0) -> None:
+        """Load the sums of logical processes, in their order; those of missing ones stay as they are.
+
+        :param first: number of the first of them
+        """
+        for number, by_name in zip(range(first, len(self.by_number)), sums, strict=False):
+            trackers = self.by_number[number] = LossTrackers()
+            for name, (total, count) in by_name.items():
+                load_sum(trackers.of(name), total, count)
+
+    def add_up_local(self) -> None:
+        """Let the losses of this process be those of its logical processes, which have been others before."""
+        summed: dict[str, tuple[float, float]] = {}
+        for sums in self.local_sums():
+            for name, (total, count) in sums.items():
+                before = summed.get(name, (0.0, 0.0))
+                summed[name] = before[0] + total, before[1] + count
+        for name, (total, count) in summed.items():
+            load_sum(self.of(name), total, count)
+
+
+def load_sum(tracker: LossTracker, total: float, count: float) -> None:
+    """Let a running mean have these sums."""
+    value = total / count if count else 0.0
+    tracker.load_state_dict({"total_loss": total, "running_count": count, "loss_value": value})

@@ -1,0 +1,106 @@
+"""How the work of each step is divided among the processes of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.data.batches import Batch, BatchOutput
+from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extension_names import ARGUMENTS, is_not_there
+from pytorch_accel_lite.run.history import MetricValue
+from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.parts import TrainingState
+
+
+class Division:
+    """How the work of each step is divided. Here, each process computes a batch of its own.
+
+    Other kinds divide a step into a fixed number of shares, of which each process computes some: what a share gives,
+    and so the run, does not depend on the number of processes.
+
+    :cvar is_fixed: whether the number of shares is fixed. Between steps, all processes then have the same random
+        numbers, and the step adds up the gradients.
+    :cvar argument: the argument of a trainer that asks for it, for messages; empty if none does
+    :ivar shares: the shares that this process reads and computes; ``None`` for the batch of this process
+    :ivar current: number of the share that is being computed
+    :ivar outputs: the batch of each share of this process in the latest training step, and what the step has returned
+        for it, by number; empty without shares
+    """
+
+    is_fixed = False
+    argument = ""
+    shares: Shares | None = None
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
+
+    @property
+    def count(self) -> int | None:
+        """The number of shares in a step; ``None`` for as many as there are processes."""
+        return None if self.shares is None else self.shares.total
+
+    def check_tool(self, name: str, supports: Collection[str]) -> None:
+        """Raise an error for a method that tries steps of a trainer, if it cannot make these.
+
+        :param supports: arguments of trainers with which it can
+        """
+
+    def check_gather(self) -> None:
+        """Raise an error if the processes cannot gather now, as they do not compute alike."""
+
+    def computing(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which runs compute."""
+        return nullcontext()
+
+    def begin_share(self, batch: Batch) -> None:
+        """Begin the computation of a share. Called only if their number is fixed."""
+
+    def create_trackers(self) -> LossTrackers:
+        """Return the running losses of an epoch or an evaluation that begins."""
+        return LossTrackers()
+
+    def capture(self, ranks: Ranks, losses: LossTrackers, metrics: dict[str, MetricValue]) -> StateDict:
+        """Return what a training state keeps of the shares, the same on all processes. Called on each of them.
+
+        :param losses: the running losses of the epoch
+        :param metrics: values measured in the latest update
+        """
+        return {}
+
+    def restore(self, state: TrainingState, losses: LossTrackers, metrics: dict[str, MetricValue]) -> None:
+        """Restore the result of ``capture()``, once everything else is restored."""
+
+
+class MakesDivision(Protocol):
+    """Makes the division that an argument of a trainer asks for."""
+
+    def __call__(self, ranks: Ranks, seed: int | None, value: int) -> Division: ...  # noqa: D102
+
+
+#: What makes a division, by the argument of the trainer that asks for it. An extension adds its own.
+DIVISIONS: dict[str, MakesDivision] = {}
+
+
+def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | None) -> Division:
+    """Return the division that an argument of a trainer asks for.
+
+    :param value: its value; ``None`` for a batch of each process
+    :raises ValueError: if the extension that has the argument is not there
+    """
+    if value is None:
+        return Division()
+    if argument not in DIVISIONS:
+        raise ValueError(f"{argument}={value!r} {is_not_there(ARGUMENTS[argument])}")
+    return DIVISIONS[argument](ranks, seed, value)
+
+
+def numbers_of_shares(division: Division) -> dict[str, int | None]:
+    """Return what a training state says of a division: the number of shares, by the argument that asks for them."""
+    return {argument: division.count if argument == division.argument else None for argument in DIVISIONS}
