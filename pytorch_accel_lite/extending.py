@@ -7,6 +7,7 @@ besides its model; what batches consist of; and how results and errors look.
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
+from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error
@@ -30,6 +31,7 @@ from pytorch_accel_lite.data.shares import Shares, joined_shares, split
 from pytorch_accel_lite.data.splitting import concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
+from pytorch_accel_lite.distributed.layout import mesh_infos
 from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
@@ -70,8 +72,8 @@ __all__ = [
     "Conflict", "FEATURES", "Feature", "GradientWindow", "PlainStep", "ShardedStep", "as_returned", "as_weight",
     "backward", "merge_outputs",
     # Steps that are divided into a fixed number of shares.
-    "LossTracker", "LossTrackers", "Shares", "concatenate_if_possible", "deterministic_kernels", "joined_shares",
-    "split",
+    "LossTracker", "LossTrackers", "Shares", "are_sharded", "concatenate_if_possible", "deterministic_kernels",
+    "joined_shares", "mesh_infos", "split",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
     # What stores are written with.

@@ -66,7 +66,7 @@ class PredictionWriterCallback(TrainerCallback):
         folder = PredictionFolder(self.directory)
         folder.check_is_shared(trainer.ranks)
         start, replaced = trainer.ranks.broadcast_object(
-            lambda: folder.begin(length, weights, self.overwrite, trainer.run.locks)
+            lambda: folder.begin(length, weights, self.overwrite, trainer.run.cleanup)
         )
         request.first_sample = start
         if replaced:

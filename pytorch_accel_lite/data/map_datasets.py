@@ -88,7 +88,7 @@ class _EpochShares:
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
         epoch, position, limit, min_share, planned = self._next
-        num_shares, numbers = self._division.total, self._division.local
+        num_shares = self._division.total
         least = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
         epoch_seed = None if run_seed is None else mix(run_seed, epoch)
@@ -102,21 +102,27 @@ class _EpochShares:
                 lengths = [len(batch) for batch in group]
                 least = min(min_share, max(lengths))
             size = len(indices)
-            for number in numbers:
-                begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, least, lengths)
+            shares = [(0, 0, size)] if num_shares == 1 else self._local_shares(size, least, lengths)
+            for number, begin, end in shares:
                 count = end - begin
-                if not count and (number != numbers[0] or not self._options.fill):
-                    continue
                 local = indices if count == size else indices[begin:end]
                 first, to_read = (position + begin, local) if count else (position, indices[:least])
                 if epoch_seed is not None:
                     seed = mix(first, after=epoch_seed)
                 if self._options.shares is not None:
-                    ends_step = end == size or number == numbers[-1]
-                    share = Share(number, mix(run_seed or 0, epoch, 0, position), ends_step)
+                    share = Share(number, mix(run_seed or 0, epoch, 0, position), (number, begin, end) == shares[-1])
                 planned.append((seed, count, size, is_last, local, share))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
+
+    def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
+        """Return the numbers and bounds of this process's shares of a step; those of a filler enclose nothing."""
+        division, options = self._division, self._options
+        shares = [(number, *split(size, number, division.total, least, lengths)) for number in division.local]
+        if options.evens_shares:  # one that it lacks has the number of its last one
+            return shares + [(division.local[-1], size, size)] * division.lacking(self._ranks.world_size)
+        has_first = shares[:1] if options.fill else []
+        return has_first + [share for share in shares[len(has_first) :] if share[2] > share[1]]
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[BatchData]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""

@@ -124,6 +124,10 @@ class Shares:
         """Divide the shares among other processes; what has been read by the former division is of no use."""
         self.local = range(*split(self.total, rank, world_size))
 
+    def lacking(self, world_size: int) -> int:
+        """Return how many shares fewer than the process with the most of them this process reads in a step."""
+        return -(-self.total // world_size) - len(self.local)
+
 
 def joined_shares(batches: Sequence[Batch]) -> Batch:
     """Return the last step of an epoch, on a single process, whose shares are batches."""

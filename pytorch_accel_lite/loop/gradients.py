@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
@@ -54,8 +55,9 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
         if run.window.clipped_ids != ids:
             run.window.clipped_ids, run.window.clipped = ids, _in_model_order(clipped, trainer.model)
         clipped = run.window.clipped
-    if are_sharded(clipped):
-        run.step.gradient_norm = clip_shards(accelerator, clipped, value, norm)
+    if are_sharded(clipped) or trainer.division.is_fixed:
+        norm_of = norm_by_rows if trainer.division.is_fixed else total_norm_of_shards
+        run.step.gradient_norm = clip_shards(accelerator, clipped, value, norm, norm_of)
         return
     if value is not None:
         accelerator.clip_grad_value_(clipped, value)
@@ -96,7 +98,9 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
         optimized = optimized_parameters(run.step.optimizer_to_update(trainer))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
-        if are_sharded(optimized):
+        if trainer.division.is_fixed:
+            run.step.gradient_norm = norm_by_rows(gradients)
+        elif are_sharded(optimized):
             run.step.gradient_norm = total_norm_of_shards(gradients)
         else:
             run.step.gradient_norm = torch.nn.utils.get_total_norm(gradients)
@@ -117,10 +121,55 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return full[0] if len(full) == 1 else torch.nn.utils.get_total_norm(full)
 
 
+def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the total norm of gradients, the same bits whether they are whole or sharded along their rows.
+
+    Squares are added up within each row, on the process that has it, and then over all rows in their order.
+    """
+    by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    places: list[tuple[dist.ProcessGroup | None, int]] = []
+    for gradient in gradients:
+        sums, group = _sums_of_rows(gradient)
+        of_group = by_group.setdefault(group, [])
+        places.append((group, len(of_group)))
+        of_group.append(sums)
+    for group, parts in by_group.items():
+        if group is not None:  # the others have added nothing where this process has its rows
+            summed = torch.cat(parts)
+            dist.all_reduce(summed, group=group)
+            by_group[group] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
+    rows = [by_group[group][index] for group, index in places]
+    return torch.cat(rows).sum().sqrt() if rows else torch.zeros(())
+
+
+def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
+    """Return the sum of the squares in each row, zero in rows of other processes, and the group of these processes."""
+    shard = local(gradient.detach())
+    dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
+    squares = shard.to(dtype).square()
+    sums = squares.sum(dim=[*range(1, squares.ndim)]) if squares.ndim > 1 else squares.reshape(-1)
+    dims = [dim for dim, placement in enumerate(getattr(gradient, "placements", ())) if placement.is_shard()]
+    if not dims:
+        return sums, None
+    mesh: Any = gradient.device_mesh
+    rows = gradient.shape[0]
+    start = min(-(-rows // mesh.size(dims[0])) * mesh.get_local_rank(dims[0]), rows)
+    whole = sums.new_zeros(rows)
+    whole[start : start + len(sums)] = sums
+    return whole, mesh.get_group(dims[0])
+
+
 def clip_shards(
-    accelerator: Accelerator, parameters: Iterable[torch.nn.Parameter], value: float | None, norm: float | None
+    accelerator: Accelerator,
+    parameters: Iterable[torch.nn.Parameter],
+    value: float | None,
+    norm: float | None,
+    norm_of: Callable[[Iterable[torch.Tensor]], torch.Tensor],
 ) -> torch.Tensor | None:
-    """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it."""
+    """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it.
+
+    :param norm_of: returns the total norm of gradients
+    """
     # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
     accelerator.unscale_gradients()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -130,6 +179,6 @@ def clip_shards(
         torch._foreach_clamp_max_(shards, value)
     if norm is None:
         return None
-    total = total_norm_of_shards(gradients)
+    total = norm_of(gradients)
     torch._foreach_mul_(shards, torch.clamp(norm / (total + 1e-6), max=1.0))
     return total

@@ -117,7 +117,7 @@ def _lock_paths(trainer: TrainerLike, run: Run) -> None:
 
     def lock() -> None:
         for path, argument in run.request.locked_paths.items():
-            run.locks.callback(lock_path(argument, path).release)
+            run.cleanup.callback(lock_path(argument, path).release)
 
     if run.request.locked_paths:
         run.ranks.run_together(lock, only_first=True)
@@ -168,15 +168,17 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
 
 def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run."""
+    evens_shares = trainer.is_sharded and trainer.division.is_fixed and run.ranks.world_size > 1
     loader = shard(
         source,
         run.data.ranks,
         run.device,
         run.data.seed,
-        training or trainer.is_sharded,
+        training or (trainer.is_sharded and not trainer.division.is_fixed),
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=trainer.division.shares,
+        evens_shares=evens_shares,
         yields_failures=run.request.skips_failed_batches if training else run.left_out is not None,
         divides=training,
         first_epoch=run.data.first_epoch,
@@ -341,7 +343,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with ExitStack() as run.locks, computing(trainer), _with_the_others(trainer, run, call):
+        with ExitStack() as run.cleanup, computing(trainer), _with_the_others(trainer, run, call):
             if run.outer is None and (run.ranks.world_size > 1 or "parallelize_model" in run.overridden):
                 begin_sharded(trainer, run)
             yield

@@ -312,7 +312,7 @@ class Run:
     :ivar outer: the run within which this one was started, if any
     :ivar resumed: the training state from which the run starts, until it is restored
     :ivar goodput: how the time of the job is spent
-    :ivar locks: closed when the run ends, which frees the paths that it writes to
+    :ivar cleanup: closed when the run ends, which frees the paths that it writes to, and undoes what holds only in it
     """
 
     ranks: Ranks
@@ -329,7 +329,7 @@ class Run:
     end: RunEnd = field(default_factory=RunEnd)
     outer: Run | None = None
     accumulation: Accumulation = field(default_factory=partial(Accumulation, 1))
-    locks: ExitStack = field(default_factory=ExitStack)
+    cleanup: ExitStack = field(default_factory=ExitStack)
     goodput: Goodput = field(default_factory=Goodput)
     progress: Progress = field(default_factory=Progress)
     epoch_phase: EpochPhase = EpochPhase.TRAINING

@@ -52,13 +52,16 @@ class GradientSum:
         self._total: Gradients | None = None  # with one process
         self._slices: list[torch.Tensor] = []
         self._missed: set[int] = set()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.drop()
 
     def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Begin a step that computes gradients of these parameters, whose earlier gradients are dropped."""
         self._tree.nodes.clear()
         self._parameters = list(parameters)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the gradients of a share that has no samples."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -68,8 +71,7 @@ class GradientSum:
         :param number: number of its logical process
         """
         gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.drop()
         self._add_empty_shares(number)
         self._tree.push(Node(0, number, gradients))
 
@@ -111,7 +113,7 @@ class GradientSum:
         unused: set[int] = set()
         for (indices, with_flags), part in zip(self._groups(), self._slices, strict=True):
             gathered = part.new_empty(len(part) * self._ranks.world_size)
-            dist.all_gather_into_tensor(_bytes(gathered), _bytes(part))
+            dist.all_gather_into_tensor(view_as_bytes(gathered), view_as_bytes(part))
             parameters = [self._parameters[index] for index in indices]
             sizes = [parameter.numel() for parameter in parameters]
             *pieces, _ = gathered.split([*sizes, len(gathered) - sum(sizes)])  # type: ignore[no-untyped-call]
@@ -149,7 +151,7 @@ class GradientSum:
         received_slices = sent_slices.new_empty(sum(received_sizes))
         scale = sent_slices.element_size()
         sizes = [n * scale for n in received_sizes], [n * scale for n in sent_sizes]
-        dist.all_to_all_single(_bytes(received_slices), _bytes(sent_slices), *sizes)
+        dist.all_to_all_single(view_as_bytes(received_slices), view_as_bytes(sent_slices), *sizes)
         del sent_slices
         tree = TreeSum[torch.Tensor](torch.Tensor.add_)
         blocks = (block for rank_blocks in self._blocks for block in rank_blocks)
@@ -178,7 +180,7 @@ class GradientSum:
         return torch.cat([*(part.detach().reshape(-1) for part in parts), tail])
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view that any backend can send, whatever the dtype."""
     return tensor.view(torch.uint8)
 

@@ -34,6 +34,7 @@ from pytorch_accel_lite.extending import (
 from pytorch_accel_lite.extending_callbacks import Count, accumulation_dtype, seed_all, to_float
 from pytorch_accel_lite.extensions.logical.gradient_sum import GradientSum
 from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses
+from pytorch_accel_lite.extensions.logical.sharded_gradients import ShardedGradients, is_fully_sharded
 
 
 def _has_module(trainer: TrainerLike, matches: Callable[[nn.Module], bool]) -> bool:
@@ -49,6 +50,10 @@ _SPARSE = Feature(
     lambda trainer, run: _has_module(
         trainer, lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     ),
+)
+_SHARDED_OTHERWISE = Feature(
+    "weights sharded by other means than fully_shard",
+    lambda trainer, run: trainer.is_sharded and (run.data.ranks.replicas > 1 or not is_fully_sharded(trainer.model)),
 )
 _ONCE = "gradients are added over the logical processes once per update"
 LOGICAL = Feature(
@@ -66,8 +71,8 @@ LOGICAL = Feature(
             "place of one that cannot be read",
         ),
         Conflict(
-            FEATURES["sharded weights"],
-            "each process needs all weights. Replicate the model, or train without logical processes",
+            _SHARDED_OTHERWISE,
+            "its gradients are not reduced once per share. Shard the model with fully_shard (FSDP2), or replicate it",
         ),
         Conflict(
             FEATURES["an overridden train_step"],
@@ -162,9 +167,11 @@ class LogicalStep(PlainStep):
         self._buffered_modules: list[nn.Module] = []
         self._returned: dict[int, BatchOutput] = {}  # what is recorded of the shares, if callbacks may have changed it
         run.window = self._window
+        self._sharded = ShardedGradients(trainer.model, run.ranks, self._logical.count)
+        self._sharded.take_over(run.cleanup)
         self._find_buffers()
-        shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *self._buffers()]
-        run.ranks.copy_from_first(list(dict.fromkeys(shared)))
+        parameters = self._sharded.without([*trainer.model.parameters(), *all_optimized_parameters(trainer)])
+        run.ranks.copy_from_first(list(dict.fromkeys([*parameters, *self._buffers()])))
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
         """Do nothing: the gradients and buffers of logical processes are the same on all."""
@@ -179,11 +186,13 @@ class LogicalStep(PlainStep):
         window, sums = self._window, self._window.sums
         self._find_buffers()
         before = _copies(self._buffers())
-        parameters = dict.fromkeys([*trainer.model.parameters(), *all_optimized_parameters(trainer)])
-        sums.begin_step([parameter for parameter in parameters if parameter.requires_grad])  # may change between steps
+        parameters = self._sharded.without([*trainer.model.parameters(), *all_optimized_parameters(trainer)])
+        sums.begin_step([p for p in dict.fromkeys(parameters) if p.requires_grad])  # may change between steps
+        self._sharded.begin_step()
         first = self._compute_shares(trainer, run, batch, before)
         run.progress.add_samples(batch.total_samples)
         sums.end_step()
+        self._sharded.end_step()
         _restore(self._buffers(), first)
         run.ranks.copy_from_first(self._buffers())
         nominal, true = window.sizes or (window.nominal, 0)
@@ -206,7 +215,8 @@ class LogicalStep(PlainStep):
                 _restore(self._buffers(), before)
             run.batch = share
             self._logical.begin_share(share)
-            self._logical.outputs[share.share.number] = share, self._compute(trainer, run, share)
+            output = self._compute(trainer, run, share)
+            self._logical.outputs.setdefault(share.share.number, (share, output))  # a filler may have the same number
             first = first or _copies(self._buffers())
         return first
 
@@ -215,10 +225,14 @@ class LogicalStep(PlainStep):
         window = self._window
         window.number = self._logical.current
         self._logical.is_computing = True
+        self._sharded.begin_share(share.is_filler)
         try:
             output = self.forward(trainer, run, share)
             if share.is_filler:
-                window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+                loss = window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+                if self._sharded.is_needed:
+                    trainer.backward_step(loss)
+                    window.sums.drop()
             else:
                 kept = as_returned(trainer, output)
                 if kept is not output:
