@@ -75,7 +75,7 @@ def without(extension: str, text: str) -> str:
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
             for imported in (alias.asname or alias.name for alias in node.names):
                 # In a list of names; what a class takes from it; a command.
-                named = rf'^ +("{imported}",|\w+ = {imported}\b.*|"\w*": {imported},)\n'
+                named = rf'^ +("{imported}",|\w+ = {imported}\b.*)\n|"\w*": {imported}\b,? ?'
                 lines = [re.sub(named, "", line) for line in lines]
     return "".join(lines)
 
