@@ -21,13 +21,14 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
     BatchOutput,
+    Share,
     find_batch_size,
     is_single_sample,
     parts_in,
     tensors_in,
 )
 from pytorch_accel_lite.data.loss_shapes import LossShapeError
-from pytorch_accel_lite.data.shares import Shares, joined_shares, split
+from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.data.splitting import concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
@@ -72,8 +73,8 @@ __all__ = [
     "Conflict", "FEATURES", "Feature", "GradientWindow", "PlainStep", "ShardedStep", "as_returned", "as_weight",
     "backward", "merge_outputs",
     # Steps that are divided into a fixed number of shares.
-    "LossTracker", "LossTrackers", "Shares", "are_sharded", "concatenate_if_possible", "deterministic_kernels",
-    "joined_shares", "mesh_infos", "split",
+    "LossTracker", "LossTrackers", "Share", "Shares", "are_sharded", "concatenate_if_possible",
+    "deterministic_kernels", "mesh_infos", "split",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
     # What stores are written with.

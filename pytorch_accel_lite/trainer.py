@@ -45,7 +45,7 @@ from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
 from pytorch_accel_lite.extensions.checking import program_check
-from pytorch_accel_lite.extensions.logical import of_trainer
+from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
@@ -166,7 +166,7 @@ class Trainer:
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
     :ivar scheduler: the scheduler of the run, or ``None``
     :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
-    :ivar division: how the work of each step is divided among the processes
+    :ivar division: how the work of each step is divided among the processes, a ``Division``
     :ivar logical: with ``logical_processes``, those that this process stands for, and the outputs of each in a step
     :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
         training states all attributes of users that they can hold
@@ -632,7 +632,7 @@ class Trainer:
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = estimate.estimate_memory
-    logical = of_trainer
+    logical = logical_of_trainer
     summary = layer_summary.summary
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES

@@ -103,14 +103,14 @@ class _EpochShares:
                 least = min(min_share, max(lengths))
             size = len(indices)
             shares = [(0, 0, size)] if num_shares == 1 else self._local_shares(size, least, lengths)
-            for number, begin, end in shares:
+            for place, (number, begin, end) in enumerate(shares, start=1):
                 count = end - begin
                 local = indices if count == size else indices[begin:end]
                 first, to_read = (position + begin, local) if count else (position, indices[:least])
                 if epoch_seed is not None:
                     seed = mix(first, after=epoch_seed)
                 if self._options.shares is not None:
-                    share = Share(number, mix(run_seed or 0, epoch, 0, position), (number, begin, end) == shares[-1])
+                    share = Share(number, mix(run_seed or 0, epoch, 0, position), ends_step=place == len(shares))
                 planned.append((seed, count, size, is_last, local, share))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from pytorch_accel_lite.data.batches import Batch, Share
+from pytorch_accel_lite.data.batches import Batch
 
 T = TypeVar("T")
 
@@ -127,14 +127,6 @@ class Shares:
     def lacking(self, world_size: int) -> int:
         """Return how many shares fewer than the process with the most of them this process reads in a step."""
         return -(-self.total // world_size) - len(self.local)
-
-
-def joined_shares(batches: Sequence[Batch]) -> Batch:
-    """Return the last step of an epoch, on a single process, whose shares are batches."""
-    last = len(batches) - 1
-    total = sum(batch.num_samples or 0 for batch in batches)
-    shares = [b._replace(total_samples=total, share=Share(n, 0, n == last)) for n, b in enumerate(batches)]
-    return Batch(shares, total, total, True, share=shares[-1].share)
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:

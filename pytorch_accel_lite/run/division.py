@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -78,14 +77,9 @@ class Division:
         """Restore the result of ``capture()``, once everything else is restored."""
 
 
-class MakesDivision(Protocol):
-    """Makes the division that an argument of a trainer asks for."""
-
-    def __call__(self, ranks: Ranks, seed: int | None, value: int) -> Division: ...  # noqa: D102
-
-
-#: What makes a division, by the argument of the trainer that asks for it. An extension adds its own.
-DIVISIONS: dict[str, MakesDivision] = {}
+#: What makes a division of the processes, the seed and the value of the argument of a trainer that asks for it, by the
+#: name of that argument. An extension adds its own.
+DIVISIONS: dict[str, Callable[[Ranks, int | None, int], Division]] = {}
 
 
 def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | None) -> Division:

@@ -22,13 +22,13 @@ from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import (
     DIVISIONS,
     OwnCallbacks,
+    Share,
     TrainerLike,
     Trial,
     all_optimized_parameters,
     create_division,
     find_batch_size,
     is_overridden,
-    joined_shares,
     other_modules,
     parts_in,
     replaced,
@@ -529,6 +529,14 @@ def is_divisible(batch: Batch) -> bool:
     except (ValueError, IndexError, TypeError):
         return False
     return any(is_as_long(part, size) for part in parts_in([batch.data]))
+
+
+def joined_shares(batches: Sequence[Batch]) -> Batch:
+    """Return the last step of an epoch, on a single process, whose shares are batches."""
+    last = len(batches) - 1
+    total = sum(batch.num_samples or 0 for batch in batches)
+    shares = [b._replace(total_samples=total, share=Share(n, 0, n == last)) for n, b in enumerate(batches)]
+    return Batch(shares, total, total, True, share=shares[-1].share)
 
 
 def select(batch: Batch, rows: Sequence[int]) -> Batch:

@@ -150,4 +150,4 @@ class _OfTrainer:
 
 
 #: An attribute of ``Trainer``.
-of_trainer = _OfTrainer()
+logical_of_trainer = _OfTrainer()
