@@ -122,7 +122,7 @@ def test_what_a_gpu_will_run_compiled_can_be_compiled_ahead():
     assert '{"workload"' not in done.stdout
 
 
-def test_other_errors_of_a_contender_are_not_taken_for_synchronisations():
+def test_other_errors_of_a_contender_are_no_synchronisations():
     def train(batches):
         raise RuntimeError(f"{next(batches)} is wrong")
 
@@ -170,14 +170,14 @@ def test_logical_processes_are_measured_against_ddp_by_hand():
         assert sent == "0.00 MB"  # of one process
 
 
-def test_every_way_to_feed_processes_is_measured_against_the_loop_by_hand():
+def test_each_way_to_feed_processes_is_compared_with_a_loop():
     rows = printed_rows(run_module("benchmarks.streams", "--quick"))
     assert len(rows) == 9
     assert all(float(ratio) > 0 for _, _, *ratios in rows for ratio in ratios)
 
 
 @of_a_soak
-def test_every_way_to_agree_is_measured_against_the_loop_that_exchanges_nothing():
+def test_each_way_to_agree_is_compared_with_no_exchange():
     done = launch([*TORCHRUN, "2", "-m", "benchmarks.collectives", "--quick"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}
     assert len(rows) == 10

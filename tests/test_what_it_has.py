@@ -138,11 +138,10 @@ HELD = {
     "test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names",
     "one file describes a run": "test_experiments.py::test_a_run_from_a_file_ends_in_the_bits_of_the_script",
     "the command line wins over the file": "test_experiments.py::"
-    "test_arguments_that_another_class_does_not_take_go_with_the_class",
-    "arguments of your own": "test_experiments.py::test_functions_without_types_and_with_further_arguments_make_parts",
+    "test_another_class_drops_the_arguments_it_does_not_take",
+    "arguments of your own": "test_experiments.py::test_functions_without_types_make_parts_of_an_experiment",
     "unknown options are named": "test_experiments.py::test_what_is_wrong_is_named_with_its_place_and_the_remedy",
-    "a folder for results, named like the file": "test_run_folders.py::"
-    "test_each_run_has_a_folder_of_its_own_unless_it_resumes_or_overwrites",
+    "a folder for results, named like the file": "test_run_folders.py::test_each_new_run_has_its_own_folder",
     "commands to train and to test": "test_testing.py::test_the_command_tests_as_the_file_says",
     "the settings are kept beside the results": "test_experiments.py::test_the_resolved_file_is_the_same_experiment",
     "mixed precision by an option": "test_experiments.py::test_an_accelerator_is_described_by_its_arguments",
@@ -152,8 +151,7 @@ HELD = {
     "idle GPUs are chosen": "test_idle_gpus.py::test_the_gpus_with_the_least_in_use_are_chosen",
     "each process draws numbers of its own": "test_data.py::"
     "test_randomness_in_the_dataset_follows_from_seed_epoch_and_position",
-    "synchronised batch norm": "test_batch_norm.py::"
-    "test_conversion_keeps_the_model_its_parameters_buffers_modes_and_results",
+    "synchronised batch norm": "test_batch_norm.py::test_conversion_to_sync_batch_norm_keeps_model_and_results",
     "progress and numbers of batches agree over processes": "test_data.py::"
     "test_the_same_global_batch_has_the_same_samples_on_any_number_of_processes",
     "stopping is agreed over processes": "test_stopping.py::"
@@ -162,12 +160,10 @@ HELD = {
     "a description of how data are read": "test_callbacks.py::"
     "test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict",
     "several models, and averages of them": "test_testing.py::test_averages_of_the_best_and_the_last",
-    "results are kept beside each model": "test_testing.py::"
-    "test_each_combination_has_its_results_and_the_tables_list_all",
-    "the n worst samples": "test_testing.py::test_samples_are_ranked_by_any_function_of_outputs_and_targets",
-    "several settings of inference": "test_testing.py::test_each_combination_has_its_results_and_the_tables_list_all",
-    "results by model, setting and dataset": "test_testing.py::"
-    "test_each_combination_has_its_results_and_the_tables_list_all",
+    "results are kept beside each model": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
+    "the n worst samples": "test_testing.py::test_samples_are_ranked_by_a_function_of_outputs_and_targets",
+    "several settings of inference": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
+    "results by model, setting and dataset": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
     "an interrupted test is resumed": "test_testing.py::test_a_killed_test_leaves_the_same_files_as_one_that_was_not",
 }
 #: Rows without a test: what is left out on purpose, and what only a GPU shows.
