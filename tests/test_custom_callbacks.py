@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize(("event", "method", "match"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_method_that_cannot_be_called_as_its_event_is_refused_when_the_callback_is_added(event, method, match):
+def test_a_method_that_its_event_cannot_call_is_refused_early(event, method, match):
     own = callback_class(**{event: method})
     with pytest.raises(TypeError, match=match):
         make_trainer([own])
@@ -79,7 +79,7 @@ def run_everything(trainer: Trainer) -> None:
     trainer.predict(data)
 
 
-def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
+def test_methods_that_name_all_that_is_passed_need_no_kwargs(recwarn):
     """What is refused is what would fail: methods without ``**kwargs`` are called with nothing else."""
     called: list[str] = []
 
@@ -99,7 +99,7 @@ def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
     assert set(called) == set(EVENTS) - {"on_stop_training_error", "on_processes_changed"}
 
 
-def test_methods_in_the_styles_that_the_type_checker_accepts_are_called():
+def test_methods_in_the_styles_of_the_type_checker_are_called():
     """That it accepts them is checked by ``make check``."""
     callbacks = [style() for style in typed_callbacks.STYLES]
     train(make_trainer(callbacks), eval_dataset=True)
