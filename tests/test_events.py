@@ -1015,7 +1015,7 @@ def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
         "evaluation_run_end": 1,
     }.items(),
 )
-def test_every_overridable_method_is_called_as_often_as_its_name_says(name, count):
+def test_each_overridable_method_is_called_as_its_name_says(name, count):
     trainer_class, calls = noting(name)
     trainer = make_trainer(trainer_class=trainer_class)
     train(
@@ -1071,7 +1071,7 @@ def test_an_overridden_create_scheduler_replaces_the_factory():
     assert trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
 
 
-def test_an_overridden_train_loss_is_what_is_minimised_and_recorded():
+def test_an_overridden_train_loss_is_minimised_and_recorded():
     class Doubled(Trainer):
         def calculate_train_batch_loss(self, batch):
             output = super().calculate_train_batch_loss(batch)
@@ -1117,7 +1117,7 @@ def test_a_step_overridden_with_nothing_does_not_happen(name):
     assert (trainer.optimizer.param_groups[0]["lr"] == 0.1) == (name == "scheduler_step")
 
 
-def test_gradients_are_kept_when_optimizer_zero_grad_is_overridden_with_nothing():
+def test_gradients_stay_if_optimizer_zero_grad_does_nothing():
     trainer_class = type("Keeping", (Trainer,), {"optimizer_zero_grad": lambda self: None})
     trainer = train(make_trainer(trainer_class=trainer_class), size=4)
     model = make_model()
@@ -1144,7 +1144,7 @@ def test_an_overridden_epoch_start_sets_the_mode_itself(name, during):
     assert modes == ({"train": False, "eval": False} if during == "train" else {"train": True, "eval": True})
 
 
-def test_metrics_recorded_in_the_end_methods_exist_when_callbacks_are_called():
+def test_metrics_recorded_in_end_methods_precede_callbacks():
     class Recording(Trainer):
         def train_epoch_end(self):
             self.run_history.update_metric("in_train_epoch_end", 1)

@@ -197,7 +197,7 @@ def mean_over_items(batch_size: int = 4, returns: bool = False) -> float:
     return float(trainer.run_history.get_latest_metric("train_loss_epoch"))
 
 
-def test_the_recorded_loss_is_a_mean_over_items_for_any_batch_sizes(two_ranks):
+def test_the_recorded_loss_is_a_mean_over_items(two_ranks):
     items = COUNTS
     mean = sum(n * n for n in items) / sum(items)  # the loss of a sample with n items is n
     for size in (1, 4, 13):
@@ -207,7 +207,7 @@ def test_the_recorded_loss_is_a_mean_over_items_for_any_batch_sizes(two_ranks):
         assert found == pytest.approx(mean)
 
 
-def test_the_losses_of_several_optimizers_are_means_over_their_own_items():
+def test_losses_of_optimizers_are_means_over_their_own_items():
     class Counted(GAN):
         def update(self, loss, optimizer):
             count = len(self.current_run.batch.data[0])
@@ -235,7 +235,7 @@ def normalised() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Te
     return found[0], found[1]
 
 
-def test_ranks_have_the_same_statistics_after_each_update_and_resume_them(two_ranks):
+def test_ranks_have_the_same_statistics_after_each_update(two_ranks):
     """Each rank normalises its own batches; the running statistics of rank 0 count, also beside the model."""
     first, second = two_ranks(normalised)
     for networks, others in zip(first[0], second[0], strict=True):
