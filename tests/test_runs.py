@@ -77,7 +77,7 @@ def test_a_limit_of_updates_is_kept_when_epochs_differ_in_length():
     assert trainer.progress.update == 16
 
 
-def test_a_run_resumed_with_another_batch_size_makes_all_its_updates(here):
+def test_a_run_resumed_with_another_batch_size_makes_all_updates(here):
     def saving(folder: str) -> Any:
         def save(trainer: Trainer) -> None:
             if trainer.progress.epochs_completed == 5:
@@ -92,7 +92,7 @@ def test_a_run_resumed_with_another_batch_size_makes_all_its_updates(here):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_from_the_state_of_its_last_update_a_run_makes_no_further_one(here, accumulation):
+def test_a_state_of_a_runs_last_update_resumes_without_another(here, accumulation):
     def run(callbacks: Any, **kwargs: Any) -> Trainer:
         arguments = {"eval_dataset": make_data(), "gradient_accumulation_steps": accumulation, "size": 14}
         return train(make_trainer(callbacks, seed=0), None, max_num_train_steps=7, **arguments, **kwargs)

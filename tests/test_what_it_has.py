@@ -111,7 +111,7 @@ HELD = {
     "`accelerate launch --cpu --num_processes 2`": "test_processes.py::"
     "test_a_launch_that_accelerate_does_not_see_is_refused",
     "`accelerate launch --multi_gpu` on CPUs": "test_processes.py::"
-    "test_a_launched_run_exits_with_code_0_however_its_trainer_is_closed",
+    "test_a_launched_run_exits_with_0_however_it_is_closed",
     "the first example with the extra for plots": "test_extras.py::test_errors_name_what_to_install",
     "a context without exchange of gradients": "test_training.py::"
     "test_training_equals_one_process_with_the_whole_batch",
@@ -134,7 +134,7 @@ HELD = {
     "distributed, device and precision are set from outside": "test_processes.py::"
     "test_the_first_example_runs_unchanged_on_two_processes",
     "a switch between eager and compiled": "test_model_options.py::"
-    "test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names",
+    "test_a_model_compiled_in_place_trains_like_the_plain_one",
     "one file describes a run": "test_experiments.py::test_a_run_from_a_file_ends_in_the_bits_of_the_script",
     "the command line wins over the file": "test_experiments.py::"
     "test_another_class_drops_the_arguments_it_does_not_take",
