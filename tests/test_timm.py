@@ -178,13 +178,13 @@ def test_a_torch_scheduler_in_a_timm_trainer_is_refused():
         train(trainer, create_scheduler_fn=partial(StepLR, step_size=1))
 
 
-def test_a_timm_scheduler_in_another_trainer_says_which_trainer_steps_it():
+def test_a_timm_scheduler_elsewhere_says_which_trainer_steps_it():
     timms = partial(scheduler.CosineLRScheduler, t_initial=9)
     with pytest.raises(TypeError, match=r"CosineLRScheduler.step needs an argument.*TrainerWithTimmScheduler"):
         train(make_trainer(), create_scheduler_fn=timms)
 
 
-def test_when_a_timm_scheduler_is_stepped_is_not_the_users_choice():
+def test_the_user_cannot_choose_when_a_timm_scheduler_is_stepped():
     with pytest.raises(ValueError, match=r"scheduler_interval='epoch': TrainerWithTimmScheduler steps.*Omit"):
         run(partial(scheduler.CosineLRScheduler, t_initial=9), scheduler_interval="epoch")
 
