@@ -163,7 +163,7 @@ def test_an_accelerator_is_passed_or_made_by_an_override():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])
-def test_the_default_callbacks_read_nothing_from_the_device(callbacks):
+def test_the_default_callbacks_read_no_device_values_in_steps(callbacks):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks)

@@ -499,7 +499,7 @@ def test_sigkill_and_other_process_counts_change_no_bit(tmp_path):
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
 @pytest.mark.skipif(not SOAK, reason="200 resumed runs take long; SOAK=1 runs them")
-def test_any_run_resumes_from_any_update_on_any_processes(job, tmp_path):
+def test_any_run_resumes_from_any_update_on_any_process_count(job, tmp_path):
     """20 runs drawn at random, each resumed from 10 states drawn at random."""
     draw = random.Random(0)
 
