@@ -62,7 +62,7 @@ def with_closure(**kwargs: Any) -> dict[str, Any]:
         (with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step"),
     ],
 )
-def test_features_that_do_not_work_together_are_refused_before_training(settings, arguments, message):
+def test_features_that_cannot_work_together_are_refused_early(settings, arguments, message):
     trainer = make_trainer(**settings)
     with pytest.raises(ValueError, match=message):
         train(trainer, **arguments)
@@ -80,7 +80,7 @@ def test_features_that_do_not_work_together_are_refused_before_training(settings
     ],
 )
 def test_what_logical_processes_do_not_work_with_is_refused(settings, message):
-    test_features_that_do_not_work_together_are_refused_before_training({**LOGICAL, **settings}, {}, message)
+    test_features_that_cannot_work_together_are_refused_early({**LOGICAL, **settings}, {}, message)
 
 
 @pytest.mark.parametrize("settings", [with_closure(), pytest.param(LOGICAL, marks=NEEDS_LOGICAL)])
