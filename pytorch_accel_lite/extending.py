@@ -32,7 +32,7 @@ from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.data.splitting import concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
-from pytorch_accel_lite.distributed.layout import mesh_infos
+from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
@@ -74,7 +74,7 @@ __all__ = [
     "backward", "merge_outputs",
     # Steps that are divided into a fixed number of shares.
     "LossTracker", "LossTrackers", "Share", "Shares", "are_sharded", "concatenate_if_possible",
-    "deterministic_kernels", "mesh_infos", "split",
+    "deterministic_kernels", "mesh_infos", "shard_dim", "split",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
     # What stores are written with.

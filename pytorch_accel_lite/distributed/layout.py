@@ -184,6 +184,12 @@ def is_hybrid(info: MeshInfo) -> bool:
     return None not in _dims(info)
 
 
+def shard_dim(info: MeshInfo) -> int:
+    """Return the dimension of a mesh over which weights are sharded."""
+    _, dim = _dims(info)
+    return dim or 0
+
+
 def _dims(info: MeshInfo) -> tuple[int | None, int | None]:
     """Return the dimensions of a mesh over which weights are copied and sharded."""
     return getattr(info, "replicate_mesh_dim", None), getattr(info, "shard_mesh_dim", None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.modules import are_sharded, local
@@ -151,7 +152,7 @@ def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGro
     dims = [dim for dim, placement in enumerate(getattr(gradient, "placements", ())) if placement.is_shard()]
     if not dims:
         return sums, None
-    mesh: Any = gradient.device_mesh
+    mesh: DeviceMesh = cast(Any, gradient).device_mesh
     rows = gradient.shape[0]
     start = min(-(-rows // mesh.size(dims[0])) * mesh.get_local_rank(dims[0]), rows)
     whole = sums.new_zeros(rows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.extending import Ranks, are_sharded, mesh_infos, split
+from pytorch_accel_lite.extending import Ranks, are_sharded, mesh_infos, shard_dim, split
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, view_as_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class ShardedGradients:
         self._sums = [
             _SliceSum(_slices_of(module, ranks.world_size), ranks.rank, self._ranges) for module in self._modules
         ]
-        self._sharded = {id(p) for module in self._modules for p in module.parameters() if hasattr(p, "device_mesh")}
+        self._sharded = {
+            id(p) for module in self._modules for p in cast(nn.Module, module).parameters() if hasattr(p, "device_mesh")
+        }
 
     @property
     def is_needed(self) -> bool:
@@ -72,7 +74,7 @@ class ShardedGradients:
     def take_over(self, cleanup: ExitStack) -> None:
         """Let torch give the gradients of the modules to this object, until a run ends."""
         for module, sums in zip(self._modules, self._sums, strict=True):
-            module.set_custom_reduce_scatter(sums)
+            module.set_custom_reduce_scatter(cast(Any, sums))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             cleanup.callback(_give_back, module)
@@ -175,15 +177,14 @@ def _fill_with_nothing(tensor: torch.Tensor) -> None:
     tensor.zero_().neg_()
 
 
-def _slices_of(module: nn.Module, world_size: int) -> list[int]:
+def _slices_of(module: FSDPModule, world_size: int) -> list[int]:
     """Return, for each process, which slice of the gradients of a module it has."""
     [info] = mesh_infos(module)
-    dim = info.shard_mesh_dim
-    mesh = info.mesh.mesh
+    dim = shard_dim(info)
+    positions = info.mesh.mesh
     slices = [0] * world_size
-    for position in mesh.reshape(-1).tolist():
-        index = (mesh == position).nonzero()[0]
-        slices[position] = int(index[dim])
+    for index in positions.new_ones(positions.shape).nonzero().tolist():
+        slices[int(positions[tuple(index)])] = index[dim]
     return slices
 
 
@@ -205,8 +206,8 @@ class _PlainReduction:
         return work
 
 
-def _give_back(module: nn.Module) -> None:
+def _give_back(module: FSDPModule) -> None:
     """Let torch reduce the gradients of a module again."""
-    module.set_custom_reduce_scatter(_PlainReduction())
-    module.set_gradient_divide_factor(None)
+    module.set_custom_reduce_scatter(cast(Any, _PlainReduction()))
+    module.set_gradient_divide_factor(cast(float, None))  # which is torch's default
     module.set_force_sum_reduction_for_comms(False)
