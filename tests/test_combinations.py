@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
@@ -18,8 +17,7 @@ from pytorch_accel_lite.run.state import Step
 from pytorch_accel_lite.steps.combinations import as_markdown
 from pytorch_accel_lite.steps.features import KINDS
 from tests.launching import CAN_SHARD
-from tests.ranks import world_size
-from tests.sharded import mesh_of, sharding_accelerator
+from tests.sharded import create_model, shard, sharding_accelerator
 from tests.tasks import make_model, make_trainer, quiet_trainer, regression_data, small_model, train
 
 PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
@@ -100,10 +98,9 @@ def closure_with_shards() -> str:
 
 
 def logical_with_shards() -> str:
-    """What is said of a model that is sharded."""
+    """What is said of a model in tensor parallelism."""
     accelerator = Accelerator(cpu=True)
-    model = small_model()
-    fully_shard(model, mesh=mesh_of(world_size()))
+    model = shard(create_model(), "tp")
     trainer = quiet_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)
     with pytest.raises(ValueError, match="logical_processes") as caught:
         trainer.train(regression_data(16), 1, per_device_batch_size=1)
@@ -120,9 +117,11 @@ def test_what_does_not_work_with_sharded_weights_is_refused(two_ranks):
 @CAN_SHARD
 @NEEDS_LOGICAL
 @pytest.mark.processes
-def test_logical_processes_with_sharded_weights_are_refused(two_ranks):
+def test_logical_processes_in_tensor_parallelism_are_refused(two_ranks):
     for message in two_ranks(logical_with_shards):
-        assert message.startswith("logical_processes does not work with sharded weights: each process needs all")
+        assert message.startswith(
+            "logical_processes does not work with weights sharded by other means than fully_shard"
+        )
 
 
 @pytest.mark.parametrize(
