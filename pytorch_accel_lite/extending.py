@@ -4,7 +4,7 @@ The run, and the seams at which it can be changed; trials, which try a program a
 besides its model; what batches consist of; and how results and errors look.
 """
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.environment import install_command, warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
@@ -13,6 +13,8 @@ from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters, is_of_timm
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.data import Batch
@@ -43,7 +45,7 @@ from pytorch_accel_lite.run.attributes import optimizers as other_optimizers
 from pytorch_accel_lite.run.attributes import registered as registered_objects
 from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
@@ -57,13 +59,15 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES", "SharedLossTrackers",
-    "ShardedStep", "StateStore", "Store", "replace_step",
+    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "MODEL_WRITERS", "ModelWriter",
+    "STORES", "SharedLossTrackers", "ShardedStep", "StateStore", "Store", "replace_step",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
     # What stores are written with.
     "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
     "read_verified", "write_files",
+    # What is written beside a saved model.
+    "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
     # Trials.
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # What a trainer holds, and what batches consist of.
@@ -71,5 +75,5 @@ __all__ = [
     "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in",
     "registered_objects", "select_samples", "tensors_in",
     # Help.
-    "Report", "check_positive_int", "check_range", "describe_error", "warn_outside",
+    "Report", "check_positive_int", "check_range", "describe_error", "install_command", "warn_outside",
 ]  # fmt: skip
