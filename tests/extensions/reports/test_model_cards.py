@@ -134,7 +134,7 @@ def test_the_library_of_the_hub_reads_the_metadata(tmp_path):
     assert row(tmp_path / "waves", "mse") == [f"{value:.4f}" for value in history["mse"][-2:]]
 
 
-def test_each_evaluation_dataset_has_its_results_and_averages_have_none(tmp_path):
+def test_each_evaluation_dataset_has_its_own_results(tmp_path):
     average = ModelEmaCallback(decay=0.5, watch_metric="ema_model_easy_eval_loss_epoch")
     trained(average, eval_dataset={"easy": DATA, "hard_ones": OTHER_DATA}).save_model(tmp_path)
     assert [(it.dataset_config, it.metric_type) for it in results(tmp_path)] == [
@@ -167,7 +167,7 @@ def test_the_card_says_which_weights_are_saved(tmp_path):
     assert "evaluated afterwards" not in section(tmp_path / "third", "Results")  # as others were evaluated
 
 
-def test_a_later_evaluation_on_the_same_data_replaces_the_values_of_the_run(tmp_path):
+def test_a_later_evaluation_of_the_same_data_replaces_values(tmp_path):
     trainer = trained(MetricsCallback({"mse": MeanSquaredError()}))
     trainer.loss_func = nn.L1Loss()
     loss = trainer.evaluate(OTHER_DATA)["evaluation_loss"]
@@ -177,7 +177,7 @@ def test_a_later_evaluation_on_the_same_data_replaces_the_values_of_the_run(tmp_
     assert found == [("validation", "loss", loss), ("validation", "mse", trainer.run_history["mse"][-1])]
 
 
-def test_the_metrics_of_weights_from_elsewhere_are_those_of_a_later_evaluation(tmp_path):
+def test_metrics_of_loaded_weights_are_of_a_later_evaluation(tmp_path):
     quiet_trainer(small_model(1)).save_checkpoint(tmp_path / "other.pt", {"epoch": 1, "eval_loss_epoch": 9.0})
     trainer = trained()
     trainer.load_checkpoint(tmp_path / "other.pt")
@@ -287,7 +287,7 @@ def test_the_card_of_a_model_of_timm_says_how_to_load_it(tmp_path, monkeypatch):
     assert equal(program["model"].state_dict(), model.state_dict())
 
 
-def test_without_a_configuration_the_card_is_that_of_plain_weights(tmp_path):
+def test_without_a_configuration_the_card_loads_plain_weights(tmp_path):
     model = make_timm(num_classes=3)
     model.pretrained_cfg = {**model.pretrained_cfg, "license": object()}
     with pytest.warns(UserWarning, match="timm could not describe"):
@@ -309,7 +309,7 @@ def test_the_card_of_adapters_says_how_to_load_them(tmp_path):
     assert 'PeftModel.from_pretrained(base_model, ".")' in section(tmp_path, "How to load it")
 
 
-def test_metadata_that_cannot_be_written_are_an_error_that_says_why(tmp_path):
+def test_metadata_that_cannot_be_written_are_refused(tmp_path):
     trainer = quiet_trainer(small_model())
     with pytest.raises(ValueError, match=r"card_data=.* is for a model card, but path='a.safetensors' is one file"):
         trainer.save_model("a.safetensors", card_data={"license": "mit"})
