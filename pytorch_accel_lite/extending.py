@@ -5,7 +5,7 @@ besides its model; what batches consist of; and how results and errors look.
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.environment import install_command, warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
@@ -15,6 +15,8 @@ from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters, is_of_timm
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.data import Batch
@@ -52,7 +54,7 @@ from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
@@ -67,8 +69,8 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "DIVISIONS", "Division", "JOB_QUEUES", "JobQueue", "KINDS", "STORES", "StateStore", "Store", "create_division",
-    "replace_step",
+    "DIVISIONS", "Division", "JOB_QUEUES", "JobQueue", "KINDS", "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore",
+    "Store", "create_division", "replace_step",
     # Kinds of steps, and what they do not work with.
     "Conflict", "FEATURES", "Feature", "GradientWindow", "PlainStep", "ShardedStep", "as_returned", "as_weight",
     "backward", "merge_outputs",
@@ -80,6 +82,8 @@ __all__ = [
     # What stores are written with.
     "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
     "read_verified", "write_files",
+    # What is written beside a saved model.
+    "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
     # Trials.
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # What a trainer holds, and what batches consist of.
@@ -87,5 +91,5 @@ __all__ = [
     "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in",
     "registered_objects", "select_samples", "tensors_in",
     # Help.
-    "Report", "check_positive_int", "check_range", "describe_error", "warn_outside",
+    "Report", "check_positive_int", "check_range", "describe_error", "install_command", "warn_outside",
 ]  # fmt: skip

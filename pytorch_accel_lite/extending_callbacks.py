@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.devices import (
 )
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.modules import are_sharded, preserving_modes
+from pytorch_accel_lite.base.modules import are_sharded, class_of, preserving_modes
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
@@ -24,6 +24,7 @@ from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_duration, to_number, visible, wrapped
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
+from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
@@ -40,7 +41,7 @@ from pytorch_accel_lite.checkpoint.weights import (
 from pytorch_accel_lite.data.batches import BatchOutput, is_number
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.data.splitting import to_cpu
+from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.distributed.hang_reports import HangWatch, Progressed
@@ -52,29 +53,33 @@ from pytorch_accel_lite.loop.layer_summary import summarise
 from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of, schedulers_in
 from pytorch_accel_lite.plotting.pictures import Picture, as_picture
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.events import Failure, Phase, set_listening
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
-from pytorch_accel_lite.run.intervals import CountedRun, parse_interval
+from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
+from pytorch_accel_lite.run.time_budget import TimeBudget
 from pytorch_accel_lite.run.unknown_names import suggest_arguments
 from pytorch_accel_lite.run.window import Count
 
 __all__ = [
     # What events pass, and what states hold.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
-    # Runs: what is due, recorded, listened to.
-    "CountedRun", "ExpectedMetrics", "NewMetrics", "Ranks", "parse_interval", "set_listening", "sync_ddp_buffers",
+    # Runs: what is due, recorded, listened to, shown.
+    "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "ShowOutputsCallback", "TimeBudget",
+    "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
     "Classification", "ModuleGroup", "NamedMetric", "OperationWatch", "ShardedEma", "TrainerOptimizer", "are_finite",
-    "are_sharded", "dataset_of", "evaluating_optimizers", "find_groups", "find_length", "group_names", "inference",
-    "is_created", "is_number", "parts_of", "preserving_generators", "preserving_modes", "seed_all", "mix", "summarise",
-    "to_cpu", "total_norm", "try_counting_flops",
+    "are_sharded", "class_of", "dataset_of", "evaluating_optimizers", "find_groups", "find_length", "group_names",
+    "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
+    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
+    "try_counting_flops",
     # Devices, which no step waits for, and processes that wait for each other.
     "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
     "mixed_precision", "to_float",

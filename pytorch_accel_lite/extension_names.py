@@ -24,6 +24,7 @@ OFFERED = {
     ),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # what is at a URL
+    "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "takeover": (),  # the command launch
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),

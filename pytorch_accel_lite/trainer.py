@@ -30,7 +30,6 @@ from pytorch_accel_lite.callbacks import (
     ProgressBarCallback,
     StopTrainingError,
     TerminateOnNaNCallback,
-    model_card,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
@@ -701,7 +700,7 @@ class Trainer:
         """
         return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
 
-    save_model = model_card.save_model
+    save_model = saving.save_model
 
     def save_training_state(
         self,

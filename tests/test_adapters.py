@@ -183,8 +183,7 @@ def test_save_model_writes_adapters_that_peft_loads(tmp_path):
     trainer.save_model(tmp_path)
     found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     files = {"adapter_config.json", "adapter_model.safetensors"}
-    assert found - {"curves.png"} == {*files, *(f"other/{name}" for name in files), "README.md"}
-    assert 'PeftModel.from_pretrained(base_model, ".")' in (tmp_path / "README.md").read_text()
+    assert found - {"README.md", "curves.png"} == {*files, *(f"other/{name}" for name in files)}
     loaded = peft.PeftModel.from_pretrained(bert(), tmp_path)
     loaded.load_adapter(tmp_path / "other", "other")
     assert equal(weights(loaded), weights(model))

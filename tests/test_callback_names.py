@@ -18,9 +18,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 from tests.test_structure import FILES, PACKAGE, PUBLIC_PATHS
 
 PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "plotting", "schedulers", *sorted(PUBLIC_PATHS))
-#: Reports of runs, which use more of the plots and of the settings than callbacks do.
-REPORTS = ("model_card", "plot_metrics", "run_log", "run_page", "worst_samples")
-CALLBACKS = [name for name in FILES if name.startswith(f"{PACKAGE.name}.callbacks.") and not name.endswith(REPORTS)]
+CALLBACKS = [name for name in FILES if name.startswith(f"{PACKAGE.name}.callbacks.")]
 #: What files call the objects whose attributes they read, and how these are documented and typed.
 KINDS = {"trainer": TrainerLike, "_trainer": TrainerLike, "run": Run, "_run": Run}
 

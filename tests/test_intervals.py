@@ -19,7 +19,6 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     MetricsFileCallback,
     ModelEmaCallback,
-    PlotMetricsCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     TrackerCallback,
@@ -245,18 +244,14 @@ def test_each_evaluation_steps_a_schedule_of_a_metric():
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**5)
 
 
-def test_rows_and_plots_are_written_at_intervals(tmp_path):
-    drawn = []
+def test_rows_are_written_at_intervals(tmp_path):
     callbacks = [
         MetricsFileCallback(tmp_path / "rows.jsonl", every="10 samples"),
         TrackerCallback("tensorboard", project_dir=tmp_path, every="0.5 epochs"),
-        PlotMetricsCallback(tmp_path / "curves.png", every="5 updates"),
-        listener(on_update_end=lambda trainer, **kwargs: drawn.append((tmp_path / "curves.png").exists())),
     ]
     run("2 updates", callbacks)
     rows = (tmp_path / "rows_updates.jsonl").read_text().splitlines()
     assert [int(re.findall(r'"update": (\d+)', row)[0]) for row in rows] == [3, 5, 8, 10, 13, 15, 18]
-    assert drawn.index(True) == 5, "the plot is there in the sixth update"
 
 
 @pytest.mark.parametrize(
@@ -320,7 +315,7 @@ def test_what_is_no_interval_is_an_error(every, error, words):
         run(every)
 
 
-@pytest.mark.parametrize("callback", [SaveTrainingStateCallback, PlotMetricsCallback, MetricsFileCallback])
+@pytest.mark.parametrize("callback", [SaveTrainingStateCallback, MetricsFileCallback])
 def test_callbacks_name_their_argument(callback):
     argument = "save_every" if callback is SaveTrainingStateCallback else "every"
     with pytest.raises(ValueError, match=f"^{argument}='often' must be"):

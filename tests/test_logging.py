@@ -21,7 +21,8 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
+from pytorch_accel_lite import callbacks
+from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback, TrackerCallback
 from tests.launching import PATIENCE, SOAK, EarlyFork, run_code
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
@@ -77,6 +78,7 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
+@pytest.mark.extension("reports")  # whose page the script writes
 def test_every_logger_has_every_row_once(uninterrupted):
     logged = whole(uninterrupted)
     assert [row["epoch"] for row in logged["epochs"]] == [1, 2, 3]
@@ -103,6 +105,7 @@ def test_every_logger_has_every_row_once(uninterrupted):
     assert params.read_text() == "3"
 
 
+@pytest.mark.extension("reports")  # whose page the script writes
 def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
     logged = whole(uninterrupted)
     losses = [row["loss"] for row in logged["updates"]]
@@ -116,6 +119,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("saver_first", [False, True])
+@pytest.mark.extension("reports")  # whose page the script writes
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
     """SIGKILL at random times after a start; ``make soak`` for more of them."""
     kills, wanted, chance = 0, 20 if SOAK else 3, random.Random(5)
@@ -148,6 +152,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
 
 
 @pytest.mark.processes
+@pytest.mark.extension("reports")  # whose page the script writes
 def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
     assert job(2).run(run_with_mlflow, tmp_path) == [2, 2]
     logged, expected = whole(tmp_path), whole(uninterrupted)
@@ -505,7 +510,7 @@ def test_bad_arguments_are_named(make, error, message):
     [
         lambda folder: TrackerCallback(project_dir=folder),
         lambda folder: MetricsFileCallback(folder / "metrics.jsonl"),
-        lambda folder: RunLogCallback(folder),
+        pytest.param(lambda folder: callbacks.RunLogCallback(folder), marks=pytest.mark.extension("reports")),
     ],
 )
 def test_an_unwritable_folder_is_an_error_before_training(make, tmp_path):
@@ -516,6 +521,7 @@ def test_an_unwritable_folder_is_an_error_before_training(make, tmp_path):
     assert not steps
 
 
+@pytest.mark.extension("reports")
 def test_the_script_makes_the_epochs_that_the_tests_count(tmp_path):
     trainer = run(tmp_path, mlflow=False)
     assert (trainer.progress.epochs_completed, trainer.progress.update) == (EPOCHS, UPDATES)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks import LogMetricsCallback, PlotMetricsCallback, ProgressBarCallback
+from pytorch_accel_lite.callbacks import LogMetricsCallback, ProgressBarCallback
 x = torch.randn(40, 4)
 data = TensorDataset(x, x.sum(1, keepdim=True))
 model = nn.Linear(4, 1)
@@ -79,7 +79,10 @@ PICTURES = [
     "show = ShowOutputsCallback(lambda model: {'grey': torch.zeros(4, 5), 'figure': plt.subplots()[0]})\n"
     "Trainer(model, nn.MSELoss(), optimizer, [show]).train(data, 1)"
 ]
-CURVES = [f"{SETUP}Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback()]).train(data, 20)"]
+CURVES = [
+    f"{SETUP}from pytorch_accel_lite.callbacks import PlotMetricsCallback\n"
+    "Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback()]).train(data, 20)"
+]
 
 
 @pytest.fixture(scope="module")

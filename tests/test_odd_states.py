@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import (
-    PredictionWriterCallback,
-    RunLogCallback,
-    SaveTrainingStateCallback,
-    read_predictions,
-)
+from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveTrainingStateCallback, read_predictions
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
 from tests.tasks import changed_manifest, make_data, make_trainer, train
 
@@ -79,14 +74,6 @@ def test_if_all_states_are_odd_each_is_named(tmp_path):
 
 
 OTHER = ["[]", "5", "{", '{"length": "x", "attempts": 5}', '{"attempts": [5]}', '{"attempts": [{}]}']
-
-
-@pytest.mark.parametrize("content", OTHER)
-def test_a_record_of_another_shape_is_named_and_replaced(tmp_path, content):
-    (tmp_path / "run.json").write_text(content)
-    train(make_trainer()).save_training_state(tmp_path / "state")
-    with pytest.warns(UserWarning, match=r"run.json' does not hold the record of a run"):
-        train(make_trainer([RunLogCallback(tmp_path)]), 2, resume_from=tmp_path / "state")
 
 
 @pytest.mark.parametrize("content", OTHER)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,8 @@ from torch.utils.data import TensorDataset
 from torchmetrics import R2Score
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, PlotMetricsCallback, WorstSamplesCallback
+from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, WorstSamplesCallback
 from pytorch_accel_lite.plotting import plot_schedule
-from pytorch_accel_lite.run import time_budget
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from pytorch_accel_lite.schedulers.preview import schedule_values
 from tests.tasks import Stream, listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
@@ -197,41 +194,6 @@ def test_the_worst_samples_of_all_processes_are_found(ranks):
 
 
 # ------------------------------------------------------------------------------------------------ plots
-
-
-def test_metrics_are_plotted_after_each_epoch(tmp_path, monkeypatch):
-    seen = []
-    path = tmp_path / "plots" / "metrics.png"
-    hours = itertools.count(step=3600)  # each look at the clock is an hour later
-    monkeypatch.setattr(time_budget, "time", SimpleNamespace(monotonic=lambda: next(hours)))
-    look = listener(on_training_run_epoch_end=lambda t: seen.append(path.exists()))
-    train(make_trainer([look, PlotMetricsCallback(path)]), epochs=60, eval_dataset=True)
-    assert seen[0] is False
-    assert True in seen
-    assert pixels(path).shape[1] > 300
-
-
-def test_short_runs_are_drawn_once_at_the_end(tmp_path):
-    path, drawn = tmp_path / "metrics.svg", []
-    look = listener(on_training_run_epoch_end=lambda t: drawn.append(path.exists()))
-    train(make_trainer([look, PlotMetricsCallback(path, ["train_loss_epoch"])]), epochs=3)
-    assert drawn == [False] * 3  # drawing takes many times as long as an epoch
-    assert path.exists()
-
-
-def test_a_run_without_numbers_is_not_ended_by_their_plot(tmp_path):
-    class Words(InMemoryRunHistory):
-        def update_metric(self, metric_name, metric_value):
-            super().update_metric(metric_name, "words")
-
-    trainer = make_trainer([PlotMetricsCallback(tmp_path / "m.png")], run_history=Words())
-    assert train(trainer, epochs=2).progress.epochs_completed == 2
-    assert not (tmp_path / "m.png").exists()
-
-
-def test_a_missing_metric_is_named_with_the_existing_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"'train_los_epoch'.*Did you mean 'train_loss_epoch'"):
-        train(make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])]))
 
 
 def recorded(**metrics: Any) -> InMemoryRunHistory:

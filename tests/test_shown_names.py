@@ -9,15 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import as_cell, format_metric, from_cell, visible
-from pytorch_accel_lite.callbacks import (
-    LogMetricsCallback,
-    MetricsFileCallback,
-    PlotMetricsCallback,
-    ProgressTableCallback,
-    TrackerCallback,
-)
+from pytorch_accel_lite.callbacks import LogMetricsCallback, MetricsFileCallback, ProgressTableCallback, TrackerCallback
 from tests.tasks import listener, make_trainer, train
 
 NAMES = ["cost_$x^{$", "=1+1", "a|b", "<b>&", "two\nlines", "\x1b[2J", "\udcff", "x" * 300]
@@ -34,7 +27,7 @@ def run(*callbacks: Any, epochs: int = 1) -> Any:
 
 
 def test_any_name_is_drawn(tmp_path):
-    run(PlotMetricsCallback(tmp_path / "metrics.svg"))
+    run().run_history.plot(tmp_path / "metrics.svg")
     drawn = (tmp_path / "metrics.svg").read_text()
     assert "cost $x^{$" in drawn
     ElementTree.fromstring(drawn)
@@ -75,18 +68,6 @@ def test_new_columns_keep_those_that_look_like_formulas(tmp_path):
 )
 def test_cells_are_read_as_they_were_written(text):
     assert from_cell(as_cell(text)) == text
-
-
-def test_markdown_shows_names_as_they_are():
-    table = [Column("a|b", ["<b>", "`x`", "$y$", "[l](u)"])]
-    outputs = [{"update": 1, "texts": {"o": "a\n````\nb"}}]
-    empty = dict.fromkeys(("lead", "reason", "command", "error", "how_to_resume"), "")
-    empty |= {"facts": (), "results": (), "pictures": {}}
-    page = render("run.md", **empty, name="# x\n<i>", outcome="ended", outputs=outputs, tables={"T": table}, details={})
-    assert "| a\\|b |" in page
-    assert all(cell in page for cell in ("| &lt;b> |", "| \\`x\\` |", "| \\$y\\$ |", "| [l\\](u) |"))
-    assert "# # x &lt;i>" in page
-    assert "``````text\na\n````\nb\n``````\n" in page
 
 
 def test_texts_among_metrics_are_shown_in_a_line():

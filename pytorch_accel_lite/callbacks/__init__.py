@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
@@ -23,11 +25,9 @@ from pytorch_accel_lite.callbacks.monitoring import (
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
-from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
-from pytorch_accel_lite.callbacks.run_log import RunLogCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback
@@ -41,7 +41,9 @@ from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_predictions
+from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm
+from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
     CallbackHandler,
@@ -134,3 +136,8 @@ class _Callbacks(tuple[type[TrainerCallback], ...]):
 
 
 DEFAULT_CALLBACKS = get_default_callbacks()
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        raise missing(name, "callbacks")

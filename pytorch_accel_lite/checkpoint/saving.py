@@ -36,6 +36,7 @@ from pytorch_accel_lite.checkpoint.files import (
 )
 from pytorch_accel_lite.checkpoint.locations import open_folder, read_state, store_of, write_state
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
+from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.pretrained import (
     Form,
     has_adapters,
@@ -62,6 +63,7 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.watch import naming
+from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
 from pytorch_accel_lite.run.parts import LoadedWeights
@@ -258,20 +260,65 @@ def _split(location: Path | str) -> tuple[Path | str, str]:
     return folder, name
 
 
-def save_weights(
-    trainer: TrainerLike, path: PathOrFile, trainable_only: bool, describe: Callable[[Path], object] | None
+def save_model(
+    self: TrainerLike, path: PathOrFile, *, trainable_only: bool = False, card_data: Mapping[str, object] | None = None
 ) -> None:
-    """Save the weights as safetensors, in a directory with a description, or as one file. Call it on every process.
+    """Save the model for use in other programs: its weights as safetensors, and a model card.
 
-    :param path: path or URL of the directory, or of the file; or an open file
-    :param describe: called on the first process with the directory, once the weights are in it; ``None`` for one file
+    In a directory, models of transformers, PEFT, diffusers and timm are saved as their own library saves and loads
+    them, with configuration and tokenizer; see "Save and load" in the docs.
+
+    A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
+    The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
+    shows it as the model's page, and ``huggingface_hub.ModelCard`` reads it. A ``README.md`` that somebody else wrote
+    is kept, with a warning.
+
+    Call it on every process. Sharded weights are gathered in the host memory of the first, which writes the files.
+
+    :param path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
+        folders are created. A path that ends in ``.safetensors`` is that of one file, with the weights alone.
+        So is an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves
+        open; what the others pass in its place is ignored.
+    :param trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves those of the
+        model as they are.
+    :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
+        "pipeline_tag": "image-classification"}``; see ``huggingface_hub.ModelCardData``
+    :raises ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a
+        directory, or if it is a URL of an unknown kind
+    :raises TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
+    :raises OSError: if a file cannot be written
     """
-    trainer.ranks.repeatable(lambda: _save_weights(trainer, path, trainable_only, describe))
+    is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
+    if card_data is not None:
+        _check_card_data(card_data, None if is_directory else name_of(path))
+
+    def write_beside(folder: Path) -> None:
+        saved = SavedModel(folder, parse_location(name_of(path)), trainable_only, card_data or {})
+        for writer in MODEL_WRITERS.values():
+            writer.write(self, saved)
+
+    self.ranks.repeatable(lambda: _save_model(self, path, trainable_only, write_beside if is_directory else None))
 
 
-def _save_weights(
-    trainer: TrainerLike, path: PathOrFile, trainable_only: bool, describe: Callable[[Path], object] | None
+def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
+    if file is not None:
+        raise ValueError(
+            f"card_data={card_data!r} is for a model card, but path={file!r} is one file, without a card. "
+            "Pass the path of a directory, or omit card_data."
+        )
+    if not MODEL_WRITERS:
+        raise ValueError(f"card_data={card_data!r} {is_not_there('reports')}")
+    for writer in MODEL_WRITERS.values():
+        writer.check(card_data)
+
+
+def _save_model(
+    trainer: TrainerLike, path: PathOrFile, trainable_only: bool, write_beside: Callable[[Path], None] | None
 ) -> None:
+    """Save the weights in a directory, and what is written beside them, or as one file. Call it on every process.
+
+    :param write_beside: called on the first process with the directory, once the weights are in it; ``None`` for a file
+    """
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
     with naming(trainer.ranks, "save_model()"):
@@ -288,10 +335,10 @@ def _save_weights(
             left_out = leave_out_frozen(model, weights) if trainable_only else {}
             metadata = {FROZEN: json.dumps(left_out)} if left_out else {}
             if isinstance(location, (Path, str)):
-                form = own_form(model) if describe is not None and not trainable_only else None
+                form = own_form(model) if write_beside is not None and not trainable_only else None
                 preprocessors = iter(()) if form is None else preprocessors_of(trainer, model)
-                _write_weights(weights, location, metadata, describe, form, preprocessors)
-                if describe is not None and form is None and has_adapters(model) and isinstance(location, Path):
+                _write_weights(weights, location, metadata, write_beside, form, preprocessors)
+                if write_beside is not None and form is None and has_adapters(model) and isinstance(location, Path):
                     remove_adapters(location)
             else:
                 write_sealed(weights, location, metadata)
@@ -303,20 +350,20 @@ def _write_weights(
     weights: Mapping[str, torch.Tensor],
     location: Path | str,
     metadata: Mapping[str, str],
-    describe: Callable[[Path], object] | None,
+    write_beside: Callable[[Path], None] | None,
     form: Form | None,
     preprocessors: Iterator[object],
 ) -> None:
-    """Write weights as a safetensors file, or into a directory with a description.
+    """Write weights as a safetensors file, or into a directory with what is beside them.
 
     :param form: how the model's library saves it, with what prepares its inputs; ``None`` for the weights alone
     """
-    if describe is not None and isinstance(location, Path) and location.is_file():
+    if write_beside is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(
             f"path={os.fspath(location)!r} is a file, but should be a directory for a model and its card. Pass another "
             "path, or move the file."
         )
-    folder, name = (location, WEIGHTS) if describe is not None else _split(location)
+    folder, name = (location, WEIGHTS) if write_beside is not None else _split(location)
     with open_folder(folder) as directory:
         if form is not None:
             write_own_form(form, weights, directory, preprocessors)
@@ -324,8 +371,8 @@ def _write_weights(
             with replacing(directory / name) as temporary:
                 write_tensors(weights, temporary, {**UNSEALED, **metadata})
                 seal(temporary)
-        if describe is not None:
-            describe(directory)
+        if write_beside is not None:
+            write_beside(directory)
 
 
 def _say_what_is_left_out(trainer: TrainerLike, name: str) -> None:

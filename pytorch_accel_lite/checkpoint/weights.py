@@ -35,8 +35,6 @@ from pytorch_accel_lite.run.state import TrainerLike
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-#: The file that describes the model in a directory, as on the Hugging Face Hub.
-CARD = "README.md"
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
 

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
     MetricsFileCallback,
-    RunLogCallback,
     SaveTrainingStateCallback,
     ShowOutputsCallback,
     StepBasedEvaluationCallback,
@@ -37,7 +36,7 @@ def loggers(folder: Path, mlflow: bool = True) -> list[Any]:
     if mlflow:
         trackers.append(TrackerCallback("mlflow", every_n_updates=1))
     files = MetricsFileCallback(folder / "metrics.jsonl", 1), MetricsFileCallback(folder / "metrics.csv", 3)
-    return [*files, *trackers, RunLogCallback(folder / "log", {"mine": 3})]
+    return [*files, *trackers, callbacks.RunLogCallback(folder / "log", {"mine": 3})]
 
 
 def run(
@@ -50,9 +49,9 @@ def run(
     monitors.append(
         ShowOutputsCallback(lambda model: {"a weight": model[0].weight[0, 0].item()}, "3 updates", show=False)
     )
-    callbacks = [*slow, *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
-    callbacks = [saving, *callbacks] if saver_first else [*callbacks, saving]
-    trainer = quiet_trainer(small_model(), callbacks=callbacks, seed=2)
+    others = [*slow, *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
+    both = [saving, *others] if saver_first else [*others, saving]
+    trainer = quiet_trainer(small_model(), callbacks=both, seed=2)
     data = regression_data(24)
     trainer.train(data, EPOCHS, data, per_device_batch_size=6 // trainer.ranks.world_size, resume_from="latest")
     return trainer

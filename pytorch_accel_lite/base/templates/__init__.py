@@ -1,15 +1,18 @@
-"""Rendering pages and text from the jinja2 templates in this directory."""
+"""Rendering pages and text from jinja2 templates: those in this directory, and others that may use them."""
 
 from __future__ import annotations
 
 import re
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytorch_accel_lite.base.text import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+_HERE = Path(__file__).parent
 
 
 class Column(NamedTuple):
@@ -26,11 +29,11 @@ class Column(NamedTuple):
 
 
 @cache
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+def _environment(folder: Path) -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
-        loader=PackageLoader(__name__, ""),
+        loader=FileSystemLoader([folder, _HERE]),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -51,10 +54,11 @@ def _fence_of(text: str) -> str:
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
-def render(template: str, **values: object) -> str:
+def render(template: str | Path, **values: object) -> str:
     """Render a template; values are escaped in HTML.
 
-    :param template: name of a file in this directory
+    :param template: name of a file in this directory, or the path of another, which may use those
     :param values: values of the template's variables
     """
-    return _environment().get_template(template).render(**values)
+    path = _HERE / template  # itself, if it is a whole path
+    return _environment(path.parent).get_template(path.name).render(**values)

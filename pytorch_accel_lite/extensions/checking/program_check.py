@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args
 
 from pytorch_accel_lite.data import NamedData
@@ -149,7 +150,7 @@ class CheckReport(Report):
         """Return a table of the checks with colours, the mistakes first; those that do not apply are folded."""
         shown = [*self.failures, *self.warnings, *self.passed]
         return render(
-            "check.html",
+            Path(__file__).parent / "templates" / "check.html",
             summary=self.summary(),
             results=shown,
             left_out=self.not_applicable,

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from accelerate import Accelerator
@@ -76,8 +77,11 @@ def _module(where: str, name: str) -> Any:
 
 
 def full_name(thing: Any) -> str:
-    """Return the shortest path by which a class or a function can be imported."""
+    """Return the path of a class or a function: in a module where names are looked up, or else the shortest."""
     name: str = thing.__qualname__
+    for known in chain.from_iterable(_MODULES.values()):
+        if known in sys.modules and vars(sys.modules[known]).get(name) is thing:
+            return f"{known}.{name}"
     names = thing.__module__.split(".")
     for length in range(1, len(names)):
         shorter = ".".join(names[:length])

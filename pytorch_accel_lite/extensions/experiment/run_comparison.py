@@ -137,7 +137,7 @@ class RunComparison(Results):
         with suppress(ImportError):  # without matplotlib
             curves = svg_overlays({name: [recorded.get(name, ([], [])) for recorded in by_run] for name in names})
         return render(
-            "comparison.html",
+            Path(__file__).parent / "templates" / "comparison.html",
             title=f"{len(self.runs)} runs compared",
             styles=[overlay_style(number) for number in range(len(self.runs))],
             metrics=self._metric_columns(),

@@ -456,6 +456,12 @@ WRONG = [
         [],
         "line 4: callbacks.0.early_stopping_patience='x' must be int.",
     ),
+    pytest.param(
+        "callbacks:\n- class_path: RunLogCallback\n  init_args:\n    folder: x",
+        [],
+        "line 4: callbacks.0.folder is not an argument of pytorch_accel_lite.callbacks.RunLogCallback.",
+        marks=pytest.mark.extension("reports"),
+    ),
     ("model:\n  init_args: {x: 1}", [], "line 1: model has arguments, but no class_path."),
     (
         "model:\n  class_path: torch.nn.Linear\n  width: 3",
@@ -929,6 +935,7 @@ def test_short_forms_that_cannot_be_are_named(file, arguments, error):
         read(file, *arguments).trainer  # noqa: B018
 
 
+@pytest.mark.extension("reports")  # which the example uses
 def test_the_command_line_exits_with_1_if_a_check_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     options = ["--check.only", '["schedule", "broadcast"]']

@@ -15,12 +15,11 @@ from torchmetrics import R2Score
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
-from pytorch_accel_lite import Trainer, compare_runs
+from pytorch_accel_lite import Trainer, callbacks, compare_runs
 from pytorch_accel_lite.callbacks import (
     LearningRateMonitorCallback,
     MetricsCallback,
     MetricsFileCallback,
-    RunLogCallback,
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.experiment import Experiment, RunComparison
@@ -44,12 +43,12 @@ OF_FILES = {
 }
 
 
-def train(folder: Path, seed: int, *callbacks, **kwargs) -> Trainer:
+def train(folder: Path, seed: int, *others, **kwargs) -> Trainer:
     torch.manual_seed(seed)
     model = parts.Net()
     metrics = MetricsCallback({"r2": R2Score()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = Trainer(model, nn.MSELoss(), optimizer, [metrics, *callbacks], seed=seed)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, [metrics, *others], seed=seed)
     trainer.train(parts.load_data(16), 2, parts.load_data(8), **kwargs)
     return trainer
 
@@ -65,7 +64,7 @@ def runs(tmp_path_factory) -> dict[str, Trainer]:
         overrides = overrides | {"output_dir": str(folder / name)}
         found[str(folder / name)] = Experiment.from_file(folder / "small.yaml", overrides).train()
     script, states = folder / "script", folder / "states"
-    log = RunLogCallback(script / "log", {"idea": "<wider>"})
+    log = callbacks.RunLogCallback(script / "log", {"idea": "<wider>"})
     found[str(script)] = train(script, 1, LearningRateMonitorCallback(), log)
     rows = MetricsFileCallback(states / "metrics.csv", every_n_updates=1)
     found[str(states)] = train(states, 2, rows, SaveTrainingStateCallback(states / "kept"))
@@ -78,6 +77,7 @@ def compared(runs) -> RunComparison:
     return compare_runs(runs)
 
 
+@pytest.mark.extension("reports")
 def test_each_run_is_found_with_its_best_metrics(runs, compared):
     assert [run.name for run in compared.runs] == ["adam-2", "adam-10", "sgd", "script", "states"]
     assert list(map(str, compared.metrics)) == ["eval_loss_epoch (min)", "r2 (max)", "train_loss_epoch (last)"]
@@ -92,6 +92,7 @@ def test_each_run_is_found_with_its_best_metrics(runs, compared):
 
 
 @pytest.mark.slow
+@pytest.mark.extension("reports")
 def test_what_differs_is_listed_without_what_follows_from_it(runs):
     from_files = compare_runs(list(runs)[:3])
     assert from_files.differences == [
@@ -110,6 +111,7 @@ def test_what_differs_is_listed_without_what_follows_from_it(runs):
     assert compare_runs(next(iter(runs))).differences == []
 
 
+@pytest.mark.extension("reports")
 def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     found = compare_runs(list(runs)[:3])
@@ -123,6 +125,7 @@ def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.extension("reports")
 def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_path):
     page = compared.save(tmp_path / "pages" / "comparison.html").read_text()
     curves = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
@@ -136,6 +139,7 @@ def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.extension("reports")
 def test_runs_are_sorted_by_a_metric(runs):
     by_metric = [row["r2"] for row in compare_runs(runs, sort_by="r2").rows()]
     assert by_metric == sorted(by_metric, reverse=True)
@@ -145,6 +149,7 @@ def test_runs_are_sorted_by_a_metric(runs):
         compare_runs(runs, sort_by="r22")
 
 
+@pytest.mark.extension("reports")
 def test_the_command_compares_a_folder_of_runs(runs, capsys, monkeypatch):
     folder = Path(next(iter(runs))).parent
     monkeypatch.chdir(folder.parent)
@@ -217,9 +222,10 @@ def test_a_learning_rate_without_effect_is_no_difference(tmp_path, capsys):
     assert repr(found).endswith("optimizer.lr differs, too, but has no effect: the scheduler sets rates of its own.")
 
 
+@pytest.mark.extension("reports")
 def test_schedules_differ_in_their_arguments(tmp_path):
     for name in ("linear", "cosine"):
-        train(tmp_path, 0, RunLogCallback(tmp_path / name), create_scheduler_fn=name)
+        train(tmp_path, 0, callbacks.RunLogCallback(tmp_path / name), create_scheduler_fn=name)
     found = compare_runs(tmp_path)
     assert found.differences == ["schedule"]
     assert [row["schedule"] for row in found.rows()] == [

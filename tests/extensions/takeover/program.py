@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks import MetricsFileCallback, ModelEmaCallback, RunLogCallback, SaveBestModelCallback
+from pytorch_accel_lite.callbacks import MetricsFileCallback, ModelEmaCallback, SaveBestModelCallback
 
 CONFIG: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(CONFIG["folder"])
@@ -119,7 +120,9 @@ def main() -> None:
             MetricsFileCallback(str(FOLDER / "metrics.jsonl"), every="2 updates"),
         ]
     if CONFIG.get("shows"):
-        callbacks += [*get_default_callbacks(), RunLogCallback(str(FOLDER / "log"))]
+        callbacks += get_default_callbacks()
+        if "RunLogCallback" in shipped.__all__:  # otherwise its extension has been deleted
+            callbacks.append(shipped.RunLogCallback(str(FOLDER / "log")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = Logging(
         model,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torchmetrics import R2Score
 
 from pytorch_accel_lite.callbacks import (
@@ -147,6 +147,17 @@ def test_the_record_of_a_run_is_json_for_any_values_and_settings(tmp_path):
     assert found["config"]["nested"] == {"3": 4.0, "path": str(tmp_path)}
 
 
+OTHER = ["[]", "5", "{", '{"length": "x", "attempts": 5}', '{"attempts": [5]}', '{"attempts": [{}]}']
+
+
+@pytest.mark.parametrize("content", OTHER)
+def test_a_record_of_another_shape_is_named_and_replaced(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    train(make_trainer()).save_training_state(tmp_path / "state")
+    with pytest.warns(UserWarning, match=r"run.json' does not hold the record of a run"):
+        train(make_trainer([RunLogCallback(tmp_path)]), 2, resume_from=tmp_path / "state")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "", "{}"])
 def test_a_lost_or_damaged_record_begins_again_when_resumed(tmp_path, content):
@@ -181,3 +192,36 @@ def test_without_matplotlib_the_page_has_tables(tmp_path, monkeypatch):
     page = (tmp_path / "summary.html").read_text()
     assert "For curves: <code>pip install" in page
     assert "train_loss_epoch" in page
+
+
+def test_each_of_several_optimizers_is_described(tmp_path):
+    model = nn.Linear(4, 1)
+    groups = [{"params": [model.bias], "lr": 0.02}]
+    optimizers = {"matrix": torch.optim.SGD([model.weight], 0.05, momentum=0.9), "rest": torch.optim.AdamW(groups)}
+    schedule = {"matrix": partial(ExponentialLR, gamma=0.2)}
+    train(make_trainer([RunLogCallback(tmp_path)], model, optimizer=optimizers), create_scheduler_fn=schedule)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["optimizer"] == "matrix: SGD(lr=0.05, momentum=0.9); rest: AdamW(lr=0.02)"
+    assert record["schedule"] == "matrix: ExponentialLR(gamma=0.2)"
+
+
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}])
+def test_an_optimizer_without_a_rate_is_described(defaults, tmp_path):
+    class FindsItsOwn(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, defaults)
+
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    model = nn.Linear(4, 1)
+    train(make_trainer([RunLogCallback(tmp_path)], model, optimizer=FindsItsOwn(model.parameters())))
+    assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == "FindsItsOwn()"
+
+
+def test_the_record_and_the_page_say_how_the_time_was_spent(tmp_path):
+    trainer = train(make_trainer([RunLogCallback(tmp_path)]))
+    trainer.evaluate(make_data())  # writes them again, where the time of the run is known
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["goodput"]["seconds"] == pytest.approx(trainer.goodput.seconds)
+    assert f"**Time**: {trainer.goodput}" in (tmp_path / "summary.md").read_text()

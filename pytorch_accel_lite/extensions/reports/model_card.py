@@ -1,4 +1,4 @@
-"""Saving a model with a card, which describes its training and its results, and how to load it."""
+"""The card of a saved model, which describes its training and its results, and how to load it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.modules import class_of
-from pytorch_accel_lite.base.paths import PathOrFile, StrPath, name_of, parse_location
-from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.base.text import format_metric, format_value, to_number
-from pytorch_accel_lite.callbacks.run_log import RunLogCallback, describe_model, setup_of
-from pytorch_accel_lite.callbacks.run_page import environment_facts, training_facts
-from pytorch_accel_lite.checkpoint.files import replacing, write_text
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters, is_of_timm
-from pytorch_accel_lite.checkpoint.saving import save_weights
-from pytorch_accel_lite.checkpoint.weights import CARD
-from pytorch_accel_lite.plotting.panels import NothingToPlotError, is_monitor, panels_by_metric
-from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.parts import LoadedWeights
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.checkpoint import replacing, write_text
+from pytorch_accel_lite.extending import (
+    ADAPTERS,
+    LoadedWeights,
+    ModelWriter,
+    Run,
+    SavedModel,
+    TrainerLike,
+    has_adapters,
+    is_of_timm,
+    warn_outside,
+)
+from pytorch_accel_lite.extending_callbacks import class_of, find_length, to_number
+from pytorch_accel_lite.extensions.reports.run_log import RunLogCallback, describe_model, setup_of
+from pytorch_accel_lite.extensions.reports.run_page import TEMPLATES, environment_facts, training_facts
+from pytorch_accel_lite.plotting import Column, NothingToPlotError, is_monitor, panels_by_metric, render
+from pytorch_accel_lite.tracking import InMemoryRunHistory
+from pytorch_accel_lite.utils import format_metric, format_value
 
+_FILE = "README.md"  # which the Hugging Face Hub shows
 _MARKER = (
     "<!-- Written by save_model() of pytorch_accel_lite, which replaces this file as long as it has this line. -->"
 )
@@ -35,89 +38,54 @@ _MARKER = (
 _OMITTED = ("train_", "eval_", "num_", "max_num_", "is_", "mixed_precision", "seed")
 
 
-def save_model(
-    self: TrainerLike, path: PathOrFile, *, trainable_only: bool = False, card_data: Mapping[str, Any] | None = None
-) -> None:
-    """Save the model for use in other programs: its weights as safetensors, and a model card.
+class ModelCard(ModelWriter):
+    """The card of a model, ``README.md``, with a picture of the metrics."""
 
-    In a directory, models of transformers, PEFT, diffusers and timm are saved as their own library saves and loads
-    them, with configuration and tokenizer; see "Save and load" in the docs.
+    def check(self, card_data: Mapping[str, object]) -> None:
+        """Check that the metadata can be written.
 
-    A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
-    The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
-    shows it as the model's page, and ``huggingface_hub.ModelCard`` reads it. A ``README.md`` that somebody else wrote
-    is kept, with a warning.
+        :raises TypeError: if not
+        """
+        try:
+            json.dumps({**card_data})
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"card_data={card_data!r} must be a dict of the card's metadata, such as {{'license': 'mit'}}, of "
+                f"texts, numbers, and lists and dicts of them: {error}."
+            ) from error
 
-    Call it on every process. Sharded weights are gathered in the host memory of the first, which writes the files.
-
-    :param path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
-        folders are created. A path that ends in ``.safetensors`` is that of one file, with the weights alone.
-        So is an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves
-        open; what the others pass in its place is ignored.
-    :param trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves those of the
-        model as they are.
-    :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
-        "pipeline_tag": "image-classification"}``; see ``huggingface_hub.ModelCardData``
-    :raises ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a
-        directory, or if it is a URL of an unknown kind
-    :raises TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
-    :raises OSError: if a file cannot be written
-    """
-    is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
-    if card_data is not None:
-        _check_card_data(card_data, None if is_directory else name_of(path))
-
-    def describe(folder: Path) -> None:
-        _write_card(self, folder, name_of(path), trainable_only, card_data or {})
-
-    save_weights(self, path, trainable_only, describe if is_directory else None)
+    def write(self, trainer: TrainerLike, saved: SavedModel) -> None:
+        """Write the card, unless there is one that somebody else wrote."""
+        card = saved.folder / _FILE
+        if card.exists() and _MARKER.encode() not in card.read_bytes():
+            warn_outside(
+                f"{f'{os.fspath(saved.location)}/{_FILE}'!r} was not written by save_model(), so it is kept. Rename "
+                "it to get a model card, or copy what it should say from a card in another directory."
+            )
+        else:
+            write_text(card, _card_of(trainer, saved))
 
 
-def _check_card_data(card_data: Mapping[str, Any], file: str | None) -> None:
-    if file is not None:
-        raise ValueError(
-            f"card_data={card_data!r} is for a model card, but path={file!r} is one file, without a card. "
-            "Pass the path of a directory, or omit card_data."
-        )
-    try:
-        json.dumps({**card_data})
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"card_data={card_data!r} must be a dict of the card's metadata, such as {{'license': 'mit'}}, of texts, "
-            f"numbers, and lists and dicts of them: {error}."
-        ) from error
-
-
-def _write_card(
-    trainer: TrainerLike, folder: Path, path: StrPath, trainable_only: bool, card_data: Mapping[str, Any]
-) -> None:
-    """Write the card of a model, unless there is one that somebody else wrote."""
-    card, location = folder / CARD, parse_location(path)
-    if card.exists() and _MARKER.encode() not in card.read_bytes():
-        warn_outside(
-            f"{f'{os.fspath(location)}/{CARD}'!r} was not written by save_model(), so it is kept. Rename it to get a "
-            "model card, or copy what it should say from a card in another directory."
-        )
-        return
-    card_data = {"model_name": Path(location).resolve().name, **card_data}
-    run, model = trainer.run, trainer.get_model(keep_torch_compile=False)
+def _card_of(trainer: TrainerLike, saved: SavedModel) -> str:
+    card_data: dict[str, Any] = {"model_name": Path(saved.location).resolve().name, **saved.card_data}
+    run, model, folder = trainer.run, trainer.get_model(keep_torch_compile=False), saved.folder
     history = trainer.run_history if isinstance(trainer.run_history, InMemoryRunHistory) else InMemoryRunHistory()
     loaded = run.loaded if run.loaded is not None and run.loaded.update == trainer.progress.update else None
     row = _row_of_weights(history, loaded) if trainer.progress.update else {}
-    saved, later = _numbers(row), _numbers(run.evaluation.metrics if run.evaluation else {})
+    before, later = _numbers(row), _numbers(run.evaluation.metrics if run.evaluation else {})
     kind, settings = class_of(model), list(_settings(trainer))
-    text = render(
-        "model_card.md",
-        metadata=_metadata(run, saved, later, card_data),
+    return render(
+        TEMPLATES / "model_card.md",
+        metadata=_metadata(run, before, later, card_data),
         marker=_MARKER,
         name=card_data["model_name"],
         description=describe_model(trainer),
         progress=trainer.progress,
         training=run.training,
         loaded=loaded,
-        trainable_only=trainable_only,
+        trainable_only=saved.trainable_only,
         epoch=row.get("epoch"),
-        saved=saved,
+        saved=before,
         later=later,
         format_value=format_value,
         format_metric=format_metric,
@@ -130,7 +98,6 @@ def _write_card(
         settings=[Column("setting", [name for name, _ in settings]), Column("value", [text for _, text in settings])],
         model=model,
     )
-    write_text(card, text)
 
 
 def _row_of_weights(history: InMemoryRunHistory, loaded: LoadedWeights | None) -> dict[str, Any]:

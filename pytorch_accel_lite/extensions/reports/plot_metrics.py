@@ -6,16 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.environment import import_extra, in_notebook
-from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.validation import optional
-from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.checkpoint import file_path, replacing
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_callbacks import (
+    Interval,
+    TimeBudget,
+    in_notebook,
+    optional,
+    parse_interval,
+    set_listening,
+)
 from pytorch_accel_lite.plotting import NothingToPlotError, new_figure
-from pytorch_accel_lite.run.events import TrainerCallback, set_listening
-from pytorch_accel_lite.run.intervals import Interval, parse_interval
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.time_budget import TimeBudget
+from pytorch_accel_lite.utils import import_extra
 
 
 class PlotMetricsCallback(TrainerCallback):
@@ -45,6 +47,7 @@ class PlotMetricsCallback(TrainerCallback):
         self._restart()
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
+        """Check that no other callback writes the picture."""
         request.claim_path(self, "path", self.path, "curves")
 
     def _restart(self) -> None:
@@ -53,18 +56,21 @@ class PlotMetricsCallback(TrainerCallback):
         self._budget = TimeBudget(1 / 10, expected=0.2) if in_notebook() else TimeBudget(1 / 50, expected=0.5)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Begin with the run."""
         self._restart()
         if self.every is not None:
             self.every.start(trainer.run, "every")
         set_listening(trainer, self, self.every is not None, "on_train_step_checkpoint")
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Draw if ``every`` says so."""
         if self.every is not None and self.every.is_due(trainer.run):
             self.every.advance(trainer.run)
             self._is_outdated = trainer.accelerator.is_main_process
             self._draw(trainer)
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Draw if ``every`` says so, or if there is time for it."""
         self._is_outdated = trainer.accelerator.is_main_process
         if self.every is not None:
             self.on_train_step_checkpoint(trainer)
@@ -72,6 +78,7 @@ class PlotMetricsCallback(TrainerCallback):
             self._draw(trainer)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Draw the final state."""
         self._draw(trainer)
 
     def _draw(self, trainer: TrainerLike) -> None:

@@ -1,16 +1,16 @@
-"""The card of a saved model, what reads it, and where it may be saved."""
+"""The card of a saved model, and what reads it."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from accelerate import Accelerator
 from huggingface_hub import ModelCard
 from torch import nn
 from torchmetrics import MeanSquaredError, R2Score
@@ -23,24 +23,17 @@ from pytorch_accel_lite.callbacks import (
     RunLogCallback,
     SaveBestModelCallback,
 )
+from tests.adapters import bert, with_lora
 from tests.launching import CAN_SHARD
-from tests.ranks import rank
-from tests.sharded import create_model, gathered, shard
-from tests.tasks import equal, listener, quiet_trainer, raises_at, regression_data, small_model
-
-DATA, OTHER_DATA = regression_data(24), regression_data(8)
+from tests.tasks import equal, listener, quiet_trainer, raises_at, small_model
+from tests.test_pretrained import ModelMixin, make_timm
+from tests.test_saved_models import DATA, OTHER_DATA, saved_sharded, trained
 
 
 def results(folder: Path) -> list[Any]:
     """The results in the metadata of a card."""
     found: list[Any] = ModelCard.load(folder / "README.md").data.eval_results
     return found
-
-
-def trained(*callbacks: Any, epochs: int = 3, model: nn.Module | None = None, **kwargs: Any) -> Trainer:
-    trainer = quiet_trainer(small_model() if model is None else model, callbacks=list(callbacks), seed=0)
-    trainer.train(DATA, epochs, **{"eval_dataset": OTHER_DATA, "per_device_batch_size": 8} | kwargs)
-    return trainer
 
 
 def section(folder: Path, title: str) -> str:
@@ -114,7 +107,7 @@ def test_the_code_of_a_card_imports_what_can_be_imported(tmp_path):
         name = type(model).__name__
         code = section(tmp_path, "How to load it")
         assert f"\nmodel = {name}(...)  # created as it was for training" in code
-        assert ("from tests.test_model_cards import Wide\n" in code) == (name == "Wide")
+        assert (f"from {__name__} import Wide\n" in code) == (name == "Wide")
 
 
 def test_the_library_of_the_hub_reads_the_metadata(tmp_path):
@@ -267,27 +260,6 @@ def test_frozen_weights_may_be_left_out(tmp_path):
     assert equal(other.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("head", ["SequenceClassification", "MaskedLM"])  # the second one ties weights
-def test_a_model_of_transformers_is_saved_as_its_library_does(tmp_path, head):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = transformers.BertConfig(**sizes, intermediate_size=4, id2label={0: "bad", 1: "good"})
-    kind = getattr(transformers, f"BertFor{head}")
-    model, other = kind(config), kind(config)
-    Trainer(torch.compile(model), None, optimizer=None).save_model(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} - {"curves.png"} >= {"config.json", "model.safetensors"}
-    loaded = kind.from_pretrained(tmp_path)
-    assert equal(loaded.state_dict(), model.state_dict())
-    assert loaded.config.id2label == {0: "bad", 1: "good"}
-    trainer = Trainer(other, None, optimizer=None)
-    trainer.load_checkpoint(tmp_path)
-    assert equal(other.state_dict(), model.state_dict())
-    content = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"model.safetensors' is damaged: its content does not match its checksum"):
-        trainer.load_checkpoint(tmp_path)
-
-
 def test_the_card_of_a_model_of_transformers_says_how_to_load_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -304,46 +276,52 @@ def test_the_card_of_a_model_of_transformers_says_how_to_load_it(tmp_path):
     assert equal(loaded.state_dict(), model.state_dict())
 
 
-def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
+def test_the_card_of_a_model_of_timm_says_how_to_load_it(tmp_path, monkeypatch):
+    model = make_timm(num_classes=3, in_chans=1)
+    quiet_trainer(torch.compile(model)).save_model(tmp_path / "signs")
+    if not hasattr(pytest.importorskip("timm.models._factory"), "_MODEL_SOURCES"):
+        pytest.skip("this version of timm does not load local folders")
+    monkeypatch.chdir(tmp_path)
+    program: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", (tmp_path / "signs" / "README.md").read_text(), re.DOTALL)[0], program)
+    assert equal(program["model"].state_dict(), model.state_dict())
+
+
+def test_without_a_configuration_the_card_loads_plain_weights(tmp_path):
+    model = make_timm(num_classes=3)
+    model.pretrained_cfg = {**model.pretrained_cfg, "license": object()}
+    with pytest.warns(UserWarning, match="timm could not describe"):
+        quiet_trainer(model).save_model(tmp_path)
+    assert "import timm" not in section(tmp_path, "How to load it")
+
+
+def test_the_card_of_a_model_of_diffusers_says_how_to_load_it(tmp_path, monkeypatch):
+    diffusers = ModuleType("diffusers")
+    vars(diffusers)["ModelMixin"] = ModelMixin
+    monkeypatch.setitem(sys.modules, "diffusers", diffusers)
+    quiet_trainer(ModelMixin(3)).save_model(tmp_path)
+    assert 'ModelMixin.from_pretrained(".")' in section(tmp_path, "How to load it")
+
+
+def test_the_card_of_adapters_says_how_to_load_them(tmp_path):
+    pytest.importorskip("peft")
+    quiet_trainer(with_lora(bert())).save_model(tmp_path)
+    assert 'PeftModel.from_pretrained(base_model, ".")' in section(tmp_path, "How to load it")
+
+
+def test_metadata_that_cannot_be_written_are_refused(tmp_path):
     trainer = quiet_trainer(small_model())
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"path='.*/file' is a file, but should be a directory .* or move the file"):
-        trainer.save_model(tmp_path / "file")
     with pytest.raises(ValueError, match=r"card_data=.* is for a model card, but path='a.safetensors' is one file"):
         trainer.save_model("a.safetensors", card_data={"license": "mit"})
     with pytest.raises(TypeError, match=r"card_data='mit' must be a dict of the card's metadata"):
         trainer.save_model(tmp_path, card_data="mit")
     with pytest.raises(TypeError, match=r"card_data=\{'license': <object .*>\} must be a dict .*: Object of type"):
         trainer.save_model(tmp_path, card_data={"license": object()})
-    with pytest.raises(ValueError, match=r"path='hf://me/waves/model.pt' is a URL, but .* save_model\(\) and"):
-        trainer.save_checkpoint("hf://me/waves/model.pt")
-    with pytest.raises(ValueError, match=r"save_path='hf://me/waves/best.pt' is a URL, but a checkpoint is on a disk"):
-        SaveBestModelCallback("hf://me/waves/best.pt")
-    assert {path.name for path in tmp_path.iterdir()} == {"file"}
-
-
-def saved_sharded(folder: Path, *places: str) -> dict[str, Any]:
-    """The weights of a sharded model, which is saved in a folder and elsewhere, and loaded from each."""
-    trainer = Trainer(shard(create_model(), "fsdp"), nn.MSELoss(), None, [], accelerator=Accelerator(cpu=True))
-    before = gathered(trainer.model.state_dict())
-    for path in (folder / "sharded", *places):
-        trainer.save_model(path)
-        for parameter in trainer.model.parameters():
-            nn.init.zeros_(parameter)
-        trainer.load_checkpoint(path)
-        assert equal(gathered(trainer.model.state_dict()), before)
-    if rank() == 0:
-        (folder / "file").touch()
-    trainer.barrier()
-    with pytest.raises((ValueError, RuntimeError), match="is a file, but should be a directory"):
-        trainer.save_model(folder / "file")
-    return before
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.processes
 @CAN_SHARD
-def test_all_processes_save_a_sharded_model_as_one(tmp_path, two_ranks):
-    for whole in two_ranks.run(saved_sharded, tmp_path):
-        assert equal(whole, dict(create_model().state_dict()))
-        assert equal(safetensors.torch.load_file(tmp_path / "sharded" / "model.safetensors"), whole)
+def test_a_sharded_model_has_the_card_of_the_whole(tmp_path, two_ranks):
+    two_ranks.run(saved_sharded, tmp_path)
     assert lead(tmp_path / "sharded").startswith("Sequential, 121 parameters.\n\nIt has not")

@@ -25,22 +25,21 @@ from urllib.parse import quote
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.environment import in_notebook, warn_outside
-from pytorch_accel_lite.base.modules import class_of
-from pytorch_accel_lite.base.paths import folder_path
-from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.callbacks.metrics_file import as_json
-from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
-from pytorch_accel_lite.callbacks.run_page import ShownPicture, pages, shown_outputs
-from pytorch_accel_lite.checkpoint.files import write_text
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, parts_of, schedulers_in
-from pytorch_accel_lite.plotting.curves import svg_panels
-from pytorch_accel_lite.plotting.panels import NothingToPlotError
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.time_budget import TimeBudget
+from pytorch_accel_lite.checkpoint import folder_path, write_text
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, warn_outside
+from pytorch_accel_lite.extending_callbacks import (
+    ShowOutputsCallback,
+    TimeBudget,
+    TrainerOptimizer,
+    class_of,
+    in_notebook,
+    parts_of,
+    schedulers_in,
+)
+from pytorch_accel_lite.extensions.reports.run_page import ShownPicture, pages, shown_outputs
+from pytorch_accel_lite.plotting import NothingToPlotError, svg_panels
+from pytorch_accel_lite.tracking import InMemoryRunHistory
+from pytorch_accel_lite.utils import as_json, format_metric
 
 _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy", "timm", "transformers")
 
@@ -78,9 +77,11 @@ class RunLogCallback(TrainerCallback):
         self._budget = TimeBudget(1 / 50, expected=0.5)
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
+        """Check that no other callback writes to the directory."""
         request.claim_path(self, "directory", self.directory, "page of the run")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Write the setup of the run."""
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def on_processes_changed(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -124,18 +125,22 @@ class RunLogCallback(TrainerCallback):
             return []
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Write the results so far if there is time for it."""
         if trainer.accelerator.is_main_process and self._budget.is_due:
             self._write(trainer)
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Write the results of an evaluation during or after the run."""
         if self._record and trainer.accelerator.is_main_process and (not self._is_running or self._budget.is_due):
             self._write(trainer)
 
     def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
+        """Write the error that ends the run."""
         outcome, *_ = f"failed: {type(exception).__name__}: {exception}".splitlines()
         self._end(trainer, outcome[:200], "".join(traceback.format_exception(exception)))
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Write how the run has ended."""
         reason = trainer.run.end.reason
         self._end(trainer, "finished" if reason is None else f"stopped: {reason}")
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.base.environment import install_command
-from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, visible
-from pytorch_accel_lite.plotting.panels import MetricPanel, best_of, direction_of, panels_by_metric
-from pytorch_accel_lite.run.goodput import describe_fractions
+from pytorch_accel_lite.extending import install_command
+from pytorch_accel_lite.extending_callbacks import describe_fractions, format_duration, visible
+from pytorch_accel_lite.plotting import Column, MetricPanel, best_of, direction_of, panels_by_metric, render
+from pytorch_accel_lite.utils import format_metric, format_value
 
+TEMPLATES = Path(__file__).with_name("templates")
 _SHOWN_OUTPUTS = 20  # the latest
 
 
@@ -64,8 +65,8 @@ def pages(
     }
     how_to_plot = install_command("plot", "matplotlib") if record["metrics"] else ""
     return {
-        "summary.md": render("run.md", **values),
-        "summary.html": render("run.html", **values, curves=curves, how_to_plot=how_to_plot),
+        "summary.md": render(TEMPLATES / "run.md", **values),
+        "summary.html": render(TEMPLATES / "run.html", **values, curves=curves, how_to_plot=how_to_plot),
     }
 
 
