@@ -504,7 +504,7 @@ def test_the_first_numbers_that_fit_are_whole_beside_the_bar(columns, monkeypatc
 
 
 @pytest.mark.parametrize("always", [True, False])
-def test_what_callbacks_print_at_the_end_of_an_epoch_is_below_its_row(always, capsys):
+def test_prints_at_the_end_of_an_epoch_are_below_its_row(always, capsys):
     def say(trainer: Trainer, **kwargs: Any) -> None:
         print("mine", trainer.progress.epoch)
         print("at once", end="\n", flush=trainer.progress.epoch == 2)
