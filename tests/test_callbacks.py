@@ -361,7 +361,7 @@ def test_the_progress_bar_shows_the_schedules_learning_rate(capfd):
         create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
     )
     bars = [float(lr) for lr in re.findall(r"lr=([\d.e+-]+)", capfd.readouterr().err)]
-    assert bars[-1] == 0.0125
+    assert bars[-1] == 0.025  # of the last update: the schedule is at 0.0125
     assert 0.05 in bars
 
 

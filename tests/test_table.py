@@ -483,6 +483,47 @@ def test_in_a_terminal_what_is_printed_leaves_the_table_whole(monkeypatch):
     assert max(map(len, shown[summary:])) <= 80  # it is wrapped
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_first_numbers_that_fit_are_whole_beside_the_bar(columns, monkeypatch):
+    terminal = Terminal(columns, monkeypatch)
+    with terminal.streams():
+        bar = ProgressBarCallback(refresh_seconds=0)
+        train(make_trainer([bar]), epochs=2, eval_dataset=True, create_scheduler_fn="linear")
+    bars = [bar for bar in re.split(r"[\r\n]|\x1b\[\d*\w", terminal.written) if bar.startswith("Epoch 2")]
+    assert bars
+    for shown in bars:
+        drawn, _, numbers = shown.rstrip().partition("|")[2].partition("|")
+        count, *values = numbers.split(", ")
+        assert re.fullmatch(r" \d/3", count)
+        assert len(drawn) >= 10
+        names = [re.fullmatch(r"(.+)=([\d.,:e+-]+)", value)[1] for value in values]
+        assert names == ["loss", "run ETA", "samples/s", "eval_loss", "lr"][: len(names)]
+    assert len(names) == {60: 2, 80: 3, 200: 5}[columns]
+    if columns == 200:
+        assert bars[-1].rstrip().endswith(f"lr={0.1 / 6:.3g}")  # of the last update, not the next
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_prints_at_the_end_of_an_epoch_are_below_its_row(always, capsys):
+    def say(trainer: Trainer, **kwargs: Any) -> None:
+        print("mine", trainer.progress.epoch)
+        print("at once", end="\n", flush=trainer.progress.epoch == 2)
+        if trainer.progress.epoch == 3:
+            raise ValueError("on purpose")
+
+    before = sys.stdout
+    trainer = make_trainer([ProgressTableCallback(show_always=always), listener(on_training_run_epoch_end=say)])
+    with pytest.raises(ValueError, match="on purpose"):
+        train(trainer, epochs=3, eval_dataset=True)
+    assert sys.stdout is before
+    shown = [line for line in printed(capsys) if re.match(r"mine|at once|\d/3| +time: ", line)]
+    row = r"\d/3 .*" if always else " +time: .*"
+    for line, expected in zip(
+        shown, [row, "mine 1", "at once", "mine 2", "at once", row, *([row] * always), "mine 3", "at once"], strict=True
+    ):
+        assert re.fullmatch(expected, line), shown
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.416, "0.42s"), (12.34, "12.3s"), (59.96, "1:00"), (245, "4:05"), (7445, "2:04:05")]
 )

@@ -15,6 +15,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 NOT_INSTALLED_THERE = {
     "pytorch-accelerated",
     "mypy",
+    "basedpyright",
     "ruff",
     "onnxscript",
     "onnxruntime",

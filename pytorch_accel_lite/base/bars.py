@@ -15,10 +15,11 @@ from pytorch_accel_lite.base.environment import is_terminal
 
 _FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
 _DELAY = 0.5  # seconds before a bar is shown in a notebook, where an output cannot be removed
+_NARROWEST = 10  # columns of a bar, for which numbers beside it make room
 
 
 class TerminalBar(tqdm):  # type: ignore[misc]
-    """A bar that stays within the width of the terminal.
+    """A bar that stays within the width of the terminal: as many numbers are beside it as fit, the first ones.
 
     While any is shown, text printed to the terminal appears above it. Omits tqdm's own rate and time, which cover one
     epoch only, so that ours fit into 80 columns.
@@ -39,6 +40,19 @@ class TerminalBar(tqdm):  # type: ignore[misc]
         self.desc = kwargs["desc"]  # tqdm omits it in bars that are not shown
         bar_format = f"{{desc}}: {count}{{postfix}}"
         super().__init__(bar_format=bar_format, leave=False, dynamic_ncols=True, file=stream, **kwargs)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What is drawn, without the numbers that would be cut off or leave no room for the bar."""
+        shown: dict[str, Any] = super().format_dict
+        if shown.get("ncols") and shown.get("postfix"):
+            head = _FORMAT.format(percentage=100, bar=" " * _NARROWEST, n_fmt=self.n, total_fmt=self.total)
+            room = shown["ncols"] - len(f"{self.desc}: {head}")
+            numbers = shown["postfix"].split(", ")
+            while len(", ".join(["", *numbers])) > room and numbers:
+                numbers.pop()
+            shown["postfix"] = ", ".join(numbers)
+        return shown
 
     def close(self) -> None:
         """Remove the bar."""
@@ -79,6 +93,41 @@ class _AboveBars:
         """Write any incomplete line as a separate line."""
         if self._incomplete:
             self.stream.write(f"{self._incomplete}\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class HeldOutput:
+    """Stand-in for the standard output that keeps what is printed, to print it after something else.
+
+    A flush, as before a program waits for an answer, prints what is kept at once.
+    """
+
+    def __init__(self) -> None:
+        self.stream = sys.stdout
+        self._kept: list[str] = []
+        self._is_held = True
+        sys.stdout = self
+
+    def restore(self) -> None:
+        """Let the program print again, where nothing has replaced this stand-in."""
+        self._is_held = False
+        if sys.stdout is self:
+            sys.stdout = self.stream
+
+    def write(self, text: str) -> int:
+        """Keep text, or print it if nothing is kept any longer."""
+        self._kept.append(text)
+        if not self._is_held:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Print what is kept."""
+        kept, self._kept = self._kept, []
+        self.stream.write("".join(kept))
+        self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

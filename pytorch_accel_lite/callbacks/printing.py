@@ -101,3 +101,8 @@ def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
     rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
     return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
+
+
+def changes_in_each_update(trainer: TrainerLike) -> bool:
+    """Return whether a schedule sets the next rate in each update, so that the one that was used must be noted."""
+    return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"

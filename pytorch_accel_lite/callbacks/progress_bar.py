@@ -15,9 +15,9 @@ from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
-from pytorch_accel_lite.callbacks.printing import epoch_of, shown_rates
+from pytorch_accel_lite.callbacks.printing import changes_in_each_update, epoch_of, rates_of
 from pytorch_accel_lite.data import ShardedLoader
-from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -52,9 +52,10 @@ class ProgressBarCallback(TrainerCallback):
 
     The bar of an epoch shows the running mean of the loss, the remaining time of the run if its length is known, the
     samples per second over all processes, averaged over about the last ten seconds of training, the latest evaluation
-    loss and the learning rate of each optimizer; that of an evaluation or a prediction, its own remaining time. The
-    loss is copied from the device only to be shown, a few times per second, and no step waits for the copy. A narrow
-    terminal cuts the text at its edge; printed text appears above the bar. Only the first process of each machine shows
+    loss and the learning rate of each optimizer in the latest update; that of an evaluation or a prediction, its own
+    remaining time. The loss is copied from the device only to be shown, a few times per second, and no step waits for
+    the copy. A narrow terminal shows the first of these numbers, beside a bar of at least ten columns; printed text
+    appears above the bar. Only the first process of each machine shows
     bars, and only if its output is a terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at
     intervals.
 
@@ -81,6 +82,7 @@ class ProgressBarCallback(TrainerCallback):
         self._interval = refresh_seconds
         self._speed = _Speed()
         self._copy: AsyncCopy | None = None  # of the running loss
+        self._rates_used: dict[str, float | torch.Tensor] = {}
 
     def _start(self, trainer: TrainerLike, loader: ShardedLoader | None, description: str, previous: Bar | None) -> Bar:
         """Return a new bar, in place of the previous one, which an evaluation that failed has left open."""
@@ -113,10 +115,15 @@ class ProgressBarCallback(TrainerCallback):
             self._run_start = now
             self._updates_before = trainer.progress.update
             self._speed = _Speed()
+            self._rates_used = {}
+            set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
         else:
             self._speed.mark(trainer.progress.samples, now)
         if not self.pbar.disable:
             self.pbar.update(trainer.progress.step)
+
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._rates_used = rates_of(trainer)
 
     def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         now = time.monotonic()
@@ -164,7 +171,7 @@ class ProgressBarCallback(TrainerCallback):
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
         if evaluated:
             numbers["eval_loss"] = f"{float(evaluated[-1]):.4g}"
-        return numbers | {name: f"{rate:.3g}" for name, rate in shown_rates(trainer).items()}
+        return numbers | {name: f"{float(rate):.3g}" for name, rate in (self._rates_used or rates_of(trainer)).items()}
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self.pbar.disable:

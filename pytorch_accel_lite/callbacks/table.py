@@ -8,18 +8,25 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from pytorch_accel_lite.base.bars import NotebookOutput
+from pytorch_accel_lite.base.bars import HeldOutput, NotebookOutput
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, epoch_of, rates_of, shown_rates
+from pytorch_accel_lite.callbacks.printing import (
+    LogMetricsCallback,
+    changes_in_each_update,
+    epoch_of,
+    rates_of,
+    shown_rates,
+)
 from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import RunRequest
@@ -70,6 +77,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._table: _RunTable | None = None  # during a training run
         self._running_means: dict[str, float] = {}
         self._evaluation_start = 0.0
+        self._held: HeldOutput | None = None  # what callbacks print at the end of an epoch, until its row is shown
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         for name in self.metrics or ():
@@ -94,8 +102,7 @@ class ProgressTableCallback(LogMetricsCallback):
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
             self._row_every = None  # on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
-        each_update = trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"
-        set_listening(trainer, self, each_update, "on_optimizer_step_start")
+        set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
         trainer.run.end.messages.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -126,20 +133,38 @@ class ProgressTableCallback(LogMetricsCallback):
         if not self._shows_table:
             super().on_train_epoch_end(trainer)
 
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if self._table is not None and self._held is None and not in_notebook():
+            self._held = HeldOutput()
+
+    @contextmanager
+    def _before_what_is_held(self) -> Iterator[None]:
+        held, self._held = self._held, None
+        if held is not None:
+            held.restore()
+        try:
+            yield
+        finally:
+            if held is not None:
+                held.flush()
+
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
-        super().on_epoch_checkpoint(trainer)
-        self._show_times(trainer)
+        with self._before_what_is_held():
+            super().on_epoch_checkpoint(trainer)
+            self._show_times(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
-        super().on_stop_training_error(trainer)
-        end = trainer.run.end
-        if end.is_regular and self._table is not None and not self._table.is_within_epoch(trainer):
-            self._show_times(trainer)
+        with self._before_what_is_held():
+            super().on_stop_training_error(trainer)
+            end = trainer.run.end
+            if end.is_regular and self._table is not None and not self._table.is_within_epoch(trainer):
+                self._show_times(trainer)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        super().on_training_run_end(trainer)
-        if trainer.run.end.is_regular:  # of an epoch that was stopped within
-            self._show_times(trainer)
+        with self._before_what_is_held():
+            super().on_training_run_end(trainer)
+            if trainer.run.end.is_regular:  # of an epoch that was stopped within
+                self._show_times(trainer)
 
     def _show_times(self, trainer: TrainerLike) -> None:
         if self._table is not None and (times := self._table.times_and_rates(trainer)):
@@ -158,7 +183,8 @@ class ProgressTableCallback(LogMetricsCallback):
             super().log_metrics(trainer, step | metrics)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
-        super().on_exception(trainer)
+        with self._before_what_is_held():
+            super().on_exception(trainer)
         name = type(kwargs["exception"]).__name__
         self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
 

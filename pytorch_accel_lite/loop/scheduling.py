@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import (
     SchedulerFactory,
@@ -126,10 +127,11 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
         }  # tensors are rounded
         unused = [rate for group in groups if _listed([rate := rates.get(id(group))]) not in {"none", *as_shown}]
         if unused:
-            trainer.print(
+            message = (
                 f"The optimizer's learning rate {_listed(unused)} has no effect: {type(scheduler).__name__} sets rates "
                 f"of its own, up to max_lr={_listed(highest)}. Pass the rate that you want as max_lr, and leave out lr."
             )
+            trainer.print(wrapped(message))
 
 
 def _create_from(trainer: TrainerLike, options: Options) -> TrainerScheduler:

@@ -132,7 +132,10 @@ def _draw_panels(panels: Sequence[Panel], styles: Styles) -> Figure:
     """Draw panels in rows, each as high as its highest legend requires. The last row is as wide as the others."""
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    legends = [max(legend_height(_labels(panel), _WIDTH - 1) for panel in row) for row in rows]
+    widths = [columns * _WIDTH / len(row) for row in rows]  # of a panel
+    legends = [
+        max(legend_height(_labels(panel), width - 1) for panel in row) for row, width in zip(rows, widths, strict=True)
+    ]
     heights = [_HEIGHT + legend for legend in legends]
     figure = new_figure((columns * _WIDTH, sum(heights)))
     grid = figure.add_gridspec(len(rows), math.lcm(1, 2, 3), height_ratios=heights)

@@ -100,15 +100,21 @@ class TrainerLike(Protocol):
 
     # The current or last run.
     current_run: Run  # the attribute behind ``run``, which the package reads in every step
-    run_config: TrainerRunConfig | None
-    step_metrics: dict[str, MetricValue]
-    train_dataset: NamedData | None
-    eval_dataset: NamedData | None
-    train_dataloader: ShardedLoader | None
-    eval_dataloader: ShardedLoader | None
 
     @property
     def run(self) -> Run: ...
+    @property
+    def run_config(self) -> TrainerRunConfig | None: ...
+    @property
+    def step_metrics(self) -> dict[str, MetricValue]: ...
+    @property
+    def train_dataset(self) -> NamedData | None: ...
+    @property
+    def eval_dataset(self) -> NamedData | None: ...
+    @property
+    def train_dataloader(self) -> ShardedLoader | None: ...
+    @property
+    def eval_dataloader(self) -> ShardedLoader | None: ...
     @property
     def progress(self) -> Progress: ...
     @property
