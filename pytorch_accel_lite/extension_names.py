@@ -9,6 +9,7 @@ C = TypeVar("C", bound=type)
 
 #: Names of the package; those of its modules and of ``Trainer`` with these before them.
 OFFERED = {
+    "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "memory_estimate": ("Trainer.estimate_memory",),

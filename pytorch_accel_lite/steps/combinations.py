@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
-from pytorch_accel_lite.steps.compiled import COMPILED
+from pytorch_accel_lite.steps.compiled import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.failed_batches import GuardedStep
 from pytorch_accel_lite.steps.features import Feature, Kind
 from pytorch_accel_lite.steps.logical_step import LogicalStep
@@ -12,7 +12,7 @@ from pytorch_accel_lite.steps.manual import ManualStep
 
 #: The kinds of steps that a run may ask for. Any two of them conflict, so their order does not matter.
 KINDS: tuple[Kind, ...] = (GuardedStep, ManualStep, ReplayingStep, LogicalStep)
-FEATURES = (*(feature for kind in KINDS for feature in kind.features), COMPILED)
+FEATURES = (*(feature for kind in KINDS for feature in kind.features), COMPILED, CHECKPOINTED)
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
