@@ -7,7 +7,7 @@ from typing import Any
 from pytorch_accel_lite.extending import MEMORY_ADVICE, MODEL_CHANGES, ChosenModules, TrainerLike
 from pytorch_accel_lite.extensions.blocks.block_forward import BlockForward
 from pytorch_accel_lite.extensions.blocks.finding import choose, describe, repeated_blocks
-from pytorch_accel_lite.extensions.blocks.saving import advise
+from pytorch_accel_lite.extensions.blocks.memory_saving import advise
 
 __all__ = ["BlockForward", "choose", "repeated_blocks"]
 
