@@ -13,6 +13,7 @@ OFFERED = {
     "checking": ("Trainer.check",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "memory_estimate": ("Trainer.estimate_memory",),
+    "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
         "data.PackSequences",
