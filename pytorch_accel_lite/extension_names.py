@@ -11,6 +11,7 @@ C = TypeVar("C", bound=type)
 OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
+    "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixture_schedule": ("callbacks.MixtureScheduleCallback",),

@@ -42,6 +42,7 @@ from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions import slurm as slurm
+from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
@@ -77,6 +78,7 @@ __all__ = [
     "ModelSummaryCallback",
     "MomentumTeacherCallback",
     "DeviceMemoryCallback",
+    "EnergyCallback",
     "GradientNormCallback",
     "LearningRateMonitorCallback",
     "LossScaleCallback",

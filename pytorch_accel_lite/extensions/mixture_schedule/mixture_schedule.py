@@ -59,6 +59,7 @@ class MixtureScheduleCallback(TrainerCallback):
         self._epoch = trainer.progress.epoch
         if self._mixture is not None and self.weights is not None:
             weights = trainer.broadcast_object(self._weights_of(trainer) if trainer.run.ranks.rank == 0 else None)
+            assert weights is not None  # those of the first process
             self._mixture.change_weights(weights, self._epoch)
 
     def _weights_of(self, trainer: TrainerLike) -> Weights:
