@@ -110,12 +110,12 @@ def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed
     assert "One process continued after" in said[-1]
 
 
-def test_a_second_death_while_the_first_is_handled_and_one_after_the_gradients(run, undisturbed):
+def test_a_second_death_during_takeover_changes_no_result(run, undisturbed):
     outcome = run(4, kills=kill(rank3="gradients:2", rank1="changed:1"), **ALL)
     check_equal(outcome, undisturbed, survivors=2)
 
 
-def test_a_stopped_process_is_ended_and_replaced_by_one_that_gets_the_state(run, undisturbed):
+def test_a_stopped_process_is_replaced_by_one_given_its_state(run, undisturbed):
     kills = {"1": {"backward:5": int(signal.SIGSTOP)}}
     outcome = run(3, "--replace", "--patience", "4", kills=kills, pause=0.05, samples=1003)
     assert outcome.code == 0, outcome.output
@@ -125,7 +125,7 @@ def test_a_stopped_process_is_ended_and_replaced_by_one_that_gets_the_state(run,
     assert [[left, came] for left, came, _ in outcome.changes] == [[[1], []], [[], [2]]]
 
 
-def test_an_error_of_one_process_is_named_and_a_job_with_too_few_processes_ends(run):
+def test_a_job_with_too_few_processes_names_the_error_and_ends(run):
     outcome = run(2, "--min-processes", "2", kills=kill(rank1="forward:3"))
     assert outcome.code == 128 + KILLED
     assert outcome.results == []
