@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
@@ -41,6 +43,7 @@ from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_predictions
+from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
@@ -138,3 +141,8 @@ class _Callbacks(tuple[type[TrainerCallback], ...]):
 
 
 DEFAULT_CALLBACKS = get_default_callbacks()
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        raise missing(name, "callbacks")
