@@ -154,14 +154,16 @@ def estimate_memory(
 
 def _try_checkpointing(trial: Trial, batch: Batch, scenario: Scenario, peak: int) -> str:
     """Return what activation checkpointing saves, and takes; nothing for a model without repeated blocks."""
-    plain = measure_step(trial, batch, scenario._replace(counts_flops=True))
+    checkpointing = scenario._replace(checkpoints=True)
     try:
-        other = measure_step(trial, batch, scenario._replace(counts_flops=True, checkpoints=True))
+        saved = peak - measure_step(trial, batch, checkpointing).peak
     except (KeyError, ValueError):
         return ""
-    more = other.flops / plain.flops - 1 if plain.flops else 0.0
+    # The counter itself keeps tensors, so these steps have other peaks.
+    steps = [measure_step(trial, batch, each._replace(counts_flops=True)) for each in (scenario, checkpointing)]
+    more = steps[1].flops / steps[0].flops - 1 if steps[0].flops else 0.0
     return (
-        f"Trainer(activation_checkpointing=True) would save {format_bytes(peak - other.peak)} for about "
+        f"Trainer(activation_checkpointing=True) would save {format_bytes(saved)} for about "
         f"{100 * more:.0f} % more computation."
     )
 
