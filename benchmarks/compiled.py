@@ -150,6 +150,7 @@ def ways() -> dict[str, Callable[[Task, Measurement], None]]:
         "trainer, `compile_step=True`": ours(compile_step=True),
         "trainer, `compile_step=True`, fused optimizer": ours(compile_step=True, fused=True),
         "trainer, `compile_model=True`": ours(compile_model=True),
+        'trainer, `compile_model="blocks"`': ours(compile_model="blocks"),
         "trainer, Accelerate's regional compilation": ours(regional=True),
     }
 

@@ -10,8 +10,8 @@ from pytorch_accel_lite.base.inspection import is_overridden, nested_in
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
-from pytorch_accel_lite.base.text import describe_error
-from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.base.text import describe_error, listed
+from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
@@ -39,7 +39,9 @@ from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.loop.batch_parts import merge_outputs
+from pytorch_accel_lite.loop.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
+from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
@@ -69,8 +71,8 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "DIVISIONS", "Division", "JOB_QUEUES", "JobQueue", "KINDS", "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore",
-    "Store", "create_division", "replace_step",
+    "DIVISIONS", "Division", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_WRITERS",
+    "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
     # Kinds of steps, and what they do not work with.
     "Conflict", "FEATURES", "Feature", "GradientWindow", "PlainStep", "ShardedStep", "as_returned", "as_weight",
     "backward", "merge_outputs",
@@ -88,8 +90,9 @@ __all__ = [
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # What a trainer holds, and what batches consist of.
     "TARGET_KEYS", "Batch", "BatchOutput", "LossShapeError", "all_optimized_parameters", "find_batch_size",
-    "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules", "other_optimizers", "parts_in",
-    "registered_objects", "select_samples", "tensors_in",
+    "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules",
+    "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
     # Help.
-    "Report", "check_positive_int", "check_range", "describe_error", "install_command", "warn_outside",
+    "ChosenModules", "Report", "check_positive_int", "check_range", "describe_error", "install_command", "listed",
+    "warn_outside",
 ]  # fmt: skip

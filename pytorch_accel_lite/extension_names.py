@@ -9,10 +9,13 @@ C = TypeVar("C", bound=type)
 
 #: Names of the package; those of its modules and of ``Trainer`` with these before them.
 OFFERED = {
+    "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
+    "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
+    "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
         "data.PackSequences",

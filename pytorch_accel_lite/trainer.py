@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.inspection import is_from_this_package, is_private
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
-from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -43,6 +43,7 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, S
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
+from pytorch_accel_lite.extensions import blocks as blocks
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
@@ -112,7 +113,7 @@ __all__ = [
 
 #: Arguments of a trainer that are its attributes, which a subclass may have set before.
 _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed", "compile_model", "channels_last"}
-_GIVEN |= {"check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
+_GIVEN |= {"activation_checkpointing", "check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
 #: The methods that ``help(Trainer)`` shows first.
 _CALLED_FIRST = (
     *("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint"),
@@ -150,7 +151,8 @@ class Trainer:
     :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
         determines the order of the data; by default no generator is ever seeded
     :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
-        arguments in a dict; the names in its state do not change
+        arguments in a dict; the names in its state do not change. ``"blocks"`` compiles the blocks that the model
+        repeats, one by one, which takes less time. A dict may have ``"blocks"``, too, see ``activation_checkpointing``.
     :param compile_step: compile the forward pass and the loss of training batches as one, and their backward pass, in
         the same way; what cannot be compiled is computed as usual, with a warning that says why
     :param channels_last: store the model's weights, and all tensors with 4 dimensions in batches, in the channels-last
@@ -163,6 +165,9 @@ class Trainer:
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
     :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
         none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
+    :param activation_checkpointing: compute activations again in the backward pass in place of keeping them, which
+        saves memory and gives the same bits. ``True`` for all blocks that the model repeats, a fraction for a share of
+        them, or names of modules (with ``*``), classes, or a function ``(name, module) -> bool``
     :ivar scheduler: the scheduler of the run, or ``None``
     :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
     :ivar division: how the work of each step is divided among the processes, a ``Division``
@@ -372,13 +377,14 @@ class Trainer:
         mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None,
         metrics: str | Sequence[str] | Metric | MetricCollection | Mapping[str, Metric | str] | None = None,
         seed: int | None = None,
-        compile_model: bool | dict[str, Any] = False,
+        compile_model: bool | Literal["blocks"] | dict[str, Any] = False,
         compile_step: bool | dict[str, Any] = False,
         channels_last: bool = False,
         check_replicas: bool = True,
         find_unused_parameters: bool = False,
         logical_processes: int | None = None,
         deterministic: bool | None = None,
+        activation_checkpointing: ChosenModules = False,
     ) -> None:
         before = vars(self).keys() - _GIVEN
         launch.respect_launcher()
@@ -386,7 +392,7 @@ class Trainer:
             model=model,
             run_history=run_history,
             accelerator=accelerator,
-            compile_model=compile_model,
+            compile_model=True if compile_model == "blocks" else compile_model,
             compile_step=compile_step,
         )
         arguments.check_constructor(loss_func, optimizer, seed)
@@ -404,9 +410,8 @@ class Trainer:
         )
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model = compile_model
-        self.channels_last = channels_last
-        self.check_replicas = check_replicas
-        self.deterministic = deterministic
+        self.activation_checkpointing = activation_checkpointing
+        self.channels_last, self.check_replicas, self.deterministic = channels_last, check_replicas, deterministic
         self.scheduler: optimizers.TrainerScheduler = None
         self.create_scheduler_fn: optimizers.SchedulerFactory | None = None
         self.registered_objects: dict[str, HasStateDict] = {}
@@ -420,6 +425,7 @@ class Trainer:
         self.compiled_forward: CompiledForwardLike | None = CompiledForward.create(
             self, compile_step, self._batch_adapter
         )
+        preparing.change_blocks(self)
         shutdown.register(self)
         self._library_attributes = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)

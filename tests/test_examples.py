@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from torch.distributed import barrier
 
-from tests.launching import ROOT, launch, run_module, run_script
+from tests.launching import CAN_SHARD, ROOT, launch, run_module, run_script
+from tests.ranks import shared_folder
 
 pytestmark = pytest.mark.programs
 
@@ -131,6 +133,37 @@ def test_a_killed_elastic_run_ends_in_the_same_bits():
     output = launch(command, warm=True).stdout
     assert output.count("2 processes: killed after update") == 1
     assert output.endswith("the same bits\n")
+
+
+def train_sharded(checkpoint: str) -> str:
+    """Run the example on each process of a job; return the text that its model predicts for itself at the end."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import sharded
+
+        with shared_folder() as folder:
+            sharded.main(checkpoint, folder, "eager")
+            model = sharded.AutoModelForCausalLM.from_pretrained(folder / "model")
+            barrier()
+            assert len(list((folder / "states" / "update-000000012").glob("shards*"))) == 2
+            return sharded.predicted(model)
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+
+
+@CAN_SHARD
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_sharded_model_trains_and_leaves_one_file(tmp_path, two_ranks):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=128, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    first, second = two_ranks.run(train_sharded, str(tmp_path))
+    assert first == second
+    expected = "he quick brown fox jumps over the lazy dog. the"[: len(first)]
+    assert sum(map(str.__eq__, first, expected)) > 8  # of 32 letters
 
 
 def test_every_example_is_listed_in_the_documentation():

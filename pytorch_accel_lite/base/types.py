@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
+
+from torch import nn
 
 #: What ``state_dict()`` returns: values of all kinds by name, which only the object that they came from understands.
 StateDict: TypeAlias = dict[str, Any]
@@ -12,6 +15,10 @@ Tree: TypeAlias = Any
 Keys: TypeAlias = tuple[Any, ...]
 #: An object in JSON. What it holds is checked where it is read.
 JsonObject: TypeAlias = dict[str, Any]
+#: Modules of a model: all that it repeats, a share of them, some by name (with ``*``) or class, or by a function.
+ChosenModules: TypeAlias = (
+    bool | float | str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
+)
 
 
 class HasStateDict(Protocol):

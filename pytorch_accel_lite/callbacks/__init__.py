@@ -43,6 +43,8 @@ from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_predictions
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm
+from pytorch_accel_lite.extensions.energy import EnergyCallback
+from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
@@ -73,10 +75,12 @@ __all__ = [
     "LimitEvalStepsCallback",
     "MetricsCallback",
     "MetricsFileCallback",
+    "MixtureScheduleCallback",
     "ModelEmaCallback",
     "ModelSummaryCallback",
     "MomentumTeacherCallback",
     "DeviceMemoryCallback",
+    "EnergyCallback",
     "GradientNormCallback",
     "LearningRateMonitorCallback",
     "LossScaleCallback",

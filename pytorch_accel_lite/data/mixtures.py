@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Literal
 
 import torch
@@ -30,6 +30,7 @@ class Mixture(ConcatDataset[Sample]):
     :param weights: the shares of the samples that come from each dataset, relative to each other; by default their
         lengths, so that an epoch has each sample once
     :param num_samples: length of a training epoch; by default the number of samples in all datasets
+    :ivar stages: the weights by the first epoch for which they hold, see ``change_weights()``
     :raises ValueError: if a dataset is empty or has no length, a name is unknown, or a number is not positive
     """
 
@@ -44,10 +45,11 @@ class Mixture(ConcatDataset[Sample]):
         parts: list[Source] = [*datasets.values()]
         super().__init__(parts)
         self.names = list(datasets)
-        self.weights = check_weights(self.sizes if weights is None else weights, self.names)
         total = sum(self.sizes.values())
         self.num_samples = total if num_samples is None else check_positive_int("num_samples", num_samples)
-        self.samples_per_epoch = dict(zip(self.names, self._divide(), strict=True))
+        self.stages: dict[int, dict[str, float]] = {}
+        self._counts: dict[int, dict[str, int]] = {}  # samples in an epoch, by the first epoch of each stage
+        self.change_weights(self.sizes if weights is None else weights, 1)
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name!r}: {count}" for name, count in self.samples_per_epoch.items())
@@ -56,6 +58,21 @@ class Mixture(ConcatDataset[Sample]):
     def name_of(self, index: int) -> str:
         """Return the name of the dataset that has the sample with an index, one of ``trainer.batch_indices``."""
         return self.names[bisect_right(self.cumulative_sizes, index)]
+
+    def change_weights(self, weights: Mapping[str, float], epoch: int) -> None:
+        """Change the weights from an epoch on, counted from 1. Those that were set for later epochs are forgotten."""
+        self.weights = check_weights(weights, self.names)
+        self.samples_per_epoch = dict(zip(self.names, self._divide(), strict=True))
+        earlier = {first: stage for first, stage in self._counts.items() if first < epoch}
+        self._counts = earlier | {epoch: self.samples_per_epoch}
+        self.stages = {first: self.stages[first] for first in earlier} | {epoch: self.weights}
+
+    def samples_before(self, epoch: int) -> dict[str, int]:
+        """Return how many samples of each dataset the epochs before one have."""
+        bounds = [*self._counts, epoch]
+        lengths = [max(min(end, epoch) - first, 0) for first, end in pairwise(bounds)]
+        stages = [*zip(self._counts.values(), lengths, strict=True)]
+        return {name: sum(counts[name] * length for counts, length in stages) for name in self.names}
 
     def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderKwargs:
         """Return the arguments of a ``DataLoader`` that gives a training epoch.
@@ -112,9 +129,10 @@ class MixtureSampler(Sampler[int]):
         """Return the order of an epoch, a function of a seed and the number of the epoch."""
         begin = 0
         samples, times = [], []
+        before = self.mixture.samples_before(epoch)
         for number, (name, size) in enumerate(self.mixture.sizes.items()):
             count = self.mixture.samples_per_epoch[name]
-            first = (epoch - 1) * count
+            first = before[name]
             passes = range(first // size, -(-(first + count) // size))
             generators = (generator_with(mix(seed, number, index)) for index in passes)
             orders = [torch.randperm(size, generator=g) if self.shuffle else torch.arange(size) for g in generators]

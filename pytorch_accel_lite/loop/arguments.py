@@ -46,7 +46,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "a torch.nn.Module"),
     "run_history": ((RunHistory, NoneType), "an instance of RunHistory, or None"),
     "accelerator": ((Accelerator, NoneType), "an accelerate.Accelerator, or None"),
-    "compile_model": _COMPILE,
+    "compile_model": (_COMPILE[0], f"{_COMPILE[1]}, or 'blocks'"),
     "compile_step": _COMPILE,
 }
 #: The rules for arguments of ``train``, where ``None`` stands for no limit.

@@ -161,7 +161,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
     if is_out_of_memory(error):
         with suppress(Exception):  # a failure must not hide the advice
             yield from describe_memory(trainer)
-        yield f"  What to do: {advise_on_memory(run, phase)}"
+        yield f"  What to do: {advise_on_memory(trainer, run, phase)}"
         return
     advice = _advise_on_targets(error, trainer) or _advise(error)
     if advice:

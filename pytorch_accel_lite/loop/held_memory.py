@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -13,6 +14,10 @@ from pytorch_accel_lite.base.text import format_bytes
 from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
+
+#: What else extensions say of a training step that did not fit: each is called with the trainer, and returns a sentence
+#: without the first capital letter, or nothing.
+MEMORY_ADVICE: list[Callable[[TrainerLike], str]] = []
 
 
 def describe_memory(trainer: TrainerLike) -> Iterator[str]:
@@ -63,8 +68,17 @@ def _total_bytes(values: Iterable[object], device: torch.device) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
 
-def advise_on_memory(run: Run, phase: str) -> str:
+def advise_on_memory(trainer: TrainerLike, run: Run, phase: str) -> str:
     """Return what to do about memory that has run out in a phase of a run."""
+    others = list[str]()
+    if phase == "training":
+        for advice in MEMORY_ADVICE:
+            with suppress(Exception):  # what fails must not hide the usual advice
+                others.append(advice(trainer))
+    return " Or ".join([_usual_advice(run, phase), *filter(None, others)])
+
+
+def _usual_advice(run: Run, phase: str) -> str:
     if phase == "prediction":
         return "lower per_device_batch_size of predict()."
     if run.request.auto_microbatch:

@@ -15,10 +15,15 @@ from torch.optim import Optimizer
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
+from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.optimizers.combined import combine
 from pytorch_accel_lite.optimizers.operations import OptimizerFactory, Optimizers, TrainerOptimizer, is_created
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.state import TrainerLike
+
+#: What an extension makes of a model in place, by the name of the argument of a trainer that asks for it. It is called
+#: with the trainer and the value, and returns what it has done, to be printed.
+MODEL_CHANGES: dict[str, Callable[[TrainerLike, Any], str]] = {}
 
 
 def prepare_model(trainer: TrainerLike, training: bool) -> None:
@@ -47,8 +52,27 @@ def apply_model_options(trainer: TrainerLike) -> None:
     model = trainer.get_model()
     if trainer.channels_last:
         model.to(memory_format=torch.channels_last)
-    if trainer.compile_model is not False and model._compiled_call_impl is None:
-        model.compile(**({} if trainer.compile_model is True else trainer.compile_model))
+    options = trainer.compile_model
+    if options is not False and not is_by_blocks(options) and model._compiled_call_impl is None:
+        model.compile(**(options if isinstance(options, dict) else {}))
+
+
+def change_blocks(trainer: TrainerLike) -> None:
+    """Change the blocks of a model in place, as ``activation_checkpointing`` and ``compile_model`` say."""
+    wanted: dict[str, object] = {}
+    if trainer.activation_checkpointing is not False:
+        wanted["activation_checkpointing"] = trainer.activation_checkpointing
+    if is_by_blocks(trainer.compile_model):
+        wanted["compile_model"] = trainer.compile_model
+    for argument, value in wanted.items():
+        if argument not in MODEL_CHANGES:
+            raise ValueError(f"{argument}={value!r} {is_not_there('blocks')}")
+        trainer.print(MODEL_CHANGES[argument](trainer, value))
+
+
+def is_by_blocks(compile_model: object) -> bool:
+    """Whether a trainer's ``compile_model`` asks for blocks compiled one by one."""
+    return compile_model == "blocks" or (isinstance(compile_model, dict) and "blocks" in compile_model)
 
 
 def release_model(trainer: TrainerLike) -> None:

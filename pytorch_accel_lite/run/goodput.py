@@ -30,9 +30,12 @@ class Goodput:
     ``training`` is what remains when all else is subtracted: waiting for ``data``, ``evaluation``, ``saving`` as far as
     training waits for it, ``starting`` until the first step, training that was ``lost`` in an interruption and has to
     be repeated, and the time during which the job was ``down``.
+
+    :ivar used: what else the job has used, such as energy, by a name with its unit
     """
 
     def __init__(self) -> None:
+        self.used: dict[str, float] = {}
         self._earlier: dict[str, float] = {}  # seconds of earlier attempts
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._nested = 0.0  # seconds counted within the current block
@@ -70,8 +73,8 @@ class Goodput:
         return f"Goodput({self})"
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return the seconds and the fractions of each kind."""
-        return {"seconds": self.seconds, "fractions": self.fractions}
+        """Return the seconds and the fractions of each kind, and what else was used."""
+        return {"seconds": self.seconds, "fractions": self.fractions} | ({"used": self.used} if self.used else {})
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.inspection import find_length, overridden_methods
-from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
+from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderKwargs
@@ -86,7 +86,8 @@ class TrainerLike(Protocol):
     callback_handler: CallbackHandler
     run_history: RunHistory
     seed: int | None
-    compile_model: bool | dict[str, Any]
+    compile_model: bool | Literal["blocks"] | dict[str, Any]
+    activation_checkpointing: ChosenModules
     channels_last: bool
     check_replicas: bool
     deterministic: bool | None

@@ -33,6 +33,7 @@ _NAMES = {
     "seed": ("random_seed", "random_state"),
     "deterministic": ("full_determinism", "use_deterministic_algorithms"),
     "compile_model": ("compile", "torch_compile"),
+    "activation_checkpointing": ("gradient_checkpointing", "use_gradient_checkpointing", "checkpoint_activations"),
     # arguments of its methods
     "train_dataset": (
         "dataset", "data", "train_data", "train_ds", "train_set", "train_dataloader", "train_dataloaders",

@@ -38,10 +38,26 @@ COMPILED = Feature(
             "it may update several times. Compile the networks that it calls with torch.compile, or the model with "
             "compile_model=True",
         ),
-        Conflict(SHARDED, "compile the blocks of the model in parallelize_model()"),
+        Conflict(SHARDED, "compile the blocks of the model with compile_model='blocks'"),
     ),
     is_refused=False,
 )
+_AGAIN = (
+    "within a larger graph, compiled code draws other random numbers when it is computed again, and changes buffers "
+    "twice. Pass compile_model='blocks', which compiles the blocks one by one"
+)
+CHECKPOINTED = Feature(
+    "activation_checkpointing",
+    lambda trainer, run: trainer.activation_checkpointing is not False,
+    (
+        Conflict(COMPILED, _AGAIN),
+        Conflict(Feature("compile_model=True", lambda trainer, run: _is_compiled(trainer.get_model())), _AGAIN),
+    ),
+)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return model._compiled_call_impl is not None or hasattr(model, "_orig_mod")
 
 
 @cache

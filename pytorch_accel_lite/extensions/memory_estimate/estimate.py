@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
-from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
+from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import (
     Report,
     RunRequest,
@@ -27,9 +27,7 @@ from pytorch_accel_lite.utils import format_bytes
 
 #: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
 _RESERVE = 0.1
-_REMEDIES = (
-    "Smaller batches, activation checkpointing, more processes or sharded=True lower it: estimate again with them."
-)
+_REMEDIES = "Smaller batches, more processes or sharded=True lower it: estimate again with them."
 
 
 @dataclass(repr=False)
@@ -48,6 +46,7 @@ class MemoryEstimate(Report):
     :param per_device_batch_size: number of samples in a batch of one process
     :param is_sharded: whether the model is divided over the processes
     :param device_memory: the memory of a device, if it is known
+    :param remedy: what activation checkpointing would bring, if the step does not fit
     """
 
     peak: int
@@ -57,6 +56,7 @@ class MemoryEstimate(Report):
     per_device_batch_size: int
     is_sharded: bool
     device_memory: int | None = None
+    remedy: str = ""
 
     @property
     def fits(self) -> bool | None:
@@ -84,7 +84,7 @@ class MemoryEstimate(Report):
         verdict = "This fits" if self.fits else "This does not fit"
         reserve = f"{100 * _RESERVE:.0f} % of which are left for fragments, libraries and the driver"
         note = f"{verdict} in {format_bytes(self.device_memory)}, {reserve}."
-        return [note] if self.fits else [note, _REMEDIES]
+        return [note] if self.fits else [note, *filter(None, [self.remedy]), _REMEDIES]
 
 
 def estimate_memory(
@@ -143,9 +143,29 @@ def estimate_memory(
         batch = trial.read_batch(size)
         size = find_batch_size(batch.data, batch.num_samples)
         kind = device_type or self.device.type.replace("cpu", "cuda")
-        live = measure_step(trial, batch, Scenario(world_size, how, kind))
-    parts = {kind: live.at_peak[kind] for kind in KINDS}
-    return MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
+        scenario = Scenario(world_size, how, kind)
+        live = measure_step(trial, batch, scenario)
+        parts = {kind: live.at_peak[kind] for kind in KINDS}
+        found = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
+        if found.fits is False and self.activation_checkpointing is False:
+            found.remedy = _try_checkpointing(trial, batch, scenario, live.peak)
+    return found
+
+
+def _try_checkpointing(trial: Trial, batch: Batch, scenario: Scenario, peak: int) -> str:
+    """Return what activation checkpointing saves, and takes; nothing for a model without repeated blocks."""
+    checkpointing = scenario._replace(checkpoints=True)
+    try:
+        saved = peak - measure_step(trial, batch, checkpointing).peak
+    except (KeyError, ValueError):
+        return ""
+    # The counter itself keeps tensors, so these steps have other peaks.
+    steps = [measure_step(trial, batch, each._replace(counts_flops=True)) for each in (scenario, checkpointing)]
+    more = steps[1].flops / steps[0].flops - 1 if steps[0].flops else 0.0
+    return (
+        f"Trainer(activation_checkpointing=True) would save {format_bytes(saved)} for about "
+        f"{100 * more:.0f} % more computation."
+    )
 
 
 def _capacity_of(device: torch.device) -> int | None:

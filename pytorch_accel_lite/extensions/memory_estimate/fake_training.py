@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from pytorch_accel_lite.callbacks import CallbackHandler, ModelEmaCallback
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.extending import (
+    MODEL_CHANGES,
     ShardedStep,
     TrainerLike,
     Trial,
@@ -58,11 +59,15 @@ class Scenario(NamedTuple):
     :param sharding: ``"custom"``: by the trainer's ``parallelize_model``; ``"blocks"``: by ``fully_shard`` for each
         block and the model; ``"none"``: a copy of the model on each process
     :param device_type: the kind of device, for which optimizers choose their implementation
+    :param checkpoints: whether the repeated blocks compute their activations again in the backward pass
+    :param counts_flops: whether to count the operations of a window, too
     """
 
     world_size: int
     sharding: Literal["custom", "blocks", "none"]
     device_type: str
+    checkpoints: bool = False
+    counts_flops: bool = False
 
 
 def measure_step(trial: Trial, batch: Batch, scenario: Scenario) -> LiveBytes:
@@ -257,6 +262,8 @@ class FakeTrainer:
         self._copies.memo[id(trainer)] = self.trainer
         with self._mode, self._kernels, self.live:  # new tensors are fake, and counted
             self.trainer.model = self._copies.of(trainer.get_model(keep_torch_compile=False))
+        if scenario.checkpoints:
+            MODEL_CHANGES["activation_checkpointing"](self.trainer, True)
 
     def shard(self) -> None:
         """Shard the model. New tensors are real meanwhile: the meshes need them."""
@@ -300,17 +307,22 @@ class FakeTrainer:
             for tensor in tensors_in(data):
                 self.live.note(tensor)
             fake = batch._replace(data=data, num_samples=size, total_samples=size, is_last=False)
+            counter = _flop_counter() if self._scenario.counts_flops else None
             for step in range(2 * steps):
                 if step % steps == 0:
                     self.live.forget_peak()
                 try:
-                    trial.train_step(fake)
+                    with counter or nullcontext():
+                        trial.train_step(fake)
                 except _NEEDS_VALUES as error:
                     raise NotImplementedError(
                         "estimate_memory() makes steps with tensors without values, but, in the line shown above, "
                         f"{getattr(error, 'func', error)} needs values. Let the step do without: read numbers (.item(),"
                         " float(), if) in callbacks only, and replace masks in indices by torch.where."
                     ) from error
+
+            if counter is not None:
+                self.live.flops = counter.get_total_flops()
 
     def _begin(self, batch_size: int) -> Trial:
         """Begin the trial with the copy of the trainer."""
@@ -356,6 +368,12 @@ class FakeTrainer:
         for optimizer in self._optimizers() if _is_optimizer(self.trainer.optimizer) else ():
             for state in optimizer.state.values():
                 yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
+
+
+def _flop_counter() -> Any:
+    from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+
+    return FlopCounterMode(display=False)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -46,6 +46,7 @@ class LiveBytes(TorchDispatchMode):
     :param block: size in bytes to a multiple of which each storage is rounded, as allocators do
     :ivar peak: the largest number of bytes that were alive at a time
     :ivar at_peak: the bytes at the peak, by kind; exact in total, and within 1 % of it by kind
+    :ivar flops: the operations that were counted meanwhile
     :ivar stage: what was being done at the peak: ``"forward pass"``, ``"backward pass"`` or ``"update"``
     """
 
@@ -60,6 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self._sorted_at = 0
         self._resize = torch.UntypedStorage.resize_
         self.is_updating = False
+        self.flops = 0
         self.forget_peak()
 
     def forget_peak(self) -> None:

@@ -193,7 +193,7 @@ def test_whether_it_fits_is_shown(memory, fits):
     assert found.fits is fits
     assert f"1 process, batches of {BATCH}" in found.summary()
     assert ("- This fits in 300 KiB" in repr(found)) == fits
-    assert ("Smaller batches, activation checkpointing" in repr(found)) != fits
+    assert ("Smaller batches, more processes" in repr(found)) != fits
     shown = found._repr_html_()
     for text in (found.summary(), *(name for name, _ in found.rows()), *found.notes()):
         assert html.escape(text).replace("&#x27;", "&#39;") in shown

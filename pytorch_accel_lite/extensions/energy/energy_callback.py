@@ -1,0 +1,103 @@
+"""Measuring the energy that a job takes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_range
+from pytorch_accel_lite.extending_callbacks import StateDict
+from pytorch_accel_lite.extensions.energy.meters import Meter, find_meters
+
+_JOULES = 3.6e6  # in a kilowatt-hour
+_SECONDS = 60.0  # between readings: the counters of processors begin again after many minutes
+
+
+class EnergyCallback(TrainerCallback):
+    """Measure the energy of the processors and GPUs of a job, and what it costs.
+
+    After each epoch, ``energy_kwh`` is what the job has taken so far, its restarts included, up to the last complete
+    epoch of each. ``trainer.goodput.used`` has it, too, and the last line of a run. Processors are read from Linux's
+    powercap, where often only root may, and all they do counts; GPUs by NVML, with the package nvidia-ml-py. Where
+    neither can be read, a line says so, and nothing is recorded.
+
+    :param price: price of a kilowatt-hour
+    :param currency: its currency
+    :param overhead: factor for what the machine room takes, such as cooling (its PUE)
+    :param powercap: folder with the counters of the processors
+    """
+
+    def __init__(
+        self,
+        price: float | None = None,
+        currency: str = "EUR",
+        *,
+        overhead: float = 1.0,
+        powercap: str | os.PathLike[str] = "/sys/class/powercap",
+    ) -> None:
+        self.price = None if price is None else check_range("price", price)
+        self.currency = currency
+        self.overhead = check_range("overhead", overhead, above=0)
+        self.powercap = Path(powercap)
+        self._meters: dict[str, list[Meter]] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._joules: Counter[str] = Counter()  # of the job
+        self._own: Counter[str] = Counter()  # of this process, not counted yet
+        self._epochs = 0
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Find the counters."""
+        self._clear()
+        first_on_machine = trainer.accelerator.is_local_main_process
+        self._meters = find_meters(trainer.device, self.powercap if first_on_machine else None)
+        self._read_at = time.monotonic()
+        if not any(trainer.all_gather_object(bool(self._meters))):
+            trainer.print(
+                f"EnergyCallback measures nothing: {self.powercap} has no counters that this user may read, and there "
+                "is no GPU whose counter NVML (package nvidia-ml-py) reads."
+            )
+
+    def on_train_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Read the counters now and then."""
+        if time.monotonic() - self._read_at >= _SECONDS:
+            self._read()
+
+    def _read(self) -> None:
+        self._read_at = time.monotonic()
+        for kind, meters in self._meters.items():
+            self._own[kind] += self.overhead * sum(meter() for meter in meters)  # type: ignore[assignment]
+
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Add up what the processes have measured."""
+        self._epochs = trainer.progress.epoch
+        self._read()
+        for own in trainer.all_gather_object(dict(self._own)):
+            self._joules.update(own)
+        self._own.clear()
+        if self._joules:
+            used = trainer.run.goodput.used
+            used["energy_kwh"] = sum(self._joules.values()) / _JOULES
+            if self.price is not None:
+                used[f"cost_{self.currency}"] = used["energy_kwh"] * self.price
+            trainer.run_history.update_metric("energy_kwh", used["energy_kwh"])
+
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        """Print the energy, and what it costs."""
+        if self._joules:
+            parts = ", ".join(f"{kind} {joules / _JOULES:.3g} kWh" for kind, joules in self._joules.items())
+            energy = sum(self._joules.values()) / _JOULES
+            cost = "" if self.price is None else f", {energy * self.price:.2f} {self.currency}"
+            trainer.print(f"Energy: {energy:.3g} kWh ({parts}){cost}.")
+
+    def state_dict(self) -> StateDict:
+        """Return the energy of the job."""
+        return {"joules": dict(self._joules), "epochs": self._epochs}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load the state returned by ``state_dict()``."""
+        self._joules = Counter(state["joules"])
+        self._epochs = state["epochs"]

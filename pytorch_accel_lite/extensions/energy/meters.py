@@ -1,0 +1,68 @@
+"""Counters of energy: of the processors of a machine, and of a GPU. Each returns joules since its last reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+#: Returns the joules since the last call.
+Meter = Callable[[], float]
+
+
+class RaplMeter:
+    """A counter of the processors' energy, as Linux shows those of Intel and AMD in a folder.
+
+    :param folder: one of /sys/class/powercap, for a package or its memory
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "energy_uj"
+        self._range = int((folder / "max_energy_range_uj").read_text())
+        self._last = int(self._path.read_text())
+
+    def __call__(self) -> float:
+        """Return the joules; the counter begins again at 0 after a while."""
+        last, self._last = self._last, int(self._path.read_text())
+        return ((self._last - last) % (self._range + 1)) / 1e6
+
+
+class NvmlMeter:
+    """The counter of a GPU's driver.
+
+    :param device: the GPU of this process
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._read: Callable[[], int] = lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))  # in mJ
+        self._last = self._read()
+
+    def __call__(self) -> float:
+        """Return the joules."""
+        last, self._last = self._last, self._read()
+        return (self._last - last) / 1e3
+
+
+def find_meters(device: torch.device, powercap: Path | None) -> dict[str, list[Meter]]:
+    """Return the counters that can be read, by what they are of.
+
+    :param powercap: the folder of the processors' counters; ``None`` on processes that leave them to another one
+    """
+    meters: dict[str, list[Meter]] = {"processors": [], "GPUs": []}
+    for folder in sorted(powercap.glob("*:*")) if powercap is not None else ():
+        try:
+            if (folder / "name").read_text().strip().startswith(("package", "dram")):
+                meters["processors"].append(RaplMeter(folder))
+        except (OSError, ValueError):  # often only root may read it
+            continue
+    if device.type == "cuda":
+        with suppress(Exception):  # no package, no driver, or a GPU without a counter: each has errors of its own
+            meters["GPUs"].append(NvmlMeter(device))
+    return {kind: found for kind, found in meters.items() if found}
