@@ -48,7 +48,7 @@ from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.logical import LogicalProcesses, SharedLossTrackers
+from pytorch_accel_lite.steps.logical import KeepsShares, LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.steps.logical_step import LogicalStep, LogicalWindow
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
@@ -57,8 +57,8 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "JOB_QUEUES", "JobQueue", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES", "SharedLossTrackers",
-    "ShardedStep", "StateStore", "Store", "replace_step",
+    "JOB_QUEUES", "JobQueue", "KeepsShares", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES",
+    "SharedLossTrackers", "ShardedStep", "StateStore", "Store", "replace_step",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
     # What stores are written with.

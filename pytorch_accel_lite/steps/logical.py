@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +20,23 @@ from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.run.window import Count
+
+
+@runtime_checkable
+class KeepsShares(Protocol):
+    """A callback that keeps something of each logical process, changed in ``on_backward_end``.
+
+    In a job that outlives its processes, each process keeps that of all, as it was after the latest update.
+    """
+
+    def states_of_shares(self) -> list[StateDict]:
+        """Return what is kept of the logical processes of this process, in their order, as values and tensors."""
+
+    def load_states_of_shares(self, states: Sequence[StateDict], first: int) -> None:
+        """Take over what another process has returned, or this one before.
+
+        :param first: number of the first logical process
+        """
 
 
 class LogicalProcesses:

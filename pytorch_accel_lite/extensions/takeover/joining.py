@@ -37,6 +37,7 @@ def wait_for_state(membership: Membership) -> str:
 def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
     """Save a state for the processes that come, between two updates, and enter their generation with them."""
     assert membership.generation is not None
+    membership.begun_at = time.monotonic()
     ranks, store = trainer.ranks, membership.store
     follows = ranks.broadcast_object(store.latest)
     folder = ranks.broadcast_object(lambda: tempfile.mkdtemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None))
@@ -59,7 +60,7 @@ def enter(run: Run, membership: Membership) -> None:
     membership.join(membership.joins)
     try:
         membership.agree()
-        membership.tell_of_change()
+        membership.tell_of_change(membership.begun_at)
     except RuntimeError as error:
         membership.recover(error)
     run.control.realign()

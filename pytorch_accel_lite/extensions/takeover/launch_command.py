@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from pytorch_accel_lite.extensions.takeover.supervisor import Supervisor
 
-SUMMARY = "run a program on several processes, any of which may be lost"
 _DESCRIPTION = """\
 Runs a program on several processes of this machine. If one of them is lost, the
 others take over its part of the work at once, and the results are those of a run
@@ -15,7 +14,7 @@ that was not disturbed. This needs Trainer(..., seed=..., logical_processes=...)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code of the job."""
+    """Run a program on several processes, any of which may be lost."""
     options = _parser().parse_args(arguments)
     program = ["-m", *options.program] if options.module else options.program
     return Supervisor(

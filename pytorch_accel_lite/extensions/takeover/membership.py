@@ -41,10 +41,12 @@ class Change(NamedTuple):
 
     :param left: the former ranks of those that are gone
     :param came: the ranks of those that are new
+    :param seconds: how long it took, with what is done again
     """
 
     left: list[int]
     came: list[int]
+    seconds: float
 
 
 class Membership:
@@ -60,6 +62,7 @@ class Membership:
     :ivar completed: number of actions that are complete
     :ivar outcome: what the latest one leaves to a process that has missed its last collective
     :ivar trainings: number of trainings that this process has begun
+    :ivar begun_at: when this process has begun the action in which it is
     :ivar is_in_action: whether an action is under way, of which all communication is a part
     :ivar is_in_update: whether that is an update of the weights
     :ivar redivide: called with each generation, before anything is repeated
@@ -76,6 +79,7 @@ class Membership:
         self.world_size = 1
         self.completed = self.trainings = 0
         self.outcome: Any = None
+        self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
@@ -100,7 +104,7 @@ class Membership:
         self._change_environment()
         self.joins = None
         if before is None:
-            self._announced = generation.members
+            self._announced = [member for member in generation.members if member not in generation.came]
             self.watcher.begin(lambda: self.completed)
         self.redivide()
 
@@ -169,7 +173,7 @@ class Membership:
             return action()
         while True:
             undo = _do_nothing if keep is None else keep()
-            self.is_in_action = True
+            self.is_in_action, self.begun_at = True, time.monotonic()
             try:
                 result, stop = _attempt(action)
                 self._meet()
@@ -233,6 +237,7 @@ class Membership:
             be repeated
         :raises Exception: the error, if no process is lost
         """
+        noticed_at = time.monotonic()
         if not self._has_lost_one(error):
             raise error
         while True:
@@ -241,7 +246,7 @@ class Membership:
             with suppress(RuntimeError):  # another one is lost
                 is_done = self.agree()
                 break
-        self.tell_of_change()
+        self.tell_of_change(noticed_at if is_done else self.begun_at)
         return is_done
 
     def agree(self) -> bool:
@@ -259,15 +264,21 @@ class Membership:
         self.completed, self.outcome = latest, outcomes[counts.index(latest)]
         return True
 
-    def tell_of_change(self) -> None:
-        """Announce what has changed since the last time."""
+    def tell_of_change(self, since: float) -> None:
+        """Announce what has changed since the last time.
+
+        :param since: when that has begun, or what is done again
+        """
         assert self.generation is not None
         before, now = self._announced, self.generation.members
         self._announced = now
+        if before == now:  # connected again, or one that was to come has not
+            return
         self.announce(
             Change(
                 [rank for rank, member in enumerate(before) if member not in now],
                 [rank for rank, member in enumerate(now) if member not in before],
+                time.monotonic() - since,
             )
         )
 

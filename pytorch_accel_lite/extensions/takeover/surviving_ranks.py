@@ -57,6 +57,7 @@ class SurvivingRanks(Ranks):
     def announce(cls, change: Change) -> None:
         """Tell the trainers that the processes have changed."""
         for trainer in survivors():
+            trainer.current_run.goodput.note_takeover(change.seconds)
             if change.came:
                 for run in trainer.open_runs:
                     run.control.realign()

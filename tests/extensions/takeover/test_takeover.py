@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import PATIENCE, SOAK, WarmPython, environment
+from tests.launching import PATIENCE, SOAK, WarmPython, environment, run_module
 
 PROGRAM = Path(__file__).with_name("program.py")
 LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]
@@ -100,7 +101,7 @@ def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
 
 
 def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed):
-    kills = kill(rank2="forward:6", rank0="evaluation:3", rank1="saving:1")
+    kills = kill(rank2="forward:6", rank0="evaluation:3", rank1="state:4")
     outcome = run(4, kills=kills, **ALL)
     check_equal(outcome, undisturbed, survivors=1)
     assert [world_size for _, _, world_size in outcome.changes] == [3, 2, 1]
@@ -108,6 +109,20 @@ def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed
     assert len(said) == 3
     assert all("was killed by SIGKILL. " in line for line in said)
     assert "One process continued after" in said[-1]
+    (written,) = outcome.written
+    assert written["takeovers"] == 3
+    assert written["seconds"] > 0
+    assert written["time"].endswith("(3 takeovers)")
+
+
+def test_kills_while_starting_and_while_predicting_leave_no_trace(run, undisturbed):
+    kills = kill(rank2="beginning", rank1="starting:1", rank3="prediction:1")
+    check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=1)
+
+
+def test_pairs_that_die_while_predicting_leave_no_trace(run, undisturbed):
+    kills = kill(rank3="prediction:1", rank1="changed:1")
+    check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=2)
 
 
 def test_a_second_death_while_the_first_is_handled_and_one_after_the_gradients(run, undisturbed):
@@ -115,13 +130,14 @@ def test_a_second_death_while_the_first_is_handled_and_one_after_the_gradients(r
     check_equal(outcome, undisturbed, survivors=2)
 
 
-def test_a_stopped_process_is_ended_and_replaced_by_one_that_gets_the_state(run, undisturbed):
-    kills = {"1": {"backward:5": int(signal.SIGSTOP)}}
+def test_a_stopped_process_is_replaced_and_so_is_one_that_dies_while_joining(run, undisturbed):
+    kills = {"1": {"backward:5": int(signal.SIGSTOP)}, **kill(new="starting:1")}
     outcome = run(3, "--replace", "--patience", "4", kills=kills, pause=0.05, samples=1003)
     assert outcome.code == 0, outcome.output
     whole = run(1, samples=1003)
     assert outcome.results == whole.results * len(outcome.results)
     assert "did nothing for 4 s while others waited for it" in outcome.output
+    assert outcome.output.count("was killed by SIGKILL") == 2
     assert [[left, came] for left, came, _ in outcome.changes] == [[[1], []], [[], [2]]]
 
 
@@ -159,6 +175,18 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
     outcome = end(job, tmp_path)
     assert outcome.code == 1
     assert "Create it with a seed and logical_processes=" in outcome.output
+
+
+def test_more_processes_than_logical_ones_are_an_error_that_says_so(run):
+    outcome = run(3, logical=2)
+    assert outcome.code == 1
+    assert "logical_processes=2: there are 3 processes" in outcome.output
+    assert outcome.results == []
+
+
+def test_the_help_of_the_command_line_lists_the_command():
+    done = run_module("pytorch_accel_lite", "--help")
+    assert re.search(r"\blaunch\b", done.stdout + (done.stderr or ""))
 
 
 @pytest.mark.soak
