@@ -31,6 +31,7 @@ from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
+from pytorch_accel_lite.distributed.watch import is_about_lost_process
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
@@ -60,7 +61,8 @@ __all__ = [
     "JOB_QUEUES", "JobQueue", "KeepsShares", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES",
     "SharedLossTrackers", "ShardedStep", "StateStore", "Store", "replace_step",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
+    "MACHINERY", "ControlGroup", "capture_generators", "is_about_lost_process", "is_waiting", "open_trainers",
+    "restore_generators", "use_ranks",
     # What stores are written with.
     "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
     "read_verified", "write_files",

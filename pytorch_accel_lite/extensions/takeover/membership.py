@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
-from pytorch_accel_lite.extending import MACHINERY, ControlGroup
+from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 from pytorch_accel_lite.extensions.takeover.watcher import Watcher
@@ -62,6 +63,8 @@ class Membership:
     :ivar completed: number of actions that are complete
     :ivar outcome: what the latest one leaves to a process that has missed its last collective
     :ivar trainings: number of trainings that this process has begun
+    :ivar is_open: whether other processes may come
+    :ivar fetched: holds the state from which this process has resumed, if it comes later
     :ivar begun_at: when this process has begun the action in which it is
     :ivar is_in_action: whether an action is under way, of which all communication is a part
     :ivar is_in_update: whether that is an update of the weights
@@ -69,21 +72,22 @@ class Membership:
     :ivar announce: called with what has changed, once the processes have agreed on what to repeat
     """
 
-    def __init__(self, number: int, port: int) -> None:
+    def __init__(self, number: int, host: str, port: int) -> None:
         self.number = number
-        self.port = port
-        self.store = JobStore.connect(port)
+        self.store = JobStore.connect(host, port)
         self.generation: Generation | None = None
         self.joins: int | None = None
-        self.rank = 0
-        self.world_size = 1
+        self.rank = self.local_rank = 0
+        self.world_size = self.local_world_size = 1
         self.completed = self.trainings = 0
         self.outcome: Any = None
         self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
-        self.watcher = Watcher(number, port)
+        self.watcher = Watcher(number, host, port)
+        self.is_open = self.store.said("open") is not None
+        self.fetched: tempfile.TemporaryDirectory[str] | None = None
         self._tried = 0  # the latest generation that could not be connected
         self._announced: list[int] = []
         self._capacity = _CAPACITY
@@ -96,10 +100,12 @@ class Membership:
         :param only: the one for which this process has a state, if it comes later
         :raises SystemExit: if this process is not among them
         """
+        if self.generation is None:
+            self.store.wait_for_first()
         while (generation := self._enter(only)) is None:
             pass
         before, self.generation = self.generation, generation
-        self.rank, self.world_size = generation.members.index(self.number), len(generation.members)
+        self._find_place(generation)
         self._capacity = _CAPACITY
         self._change_environment()
         self.joins = None
@@ -107,6 +113,12 @@ class Membership:
             self._announced = [member for member in generation.members if member not in generation.came]
             self.watcher.begin(lambda: self.completed)
         self.redivide()
+
+    def _find_place(self, generation: Generation) -> None:
+        self.rank, self.world_size = generation.members.index(self.number), len(generation.members)
+        machine = generation.machines[self.rank]
+        self.local_rank = generation.machines[: self.rank].count(machine)
+        self.local_world_size = generation.machines.count(machine)
 
     def _enter(self, only: int | None) -> Generation | None:
         """Connect with the members of the latest generation; return it unless another one has followed meanwhile."""
@@ -154,13 +166,17 @@ class Membership:
 
     def _change_environment(self) -> None:
         """Tell Accelerate, and programs that ask the environment, what the processes are now."""
-        rank, size = self.rank, self.world_size
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        names = {"RANK": self.rank, "LOCAL_RANK": self.local_rank}
+        names |= {"WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.local_world_size}
         os.environ.update({name: str(value) for name, value in names.items()})
         for state in (vars(PartialState)["_shared_state"], vars(AcceleratorState)["_shared_state"]):
             state = getattr(state, "_storage", state)
             if state:
-                change_state(state, rank, size)
+                self.change_state(state)
+
+    def change_state(self, state: dict[str, Any]) -> None:
+        """Change what Accelerate knows of this process."""
+        change_state(state, self.rank, self.local_rank, self.world_size)
 
     # ----------------------------------------------------------------------------------------- actions
 
@@ -220,12 +236,15 @@ class Membership:
 
     def leave(self) -> None:
         """End together with the others: after that, this process is alone."""
+        if self.generation is None:  # it has come too late
+            return
         with suppress(RuntimeError):  # the others have ended
             self.do(_do_nothing)
         self.store.say("ending")  # before the connections end, which others may be yet to leave
         self.watcher.stop()
         self.disconnect()
-        self.rank, self.world_size = 0, 1
+        self.rank = self.local_rank = 0
+        self.world_size = self.local_world_size = 1
 
     # ---------------------------------------------------------------------------------------- recovery
 
@@ -285,7 +304,7 @@ class Membership:
     def _has_lost_one(self, error: Exception) -> bool:
         """Whether a generation follows that lacks a member of this one, as it should once a connection is lost."""
         assert self.generation is not None
-        is_of_connection = "gloo" in str(error).lower() or "Connection" in str(error)
+        is_of_connection = is_about_lost_process(error) or "gloo" in str(error).lower() or "Connection" in str(error)
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
             self.disconnect()  # so that all others notice, too
@@ -301,9 +320,9 @@ class Membership:
             time.sleep(_POLLING)
 
 
-def change_state(state: dict[str, Any], rank: int, world_size: int) -> None:
+def change_state(state: dict[str, Any], rank: int, local_rank: int, world_size: int) -> None:
     """Change what Accelerate knows of this process."""
-    state.update(process_index=rank, local_process_index=rank, num_processes=world_size)
+    state.update(process_index=rank, local_process_index=local_rank, num_processes=world_size)
     if world_size > 1:
         state.update(distributed_type=DistributedType.MULTI_CPU, backend="gloo")
 

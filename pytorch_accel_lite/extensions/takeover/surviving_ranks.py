@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from pytorch_accel_lite.extending import MACHINERY, Ranks, SharedLossTrackers, TrainerLike, open_trainers
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
-from pytorch_accel_lite.extensions.takeover.membership import Change, Membership, change_state
+from pytorch_accel_lite.extensions.takeover.membership import Change, Membership
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
@@ -46,7 +46,7 @@ class SurvivingRanks(Ranks):
         for ranks in cls._all:
             ranks.follow()
         for trainer in survivors():
-            change_state(vars(trainer.accelerator.state), cls.membership.rank, cls.membership.world_size)
+            cls.membership.change_state(vars(trainer.accelerator.state))
             assert trainer.logical is not None  # see survivors()
             trainer.logical.divide(trainer.ranks)
             for run in trainer.open_runs:
@@ -68,6 +68,7 @@ class SurvivingRanks(Ranks):
         return False
 
     def state_to_join(self) -> str | None:
+        self.membership.trainings += 1
         return wait_for_state(self.membership) if self.membership.generation is None else None
 
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:

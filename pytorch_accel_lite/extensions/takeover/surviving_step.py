@@ -21,7 +21,7 @@ from pytorch_accel_lite.extending import (
     capture_generators,
     restore_generators,
 )
-from pytorch_accel_lite.extensions.takeover.joining import enter, let_in
+from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in
 from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
@@ -120,16 +120,17 @@ class SurvivingStep(LogicalStep):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         self._generation = SurvivingRanks.membership.generation
-        self._lets_in = False
 
     def begin(self, trainer: TrainerLike) -> None:
-        """Let other processes in during the first training of the program, which they begin with, too."""
+        """Say for how many processes there is work."""
         super().begin(trainer)
+        SurvivingRanks.membership.store.say("most", str(self._logical.count))
+
+    def end(self, trainer: TrainerLike) -> None:
+        """Keep the state of the end for processes that come later."""
         membership = SurvivingRanks.membership
-        self._lets_in = membership.trainings == 0
-        membership.trainings += 1
-        if not self._lets_in:
-            membership.store.say("closed")
+        if membership.is_open and membership.generation is not None:
+            keep_end(trainer, membership)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
@@ -144,7 +145,7 @@ class SurvivingStep(LogicalStep):
         window, membership = self._window, SurvivingRanks.membership
         if membership.generation is None:
             enter(run, membership)
-        elif window.is_wanted and self._lets_in:
+        elif window.is_wanted:
             window.is_wanted = False
             let_in(trainer, run, membership)
         if self._generation is not membership.generation:

@@ -49,6 +49,7 @@ class Victim(TrainerCallback):
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.changes: list[Any] = []
+        self.training = 0
 
     def reach(self, event: str) -> None:
         number = self.counts[event] = self.counts.get(event, 0) + 1
@@ -73,7 +74,7 @@ class Victim(TrainerCallback):
         self.reach("update")
         if CONFIG.get("marks"):
             with open(FOLDER / f"updates.{os.getpid()}", "a") as file:
-                file.write(f"{time.time()} {trainer.progress.update} {trainer.ranks.world_size}\n")
+                file.write(f"{self.training} {trainer.progress.update} {trainer.ranks.world_size}\n")
 
     def on_train_step_end(self, trainer, **kwargs):
         self.reach("step")
@@ -167,18 +168,24 @@ def main() -> None:
     trainer = Logging(
         model, nn.CrossEntropyLoss(), optimizer, callbacks, seed=0, logical_processes=CONFIG.get("logical", 4)
     )
-    trainer.train(
-        data,
-        num_epochs=CONFIG.get("epochs", 2),
-        eval_dataset=TensorDataset(x[:53], x[:53, :3].argmax(1)),
-        per_device_batch_size=4,
-        gradient_accumulation_steps=CONFIG.get("accumulation", 1),
-        gradient_clip_norm=1.0,
-        create_scheduler_fn="cosine",
-        train_dataloader_kwargs={"num_workers": CONFIG.get("workers", 0)},
-        eval_dataloader_kwargs={"num_workers": 0},
-        **CONFIG.get("train", {}),
-    )
+
+    def train() -> None:
+        victim.training += 1
+        trainer.train(
+            data,
+            num_epochs=CONFIG.get("epochs", 2),
+            eval_dataset=TensorDataset(x[:53], x[:53, :3].argmax(1)),
+            per_device_batch_size=4,
+            gradient_accumulation_steps=CONFIG.get("accumulation", 1),
+            gradient_clip_norm=1.0,
+            create_scheduler_fn="cosine",
+            train_dataloader_kwargs={"num_workers": CONFIG.get("workers", 0)},
+            eval_dataloader_kwargs={"num_workers": 0},
+            **CONFIG.get("train", {}),
+        )
+
+    for _ in range(CONFIG.get("trainings", 1)):
+        train()
     predicted = trainer.predict(TensorDataset(x[:37]), dataloader_kwargs={"num_workers": 0})
     state = [value for states in optimizer.state_dict()["state"].values() for value in states.values()]
     result = {

@@ -28,12 +28,13 @@ KILLED = int(signal.SIGKILL)
 
 @dataclass
 class Outcome:
-    """What has come out of a job: the exit code, its output, and what each process that has ended wrote down."""
+    """What has come out of a job: the exit code, its output, what each process that has ended wrote down, its page."""
 
     code: int
     output: str
     written: list[dict[str, Any]]
     files: dict[str, Any]
+    page: str
 
     @property
     def results(self) -> list[Any]:
@@ -48,7 +49,8 @@ class Outcome:
 def begin(folder: Path, processes: int, *options: str, **config: Any) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
     arguments = json.dumps({"folder": str(folder), **config})
-    command = [*LAUNCH, "--processes", str(processes), *options, str(PROGRAM), arguments]
+    counted = ["--processes", str(processes)] if processes else []
+    command = [*LAUNCH, *counted, *options, str(PROGRAM), arguments]
     return WarmPython(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
 
 
@@ -59,7 +61,8 @@ def end(job: subprocess.Popen[str], folder: Path) -> Outcome:
         job.kill()
     written = [json.loads(path.read_text()) for path in sorted(folder.glob("result.*.json"))]
     files = {path.name: torch.load(path) for path in sorted(folder.glob("*.pt"))}
-    return Outcome(job.returncode, output, written, files)
+    page = "".join(path.read_text() for path in folder.glob("log/*.html"))
+    return Outcome(job.returncode, output, written, files, page)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +104,8 @@ def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
 
 
 def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed):
-    kills = kill(rank2="forward:6", rank0="evaluation:3", rank1="state:4")
-    outcome = run(4, kills=kills, **ALL)
+    kills = kill(rank2="forward:6", rank0="evaluation:3", rank1="state:2")
+    outcome = run(4, kills=kills, shows=True, **ALL)
     check_equal(outcome, undisturbed, survivors=1)
     assert [world_size for _, _, world_size in outcome.changes] == [3, 2, 1]
     said = [line for line in outcome.output.splitlines() if line.startswith("launch:")]
@@ -113,6 +116,7 @@ def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed
     assert written["takeovers"] == 3
     assert written["seconds"] > 0
     assert written["time"].endswith("(3 takeovers)")
+    assert "(3 takeovers)" in outcome.page
 
 
 def test_kills_while_starting_and_while_predicting_leave_no_trace(run, undisturbed):
