@@ -11,6 +11,7 @@ from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.checkpoint.files import FENCES
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.store import StateStore
@@ -58,7 +59,7 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "JOB_QUEUES", "JobQueue", "KeepsShares", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES",
+    "FENCES", "JOB_QUEUES", "JobQueue", "KeepsShares", "LogicalProcesses", "LogicalStep", "LogicalWindow", "STORES",
     "SharedLossTrackers", "ShardedStep", "StateStore", "Store", "replace_step",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_about_lost_process", "is_waiting", "open_trainers",

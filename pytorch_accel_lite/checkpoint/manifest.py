@@ -143,6 +143,7 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
     "epoch_phase": _is_integer,
     "first_epoch": _is_integer,
     "logical_processes": _is_integer_or_none,
+    "generation": _is_integer,
     "folder": lambda value: isinstance(value, str),
 }
 

@@ -72,7 +72,8 @@ def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
             run.window.filled, run.window.is_in_step = 0, False
             trainer.save_training_state(directory)
             machines = dict(zip(follows.members, follows.machines, strict=True))
-            for newcomer in follows.came if membership.rank == 0 else ():
+            tells = membership.rank == 0 and membership.generation is generation
+            for newcomer in follows.came if tells else ():
                 is_near = machines[newcomer] == machines[membership.number]
                 if not is_near:
                     store.put_folder(f"sent/{newcomer}/{follows.number}", directory)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -127,8 +127,9 @@ class Membership:
         if number <= (self._tried if self.generation is None else max(self._tried, self.generation.number)):
             time.sleep(_POLLING)
             return None
-        if self.number not in generation.members or only not in (None, number):
-            raise SystemExit(f"Process {self.number} ends: the others have gone on without it.")
+        if only not in (None, number):
+            self._end()
+        self._check(generation)
         self.store.arrive(generation, self.number)
         while not self.store.have_arrived(generation):
             if self.store.latest().number > number:
@@ -144,6 +145,21 @@ class Membership:
             self.store.count("asked", 1)
             return None
         return generation
+
+    def check(self) -> None:
+        """Before this process writes, end it if the others have gone on without it.
+
+        Its machine may have stood still or been cut off for long without noticing.
+        """
+        if self.generation is not None:
+            self._check(self.store.latest())
+
+    def _check(self, latest: Generation) -> None:
+        if self.number not in latest.members:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        raise SystemExit(f"Process {self.number} ends: the others have gone on without it.")
 
     def _connect(self, generation: Generation) -> None:
         before = open_sockets()

@@ -88,6 +88,7 @@ class Nursery:
         for _, process in self._children.values():
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
+            os.waitpid(process, 0)
         raise LostSupervisorError
 
     def _start(self, order: dict[str, Any]) -> bool:

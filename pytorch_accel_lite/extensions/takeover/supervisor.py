@@ -169,6 +169,8 @@ class Supervisor:
             comes_later = self._generation.number > 0
             machine.channel.send(**asdict(Order(number, machine.host, self._store.port, comes_later, self._program)))
         if not self._generation.number and len(self._processes) >= self._begins_with:
+            for process in self._processes.values():  # which have waited for those of other machines
+                process.progress = Progress(time.monotonic())
             self._publish([*self._processes])
 
     def _listen(self, descriptor: int) -> None:
@@ -187,7 +189,7 @@ class Supervisor:
             return
         machine.heard_at = time.monotonic()
         for message in messages:
-            if (process := self._processes.pop(message.get("ended"), None)) is not None:
+            if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
                 self._end(process, message["code"])
             elif "processes" in message:
                 machine.name = str(message["name"])

@@ -37,6 +37,7 @@ class SurvivingRanks(Ranks):
         membership = self.membership
         self.rank, self.world_size = membership.rank, membership.world_size
         self.members = range(self.world_size)
+        self.generation = 0 if membership.generation is None else membership.generation.number
         if self.world_size > 1:
             self._control = membership.control
 

@@ -59,12 +59,15 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         """Look until the process ends."""
         next_beat = 0.0
-        while not self._is_over.wait(_PAUSE):
+        pause = _PAUSE
+        while not self._is_over.wait(pause):
+            pause = _BEAT  # if the store cannot be reached
             with suppress(RuntimeError):
                 self._look()
                 if time.monotonic() > next_beat:
                     next_beat = time.monotonic() + _BEAT
                     self._say_how_far()
+                pause = _PAUSE
 
     def _look(self) -> None:
         generation = self._generation

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytorch_accel_lite.extending import LogicalStep, replace_step, use_ranks
+from pytorch_accel_lite.extending import FENCES, LogicalStep, replace_step, use_ranks
 from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
@@ -59,6 +59,7 @@ def run(order: Order) -> None:
     membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
     use_ranks(SurvivingRanks)
     replace_step(LogicalStep, SurvivingStep)
+    FENCES.append(membership.check)
     sys.excepthook = _report_to(membership)
     if order.comes_later:
         stay_apart()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.extensions.takeover.test_takeover import LAUNCH, PROGRAM, begin, end, kill
+from tests.extensions.takeover.test_takeover import LAUNCH, PROGRAM, Outcome, begin, end, kill, lives
 from tests.launching import PATIENCE, ROOT, SOAK, TORCHRUN, WarmPython, environment
 from tests.test_machines import ADDRESSES, ip, namespace, network  # noqa: F401
 
@@ -47,6 +48,12 @@ def updates(folder: Path) -> Iterator[list[str]]:
         yield from (line.split() for line in path.read_text().splitlines())
 
 
+def undisturbed(folder: Path, **config: Any) -> Outcome:
+    outcome = end(begin(folder, 1, **config), folder)
+    assert outcome.code == 0, outcome.output
+    return outcome
+
+
 LONG = {"samples": 803, "pause": 0.03, "marks": True, "metrics": True}
 
 
@@ -61,7 +68,7 @@ def test_a_job_is_made_larger_in_a_second_training_up_to_its_logical_processes(t
     assert "1 new process not let in: the run has 4 logical processes." in outcome.output
     assert [left for left, _, _ in outcome.changes] == [[]] * len(outcome.changes)
     assert [rank for _, came, _ in outcome.changes for rank in came] == [2, 3]
-    whole = end(begin(tmp_path / "whole", 1, **config), tmp_path / "whole")
+    whole = undisturbed(tmp_path / "whole", **config)
     assert outcome.results == whole.results * 4
 
 
@@ -73,7 +80,7 @@ def test_ranks_of_torchrun_that_stand_for_a_process_outlive_it(tmp_path):
     outcome = end(job, tmp_path / "job")
     assert ranks.wait(PATIENCE) == outcome.code == 0, outcome.output
     assert "rank 1 was killed by SIGKILL. One process continued after" in outcome.output
-    whole = end(begin(tmp_path / "whole", 1, **{**config, "kills": {}}), tmp_path / "whole")
+    whole = undisturbed(tmp_path / "whole", **{**config, "kills": {}})
     assert outcome.results == whole.results
 
 
@@ -88,7 +95,7 @@ def test_tasks_that_are_killed_with_their_processes_are_gone_on_without(tmp_path
     outcome = end(job, tmp_path / "job")
     assert outcome.code == tasks[0].wait(PATIENCE) == 0, outcome.output
     assert re.search(r"which has left\. One process continued after", outcome.output)
-    whole = end(begin(tmp_path / "whole", 1, **LONG), tmp_path / "whole")
+    whole = undisturbed(tmp_path / "whole", **LONG)
     assert outcome.results == whole.results
 
 
@@ -100,17 +107,22 @@ def on(machine: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def cut(how: str) -> None:
+    """Cut the machine off, or let it stand still."""
     if how == "link":
         ip("-n", namespace("b"), "link", "set", "eth-b", "down")
-    else:
+    elif how == "packets":
         qdisc("add", "netem", "loss", "100%")
+    else:
+        send_all(signal.SIGSTOP)
 
 
 def mend(how: str) -> None:
     if how == "link":
         ip("-n", namespace("b"), "link", "set", "eth-b", "up")
-    else:
+    elif how == "packets":
         qdisc("del")
+    else:
+        send_all(signal.SIGCONT)
 
 
 def qdisc(*arguments: str) -> None:
@@ -120,24 +132,31 @@ def qdisc(*arguments: str) -> None:
         pytest.skip("packets cannot be dropped by tc here")
 
 
+def send_all(number: int) -> None:
+    """Send a signal to all processes of the machine."""
+    command = ["ip", "netns", "pids", namespace("b")]
+    for process in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split():
+        os.kill(int(process), number)
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
-@pytest.mark.parametrize("how", ["link", "packets"])
+@pytest.mark.parametrize("how", ["link", "packets", "frozen"])
 def test_a_machine_that_is_cut_off_ends_its_processes_and_comes_back(tmp_path, network, how):  # noqa: F811
     config = {**LONG, "samples": 2003, "pause": 0.05}
     folder, log = tmp_path / "job", tmp_path / "log"
     folder.mkdir()
     address = f"{ADDRESSES['a']}:29400"
-    options = ["--listen", address, "--processes", "2", "--begin-with", "4", "--patience", "6"]
+    options = ["--listen", address, "--processes", "2", "--begin-with", "4", "--patience", "10"]
     supervisor = on("a", log, *options, str(PROGRAM), json.dumps({"folder": str(folder), **config}))
     other = on("b", log, "--join", address, "--processes", "2")
     try:
         wait_for(lambda: [*updates(folder)])
-        before = {path.name for path in folder.glob("updates.*")}
+        before = {path.suffix[1:] for path in folder.glob("updates.*")}
         cut(how)
         wait_for(lambda: any(size == "2" for *_, size in updates(folder)))
-        running = [name for name in before if os.path.exists(f"/proc/{name.removeprefix('updates.')}")]
-        assert len(running) == 2, "those that are cut off had ended when the others went on"
+        if how != "frozen":
+            assert sum(map(lives, before)) == 2, "those that are cut off had ended when the others went on"
         mend(how)
         wait_for(lambda: len([*folder.glob("updates.*")]) == 6)
         assert supervisor.wait(PATIENCE) == 0, log.read_text()
@@ -147,8 +166,8 @@ def test_a_machine_that_is_cut_off_ends_its_processes_and_comes_back(tmp_path, n
             process.kill()
             process.wait()
     written = [json.loads(path.read_text()) for path in folder.glob("result.*.json")]
-    whole = end(begin(tmp_path / "whole", 1, **config), tmp_path / "whole")
+    whole = undisturbed(tmp_path / "whole", **config)
     assert [each["result"] for each in written] == whole.results * 4
     changes = min(written, key=lambda each: each["rank"])["changes"]
     assert changes == [[[2, 3], [], 2], [[], [2, 3], 4]]
-    assert "which gave no sign of life for 6 s" in log.read_text()
+    assert "which gave no sign of life for 10 s" in log.read_text()

@@ -193,13 +193,73 @@ def test_the_help_of_the_command_line_lists_the_command():
     assert re.search(r"\blaunch\b", done.stdout + (done.stderr or ""))
 
 
+@dataclass
+class Fault:
+    """Faults of one kind, for a long time of them.
+
+    :param count: how many runs have one
+    :param draw: returns who is hit at which points, and by what
+    :param options: of the command
+    """
+
+    count: int
+    draw: Callable[[random.Random], dict[str, dict[str, int]]]
+    options: tuple[str, ...] = ()
+
+
+def hits(drawn: random.Random, *points: str, most: int, by: int = KILLED) -> dict[str, dict[str, int]]:
+    """Which processes are hit, one after another: a point for each."""
+    ranks = drawn.sample(["0", "1", "2", "3"], len(points))
+    numbers = [point if point in ONCE else f"{point}:{drawn.randint(1, most)}" for point in points]
+    return {rank: {number: by} for rank, number in zip(ranks, numbers, strict=True)}
+
+
+ONCE = ("beginning", "starting:1", "changed:1")
+STEPS = ("forward", "backward", "gradients", "update", "step")
+FAULTS = {
+    "saving": Fault(20, lambda drawn: hits(drawn, "state", most=3)),
+    "evaluating": Fault(20, lambda drawn: hits(drawn, drawn.choice(["evaluation", "evaluated"]), most=2)),
+    "predicting": Fault(20, lambda drawn: hits(drawn, "prediction", most=2)),
+    "starting": Fault(20, lambda drawn: hits(drawn, drawn.choice(["beginning", "starting:1"]), most=1)),
+    "joining": Fault(
+        20,
+        lambda drawn: (
+            hits(drawn, drawn.choice(STEPS), most=3)
+            | {"new": {drawn.choice(["beginning", "starting:1", "forward:1", "update:1"]): KILLED}}
+        ),
+        ("--replace",),
+    ),
+    "pairs": Fault(20, lambda drawn: hits(drawn, drawn.choice(STEPS), "changed:1", most=8)),
+    "anywhere": Fault(70, lambda drawn: hits(drawn, *drawn.choices(STEPS, k=drawn.randint(1, 3)), most=8)),
+    "stopped": Fault(
+        10,
+        lambda drawn: hits(drawn, drawn.choice(STEPS), most=8, by=int(signal.SIGSTOP)),
+        ("--patience", "5", "--replace"),
+    ),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="kills for long")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
+    """FAULTS in the environment is how many there are of each kind, instead of two hundred in all."""
+    fault = FAULTS[kind]
+    for number in range(int(os.environ.get("FAULTS", fault.count))):
+        folder = tmp_path / str(number)
+        kills = fault.draw(random.Random(f"{kind}{number}"))
+        outcome = end(begin(folder, 4, *fault.options, **ALL, kills=kills, workers=number % 2), folder)
+        assert outcome.code == 0, (kills, outcome.output)
+        check_equal(outcome, undisturbed, survivors=len(outcome.results))
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="kills for long")
 @pytest.mark.parametrize("options", [(), ("--replace",)])
 def test_random_kills_leave_no_trace(tmp_path, run, options):
     config = {**ALL, "samples": 803, "pause": 0.004, "marks": True}
     whole = run(1, **config)
-    for number in range(40):
+    for number in range(int(os.environ.get("FAULTS", 40))):
         drawn = random.Random(f"{options}{number}")
         folder = tmp_path / str(number)
         job = begin(folder, 4, *options, **config)
@@ -208,15 +268,16 @@ def test_random_kills_leave_no_trace(tmp_path, run, options):
             time.sleep(0.01)
         for _ in range(3):
             time.sleep(drawn.uniform(0.1, 1.5))
-            living = [path.suffix[1:] for path in folder.glob("updates.*") if _lives(path.suffix[1:])]
+            living = [path.suffix[1:] for path in folder.glob("updates.*") if lives(path.suffix[1:])]
             if len(living) > 1:
                 os.kill(int(drawn.choice(living)), signal.SIGKILL)
         outcome = end(job, folder)
         assert outcome.code == 0, outcome.output
-        assert outcome.results == whole.results * len(outcome.results), number
+        check_equal(outcome, whole, survivors=len(outcome.results))
 
 
-def _lives(process: str) -> bool:
+def lives(process: str) -> bool:
+    """Whether a process has not ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
