@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pytorch_accel_lite.extension_names import OFFERED
-from tests.launching import ROOT, SOAK, environment
+from tests.launching import ROOT, SOAK, EarlyFork, environment, forget, run_forked
 
 PACKAGE = ROOT / "pytorch_accel_lite"
 EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py"))
@@ -75,12 +77,21 @@ def without(extension: str, text: str) -> str:
     return "".join(lines)
 
 
-def run(copy: Path, *arguments: str) -> str:
+def say_what_is_missing(copy: Path, names: list[str]) -> None:
+    """In a fork, run the program with the package of a copy."""
+    forget(PACKAGE.name)
+    sys.path.insert(0, str(copy))
+    os.chdir(copy)
+    sys.argv[1:] = names
+    exec(compile(PROGRAM, "<code>", "exec"), {"__name__": "__main__"})
+    assert Path(sys.modules[PACKAGE.name].__file__ or "").is_relative_to(copy)
+
+
+def run(copy: Path, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, *arguments], cwd=copy, env=environment(PYTHONPATH=str(copy)), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize("deleted", [[name] for name in EXTENSIONS] + ([EXTENSIONS] if len(EXTENSIONS) > 1 else []))
@@ -89,8 +100,9 @@ def test_the_core_works_without_extensions(tmp_path, deleted):
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
     lost_of = {extension: delete(copy, extension) for extension in deleted}
     lost = [name for names in lost_of.values() for name in names]
-    said = run(copy, "-c", PROGRAM, *lost).splitlines()
-    assert [line.partition(", which is not there")[0] for line in said] == [
+    done = run_forked(partial(say_what_is_missing, copy, lost), kind=EarlyFork)
+    assert done.returncode == 0, done.stdout
+    assert [line.partition(", which is not there")[0] for line in done.stdout.splitlines()] == [
         f"{name} is of the extension {extension!r}" for extension, names in lost_of.items() for name in names
     ]
     if SOAK:

@@ -19,7 +19,7 @@ from matplotlib import pyplot
 import pytorch_accel_lite
 from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.run import events
-from tests.launching import CAN_SHARD, HAS_MUON, ROOT
+from tests.launching import CAN_SHARD, HAS_MUON, ROOT, some_of
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md")),
@@ -75,7 +75,8 @@ def pictures_in(page: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", SCHEMES, ids=lambda page: page.stem)
+@pytest.mark.soak
+@pytest.mark.parametrize("page", some_of(SCHEMES), ids=lambda page: page.stem)
 def test_a_scheme_gives_the_results_that_its_page_shows(page, tmp_path, monkeypatch, capsys):
     if page.stem == "detection":
         pytest.importorskip("torchvision")

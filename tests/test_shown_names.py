@@ -97,7 +97,7 @@ def test_texts_among_metrics_are_shown_in_a_line():
 def test_mlflow_gets_names_that_it_accepts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where it keeps files besides
     mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")  # leaves nothing to other tests
     tracker = TrackerCallback("mlflow", project_dir=tmp_path, config={"=a": 1, "_a": 2})
     run(tracker)
     logged = mlflow.get_run(tracker.run_id).data

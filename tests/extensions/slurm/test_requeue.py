@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -197,16 +198,21 @@ def assert_same_end(*folders: Path) -> None:
 
 
 TRAIN = "from pathlib import Path; from tests.scripts.submitted import train; train(Path('.'), requeue=True)"
-# Its rank is a copy of the launcher, in which everything is imported.
-WARM_TORCHRUN = (
-    "import tests.scripts.submitted; from tests import launching; from torch.distributed.run import main; "
-    "launching.subprocess_handler.Popen = launching.WarmPython; main()"
-)
 STAND_INS = {
     "srun": 'exec "$@"',
     "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> calls',
-    "torchrun": f'exec {sys.executable} -c "{WARM_TORCHRUN}" "$@"',
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
 }
+
+
+def job_with_a_free_port() -> int:
+    """Return the number of a job for which the script takes a port that nothing else uses or is given by the system."""
+    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        job = secrets.randbelow(lowest_given - 10_000)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("", 10_000 + job))
+            return job
 
 
 @pytest.mark.skipif(not hasattr(LaunchConfig, "signals_to_handle"), reason="before 2.10, torchrun ends at SIGUSR1")
@@ -221,7 +227,7 @@ def test_the_script_of_the_documentation_saves_when_warned(tmp_path):
     for name, command in STAND_INS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    variables = {"JOB_ID": str(uuid.uuid4().int % 10**6), "NNODES": "1", "GPUS_ON_NODE": "1", "JOB_NODELIST": "one"}
+    variables = {"JOB_ID": str(job_with_a_free_port()), "NNODES": "1", "GPUS_ON_NODE": "1", "JOB_NODELIST": "one"}
     env = environment(
         PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", **{f"SLURM_{name}": it for name, it in variables.items()}
     )
