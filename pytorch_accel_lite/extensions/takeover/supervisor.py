@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from pytorch_accel_lite.extensions.takeover.channel import Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
@@ -52,13 +52,13 @@ class Process:
     :ivar number: counted from 0
     :ivar machine: where it is
     :ivar is_member: whether it is in a generation
-    :ivar progress: how far it has got
+    :ivar progress: how far it has got, once its machine has started it
     """
 
     number: int
     machine: Machine
     is_member: bool = False
-    progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
+    progress: Progress | None = None
 
 
 class Supervisor:
@@ -170,7 +170,7 @@ class Supervisor:
             machine.channel.send(**asdict(Order(number, machine.host, self._store.port, comes_later, self._program)))
         if not self._generation.number and len(self._processes) >= self._begins_with:
             for process in self._processes.values():  # which have waited for those of other machines
-                process.progress = Progress(time.monotonic())
+                process.progress = None
             self._publish([*self._processes])
 
     def _listen(self, descriptor: int) -> None:
@@ -196,6 +196,7 @@ class Supervisor:
                 self._start(machine, int(message["processes"]))
             for number, seconds in message.get("computed", {}).items():
                 if (computing := self._processes.get(int(number))) is not None:
+                    computing.progress = computing.progress or Progress(time.monotonic())
                     computing.progress.computed = seconds
 
     # -------------------------------------------------------------------------------- when processes end
@@ -342,7 +343,7 @@ class Supervisor:
         progress: dict[int, Progress] = {}
         for number in generation.members:
             process = self._processes.get(number)
-            if process is None:
+            if process is None or process.progress is None:
                 continue
             process.progress.note(self._store.said(f"progress/{number}"), now)
             if are_all_there or not self._store.has_arrived(generation, number):

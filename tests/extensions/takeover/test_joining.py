@@ -57,7 +57,7 @@ def undisturbed(folder: Path, **config: Any) -> Outcome:
 LONG = {"samples": 803, "pause": 0.03, "marks": True, "metrics": True}
 
 
-def test_a_job_is_made_larger_in_a_second_training_up_to_its_logical_processes(tmp_path):
+def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
     config = {**LONG, "trainings": 2, "epochs": 1}
     job = begin(tmp_path / "job", 2, "--listen", "127.0.0.1:0", **config)
     address = address_of(job)
@@ -72,7 +72,7 @@ def test_a_job_is_made_larger_in_a_second_training_up_to_its_logical_processes(t
     assert outcome.results == whole.results * 4
 
 
-def test_ranks_of_torchrun_that_stand_for_a_process_outlive_it(tmp_path):
+def test_a_rank_of_torchrun_outlives_its_process(tmp_path):
     config = {**LONG, "samples": 203, "kills": kill(rank1="forward:6")}
     job = begin(tmp_path / "job", 0, "--listen", "127.0.0.1:0", "--begin-with", "2", **config)
     command = [*TORCHRUN, "2", "--no-python", *LAUNCH, "--join", address_of(job), "--processes", "1"]
@@ -84,7 +84,7 @@ def test_ranks_of_torchrun_that_stand_for_a_process_outlive_it(tmp_path):
     assert outcome.results == whole.results
 
 
-def test_tasks_that_are_killed_with_their_processes_are_gone_on_without(tmp_path):
+def test_a_task_may_be_killed_with_its_processes(tmp_path):
     """As with srun --kill-on-bad-exit=0, which lets the other tasks live."""
     job = begin(tmp_path / "job", 0, "--listen", "127.0.0.1:0", "--begin-with", "3", **LONG)
     address = address_of(job)
@@ -142,7 +142,7 @@ def send_all(number: int) -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
 @pytest.mark.parametrize("how", ["link", "packets", "frozen"])
-def test_a_machine_that_is_cut_off_ends_its_processes_and_comes_back(tmp_path, network, how):  # noqa: F811
+def test_a_machine_that_is_cut_off_comes_back(tmp_path, network, how):  # noqa: F811
     config = {**LONG, "samples": 2003, "pause": 0.05}
     folder, log = tmp_path / "job", tmp_path / "log"
     folder.mkdir()

@@ -76,7 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     return run_job
 
 
-ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107}
+WITHIN = {"evaluate_every": "3 updates"}
+ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107, "train": WITHIN}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed
     assert "(3 takeovers)" in outcome.page
 
 
-def test_kills_while_starting_and_while_predicting_leave_no_trace(run, undisturbed):
+def test_kills_while_starting_and_predicting_leave_no_trace(run, undisturbed):
     kills = kill(rank2="beginning", rank1="starting:1", rank3="prediction:1")
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=1)
 
@@ -134,7 +135,7 @@ def test_a_second_death_while_the_first_is_handled_and_one_after_the_gradients(r
     check_equal(outcome, undisturbed, survivors=2)
 
 
-def test_a_stopped_process_is_replaced_and_so_is_one_that_dies_while_joining(run, undisturbed):
+def test_a_stopped_process_and_one_that_joins_are_replaced(run, undisturbed):
     kills = {"1": {"backward:5": int(signal.SIGSTOP)}, **kill(new="starting:1")}
     outcome = run(3, "--replace", "--patience", "4", kills=kills, pause=0.05, samples=1003)
     assert outcome.code == 0, outcome.output
@@ -181,7 +182,7 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
     assert "Create it with a seed and logical_processes=" in outcome.output
 
 
-def test_more_processes_than_logical_ones_are_an_error_that_says_so(run):
+def test_more_processes_than_logical_ones_are_an_error(run):
     outcome = run(3, logical=2)
     assert outcome.code == 1
     assert "logical_processes=2: there are 3 processes" in outcome.output
