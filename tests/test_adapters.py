@@ -55,7 +55,7 @@ def trained(model: nn.Module | None = None) -> Trainer:
     return train(make_trainer(model=Net() if model is None else model))
 
 
-def test_only_trained_weights_and_buffers_are_saved_and_others_stay_when_they_are_loaded(tmp_path):
+def test_trainable_only_saves_trained_weights_and_buffers(tmp_path):
     trainer = trained()
     trainer.save_model(tmp_path / "model.safetensors", trainable_only=True)
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -70,7 +70,7 @@ def test_only_trained_weights_and_buffers_are_saved_and_others_stay_when_they_ar
     assert equal(weights(other.model), weights(trainer.model))
 
 
-def test_a_checkpoint_and_the_best_model_may_leave_out_what_is_frozen_too(tmp_path):
+def test_checkpoints_and_best_models_may_omit_frozen_weights(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", trainable_only=True)
     trainer = train(make_trainer([best], Net()), 3)  # loads the best at the end
     state = torch.load(tmp_path / "best.pt")
@@ -120,7 +120,7 @@ def states_of(folder: Path, **kwargs: Any) -> SaveTrainingStateCallback:
     return SaveTrainingStateCallback(folder, save_every_n_steps=1, trainable_only=True, **kwargs)
 
 
-def test_a_training_state_without_what_is_frozen_is_resumed_to_the_same_bits(tmp_path, capsys):
+def test_a_state_without_frozen_weights_resumes_to_the_same_bits(tmp_path, capsys):
     whole = train(make_trainer([states_of(tmp_path / "a")], Net(), seed=1), 2)
     state = tmp_path / "a" / "update-000000002"
     assert safetensors.torch.load_file(state / "model.safetensors").keys().isdisjoint(FROZEN)
@@ -176,7 +176,7 @@ def with_other_adapters(seed: int) -> Any:
     return model
 
 
-def test_save_model_writes_adapters_as_peft_reads_them_and_load_checkpoint_reads_them_too(tmp_path):
+def test_save_model_writes_adapters_that_peft_loads(tmp_path):
     peft = pytest.importorskip("peft")
     model, other = with_other_adapters(seed=1), with_other_adapters(seed=5)
     trainer = make_trainer(model=torch.compile(model))
@@ -200,7 +200,7 @@ def test_save_model_writes_adapters_as_peft_reads_them_and_load_checkpoint_reads
         make_trainer(model=other).load_checkpoint(tmp_path)
 
 
-def test_adapters_beside_which_something_is_trained_are_saved_with_all_weights(tmp_path):
+def test_adapters_beside_other_trained_weights_are_saved_in_full(tmp_path):
     pytest.importorskip("peft")
     model = with_lora(bert())
     make_trainer(model=model).save_model(tmp_path)

@@ -43,7 +43,7 @@ def test_nothing_is_printed_when_nothing_stands_out(capsys):
 
 
 @pytest.mark.usefixtures("naps")
-def test_waiting_for_data_is_reported_once_after_the_metrics_of_the_epoch(capsys):
+def test_waiting_for_data_is_reported_once_after_the_metrics(capsys):
     trainer = make_trainer([AdviceCallback(min_seconds=0.01), LogMetricsCallback])
     train(trainer, epochs=3, train_dataset=SlowRows(make_data()), train_dataloader_kwargs={"num_workers": 0})
     lines = capsys.readouterr().out.splitlines()
@@ -84,7 +84,7 @@ def test_a_loss_that_falls_or_need_not_fall_is_not_mentioned(capsys, rate, kind,
 
 
 @pytest.mark.parametrize("options", [{"rate": 1e-9}, {"rate": 1e-3, "maximize": True}], ids=["stays", "rises"])
-def test_a_loss_that_has_not_fallen_points_to_check_in_the_first_run(capsys, options):
+def test_a_loss_that_has_not_fallen_in_a_first_run_names_check(capsys, options):
     trainer = learner(**options)
     train(trainer, train_dataset=learnable(128))
     text = " ".join(capsys.readouterr().out.split())
@@ -162,7 +162,7 @@ def test_a_warm_up_that_has_hardly_begun(capsys):
     assert "CosineLrScheduler has raised the learning rate to only" in said
 
 
-def test_a_schedule_that_restarts_with_each_epoch_is_as_it_should_be(capsys):
+def test_a_schedule_that_restarts_each_epoch_gets_no_advice(capsys):
     def restart(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 30)
 

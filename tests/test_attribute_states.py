@@ -159,7 +159,7 @@ def test_a_loss_function_does_not_learn_from_evaluation_data():
     assert equal(trainer.loss_func.state_dict(), before)
 
 
-def test_a_loss_function_is_in_evaluation_mode_in_evaluations_alone_and_parts_keep_theirs():
+def test_a_loss_function_is_in_eval_mode_in_evaluations_alone():
     modes: dict[str, list[tuple[bool, bool]]] = {"train": [], "eval": []}
 
     def note(kind: str) -> Any:
@@ -172,14 +172,14 @@ def test_a_loss_function_is_in_evaluation_mode_in_evaluations_alone_and_parts_ke
     assert set(modes["eval"]) == {(False, False)}
 
 
-def test_a_model_that_is_a_part_of_the_loss_function_stays_in_evaluation_mode_after_one():
+def test_a_model_inside_the_loss_stays_in_evaluation_mode_too():
     trainer = normed_trainer()
     trainer.loss_func.student = trainer.model
     trainer.evaluate(DATA)
     assert not trainer.model.training
 
 
-def test_the_best_model_that_is_loaded_at_the_end_evaluates_to_the_best_metric(tmp_path):
+def test_the_best_model_loaded_at_the_end_has_the_best_metric(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt")
     trainer = normed_trainer([best])
     worsen = listener(on_train_epoch_start=lambda t: t.progress.epoch == 3 and t.loss_func.scale.data.fill_(9.0))
@@ -200,7 +200,7 @@ def test_checkpoints_hold_what_a_loss_function_has_learned(tmp_path):
     assert loaded.evaluate(DATA) == trainer.evaluate(DATA)
 
 
-def test_checkpoints_leave_the_class_weights_of_torchs_losses_to_the_script(tmp_path):
+def test_checkpoints_leave_class_weights_of_losses_to_the_script(tmp_path):
     model = make_model()
     trainer = quiet_trainer(model, nn.CrossEntropyLoss(weight=torch.ones(3)))
     trainer.save_checkpoint(tmp_path / "model.pt")
@@ -209,7 +209,7 @@ def test_checkpoints_leave_the_class_weights_of_torchs_losses_to_the_script(tmp_
     assert other.loss_func.weight.tolist() == [2, 2, 2]
 
 
-def test_a_checkpoint_of_another_loss_function_is_loaded_with_a_warning(tmp_path):
+def test_a_checkpoint_of_another_loss_function_loads_and_warns(tmp_path):
     trainer = normed_trainer()
     trainer.save_checkpoint(tmp_path / "model.pt")
     other = quiet_trainer(small_model(1), nn.MSELoss())
@@ -267,7 +267,7 @@ BESIDE_THE_MODEL |= ELSEWHERE
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("train", "result"), BESIDE_THE_MODEL.values(), ids=BESIDE_THE_MODEL)
-def test_what_is_trained_beside_the_model_is_resumed_to_the_same_bits(train, result):
+def test_what_is_trained_beside_the_model_resumes_the_same_bits(train, result):
     whole, *resumed = run_and_resume(train, result)
     assert len(resumed) >= 2
     assert all(same(whole, run) for run in resumed)
@@ -275,7 +275,7 @@ def test_what_is_trained_beside_the_model_is_resumed_to_the_same_bits(train, res
 
 @two_are_enough
 @pytest.mark.parametrize(("train", "result"), BESIDE_THE_MODEL.values(), ids=BESIDE_THE_MODEL)
-def test_several_processes_resume_what_is_trained_beside_the_model_to_the_same_bits(ranks, train, result):
+def test_processes_resume_training_beside_the_model_bit_for_bit(ranks, train, result):
     results = ranks.run(run_and_resume, train, result)
     for runs in results:
         assert len(runs) >= 3
@@ -371,7 +371,7 @@ def test_a_state_that_lacks_an_attribute_or_does_not_fit_says_so(tmp_path):
         Adversarial(critic_size=2).load_training_state(tmp_path / "state")
 
 
-def test_checkpoints_hold_a_head_that_is_an_attribute_so_that_the_best_model_is_whole(tmp_path):
+def test_checkpoints_hold_a_head_that_is_an_attribute(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", load_saved_checkpoint=False)
     heads = []
     keep = listener(on_training_run_epoch_end=lambda t: heads.append(t.everything()))
@@ -458,6 +458,6 @@ def drifting_in_a_list() -> str:
     return ""
 
 
-def test_modules_and_optimizers_in_lists_are_compared_over_the_processes(two_ranks):
+def test_modules_in_lists_are_compared_between_processes(two_ranks):
     for said in two_ranks(drifting_in_a_list):
         assert "'critics.0.0.weight' differs on rank 1 from rank 0" in said

@@ -34,7 +34,7 @@ def _nothing_stays() -> Iterator[None]:
     assert settings() == before
 
 
-def test_kernels_are_deterministic_within_runs_of_all_kinds_and_not_after_them():
+def test_kernels_are_deterministic_within_runs_of_all_kinds_only():
     seen: dict[str, dict[str, Any]] = {}
 
     def note(name: str) -> Any:
@@ -93,7 +93,7 @@ def test_what_a_user_has_chosen_before_is_restored():
         cudnn.benchmark = False
 
 
-def test_what_has_no_deterministic_kernel_is_an_error_only_if_asked_for():
+def test_a_missing_deterministic_kernel_fails_only_if_asked_for():
     model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), Unpooled(), nn.Flatten(), nn.Linear(4, 1))
     train(make_trainer(model=model))
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
@@ -108,7 +108,7 @@ class Unpooled(nn.Module):
         return nn.functional.max_unpool2d(pooled, places, 2)
 
 
-def test_settings_are_recorded_with_the_run_and_a_change_is_reported(tmp_path, capsys):
+def test_settings_of_kernels_are_recorded_and_a_change_reported(tmp_path, capsys):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

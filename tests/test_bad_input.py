@@ -467,7 +467,7 @@ def test_accumulation_set_on_the_accelerator_is_refused():
         Accelerator()  # the setting belongs to the process
 
 
-def test_the_evaluation_loss_may_be_without_gradients_but_is_checked_otherwise():
+def test_an_evaluation_loss_needs_no_gradient_but_is_checked():
     detached = make_trainer(trainer_class=returning(lambda output: output | {"loss": output["loss"].detach()}))
     assert detached.evaluate(make_data()).keys() == {"evaluation_loss"}
     for change, error, match in [
@@ -529,7 +529,7 @@ def test_predict_refuses_outputs_that_cannot_be_concatenated(output, error, matc
 
 
 @pytest.mark.parametrize("key", ["shuffle", "drop_last"])
-def test_predict_refuses_to_leave_out_samples_or_change_their_order(key):
+def test_predict_refuses_to_reorder_or_leave_out_samples(key):
     trainer = make_trainer()
     arguments = {"dataset": make_data(5), "per_device_batch_size": 2}
     match = rf"dataloader_kwargs has {key}=True, but predict returns .* for every sample, in the order.*Omit {key}"
@@ -542,7 +542,7 @@ def test_predict_refuses_to_leave_out_samples_or_change_their_order(key):
     assert torch.equal(trainer.predict(**arguments, dataloader_kwargs={key: False}), trainer.predict(**arguments))
 
 
-def test_predict_refuses_outputs_of_unequal_shape_and_says_to_pad_them():
+def test_predict_refuses_outputs_of_unequal_shape():
     class Ragged(Trainer):
         def calculate_predict_batch_output(self, batch):
             return torch.zeros(len(batch[0]), int(batch[0].abs().sum() * 1000) % 97)
@@ -561,7 +561,7 @@ IGNORES_FSDP = r"FSDP plugin.*would ignore it.*leave the plugin out"
     ("WORLD_SIZE", "2", r"WORLD_SIZE=2.*sees 1.*PartialState.*cpu=True"),
     *(("ACCELERATE_USE_FSDP", value, IGNORES_FSDP) for value in ("true", "1", "True")),
 ])  # fmt: skip
-def test_a_launcher_whose_settings_accelerate_does_not_see_is_refused(monkeypatch, name, value, message):
+def test_a_launcher_that_accelerate_did_not_notice_is_refused(monkeypatch, name, value, message):
     accelerator = Accelerator()
     monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):
@@ -572,7 +572,7 @@ def test_a_launcher_whose_settings_accelerate_does_not_see_is_refused(monkeypatc
     ({"cp_size": 2}, False, r"has cp_size=2: several processes would share the samples.*not supported"),
     ({"tp_size": 2}, True, r"tp_size=2 beside FSDP, which Accelerate cannot combine.*distributed_config"),
 ])  # fmt: skip
-def test_parallelism_that_the_trainer_or_accelerate_cannot_do_is_an_error(sizes, fsdp, message, no_accelerator):
+def test_unsupported_parallelism_is_an_error(sizes, fsdp, message, no_accelerator):
     parallelism_config = pytest.importorskip(
         "accelerate.parallelism_config", reason="ParallelismConfig needs accelerate 1.10"
     )
@@ -598,7 +598,7 @@ def test_no_fsdp_plugin_is_no_error(monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_an_error_inside_a_dataset_reaches_the_user_with_its_traceback(workers, seed):
+def test_an_error_in_a_training_dataset_keeps_its_traceback(workers, seed):
     trainer = make_trainer(seed=seed)
     with pytest.raises(OSError, match="scan 4 is unreadable") as caught:
         train(trainer, train_dataset=Broken(), train_dataloader_kwargs={"num_workers": workers, "shuffle": False})
@@ -611,14 +611,14 @@ def test_an_error_inside_a_dataset_reaches_the_user_with_its_traceback(workers, 
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
-def test_an_error_inside_an_evaluated_dataset_reaches_the_user_with_its_traceback(method):
+def test_an_error_in_an_evaluated_dataset_keeps_its_traceback(method):
     trainer = make_trainer()
     with pytest.raises(OSError, match="scan 4 is unreadable") as caught:
         getattr(trainer, method)(Broken(), dataloader_kwargs={"num_workers": 0})
     assert 'raise OSError(f"scan {index} is unreadable")' in "".join(traceback.format_exception(caught.value))
 
 
-def test_an_error_inside_a_stream_reaches_the_user_with_its_traceback():
+def test_an_error_in_a_stream_keeps_its_traceback():
     class BrokenStream(Stream):
         def __iter__(self):
             yield self.data[0]
@@ -639,13 +639,13 @@ def broken(*args, **kwargs):
     ({"callbacks": [listener(on_optimizer_step_end=broken)]}, {}),
     ({"loss_func": broken}, {}),
 ])  # fmt: skip
-def test_an_error_inside_the_users_code_reaches_the_user_with_its_traceback(of_trainer, of_train):
+def test_an_error_in_the_users_functions_keeps_its_traceback(of_trainer, of_train):
     with pytest.raises(LookupError, match="not here") as caught:
         train(make_trainer(**of_trainer), **of_train)
     assert "in broken" in "".join(traceback.format_exception(caught.value))
 
 
-def test_an_error_inside_a_model_reaches_the_user_with_its_traceback():
+def test_an_error_in_a_model_keeps_its_traceback():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         train(make_trainer(model=make_model(features=5)))
     assert "linear" in "".join(traceback.format_exception(caught.value))
@@ -768,7 +768,7 @@ def test_an_optimizer_of_another_model_is_warned_of():
         train(make_trainer(optimizer=forgotten))
 
 
-def test_an_optimizer_of_the_loss_functions_parameters_alone_is_none_of_that(recwarn):
+def test_an_optimizer_of_the_loss_functions_parameters_is_fine(recwarn):
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -836,7 +836,7 @@ class OwnTrainStep(OwnTraining):
 
 
 @pytest.mark.parametrize("trainer_class", [OwnTraining, OwnTrainStep])
-def test_a_training_loss_without_one_for_evaluations_is_pointed_out_before_training(trainer_class):
+def test_a_training_loss_without_one_to_evaluate_is_refused(trainer_class):
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
     for sanity_check, where in ((True, "In evaluation, step 0:"), (False, "In evaluation, epoch 1, step 0:")):
         with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
@@ -846,7 +846,7 @@ def test_a_training_loss_without_one_for_evaluations_is_pointed_out_before_train
     train(trainer)
 
 
-def test_a_model_that_returns_its_loss_may_have_another_in_training():
+def test_a_model_with_its_own_loss_may_train_on_another():
     class Model(nn.Linear):
         def forward(self, x, labels=None):
             outputs = super().forward(x)

@@ -65,7 +65,7 @@ def trained(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_conversion_keeps_the_model_its_parameters_buffers_modes_and_results():
+def test_conversion_to_sync_batch_norm_keeps_model_and_results():
     model = trained(TwoOfOne())
     plain, parameters, buffers = copy.deepcopy(model), list(model.parameters()), list(model.buffers())
     assert synchronised(model) is model
@@ -128,7 +128,7 @@ class Sized(IterableDataset):
 @pytest.mark.parametrize(
     "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, track_running_stats=False).eval()]
 )
-def test_a_last_batch_of_a_single_sample_is_warned_of_before_the_first_batch(norm):
+def test_a_single_sample_in_the_last_batch_is_warned_of_at_once(norm):
     assert warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
     assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=8, batch_size=2)
 
@@ -138,7 +138,7 @@ def test_other_models_are_left_unchanged(norm):
     assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
 
 
-def test_a_last_batch_that_is_left_out_or_not_reached_is_not_warned_of():
+def test_a_last_batch_that_is_not_trained_on_is_not_warned_of():
     def is_warned(callbacks=(), **kwargs):
         trainer = make_trainer(callbacks, normalised(nn.BatchNorm1d(4)))
         return warned_before_the_first_batch(trainer, size=7, batch_size=2, **kwargs)
@@ -150,7 +150,7 @@ def test_a_last_batch_that_is_left_out_or_not_reached_is_not_warned_of():
     assert not is_warned(train_dataloader_kwargs={"drop_last": True})
 
 
-def test_a_batch_norm_that_is_kept_in_evaluation_mode_is_not_warned_of():
+def test_a_batch_norm_kept_in_evaluation_mode_is_not_warned_of():
     model = normalised(nn.BatchNorm1d(4))
     ModelFreezer(model, freeze_batch_norms=True).freeze(set_modules_as_eval=True)
     assert not warned_before_the_first_batch(make_trainer(model=model), size=7, batch_size=2)
@@ -175,7 +175,7 @@ def tails_with_batch_norm() -> Any:
     return results
 
 
-def test_tails_give_no_process_a_single_sample_where_the_model_has_batch_norm(ranks):
+def test_no_process_gets_a_single_sample_with_batch_norm(ranks):
     results = ranks(tails_with_batch_norm)
     for size in (38, 40, 43, 47):
         with_norm, without = ([result[size, which] for result in results] for which in ("norm", "none"))
@@ -187,7 +187,7 @@ def test_tails_give_no_process_a_single_sample_where_the_model_has_batch_norm(ra
         assert not any(result["error"] or result["said"] for result in with_norm)
 
 
-def test_a_tail_of_a_single_sample_in_all_is_warned_of_where_the_model_has_batch_norm(ranks):
+def test_a_last_batch_of_one_sample_warns_with_batch_norm(ranks):
     for rank, result in enumerate(ranks(tails_with_batch_norm)):
         single = result[12 * ranks.world_size + 1, "norm"]
         assert ["drop_last" in text for text in single["said"]] == [True] * (rank == 0)
@@ -204,7 +204,7 @@ def batches_of_a_sampler_with_batch_norm() -> Any:
     return counts.indices, counts.rows
 
 
-def test_a_batch_of_one_sample_is_divided_again_where_the_model_has_batch_norm(ranks):
+def test_a_samplers_batches_are_redivided_for_batch_norm(ranks):
     results = ranks(batches_of_a_sampler_with_batch_norm)
     assert sorted(i for indices, _ in results for own in indices for i in own) == list(range(12))
     assert min(rows for _, all_rows in results for rows in all_rows) >= 2
@@ -219,7 +219,7 @@ def batch_norm() -> Any:
     return {"weights": weights(model), "history": trainer.run_history.to_dict()}
 
 
-def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
+def test_all_ranks_evaluate_with_the_statistics_of_rank_0(ranks):
     first, *others = ranks(batch_norm)
     assert all(equal(result["weights"], first["weights"]) for result in others)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
@@ -248,7 +248,7 @@ def sync_batch_norm() -> Any:
 
 
 @two_are_enough
-def test_batch_norm_that_cannot_be_synchronised_here_is_left_unchanged_with_a_warning(ranks):
+def test_batch_norm_on_an_unsupported_device_stays_with_warning(ranks):
     for result in ranks(sync_batch_norm):
         warned = ["cannot synchronise batch norm on 'cpu'" in text for text in result["warnings with"]]
         assert warned == ([True] if result is ranks(sync_batch_norm)[0] else [])

@@ -73,7 +73,7 @@ class Named(nn.Module):
         return self.linear(x)
 
 
-def test_what_a_dict_batch_holds_besides_the_inputs_are_the_targets():
+def test_what_a_dict_batch_holds_besides_inputs_are_the_targets():
     seen = []
 
     def loss_func(outputs, targets):
@@ -90,7 +90,7 @@ def test_what_a_dict_batch_holds_besides_the_inputs_are_the_targets():
     assert seen[1].keys() == {"y", "weight"}
 
 
-def test_a_key_that_is_no_target_does_not_take_the_place_of_labels_that_forward_may_take():
+def test_an_ignored_key_is_no_target_in_place_of_labels():
     class TakesLabels(Named):
         def forward(self, x, labels=None):
             return self.linear(x)
@@ -219,7 +219,7 @@ def test_the_output_of_predict_can_be_overridden():
     assert set(predictions.flatten().tolist()) <= {-1.0, 1.0}
 
 
-def test_evaluate_returns_its_metrics_and_keeps_the_history_of_training():
+def test_evaluate_keeps_the_history_of_training():
     trainer = quiet_trainer(small_model())
     data = regression_data(10)
     trainer.train(data, 2, data)
@@ -268,14 +268,14 @@ class OfSequences(nn.Module):
         return torch.stack([self.linear(sequence[:, None]).sum(0) for sequence in sequences])
 
 
-def test_losses_are_weighed_by_samples_when_a_batch_is_a_list_of_unequal_tensors():
+def test_losses_of_lists_of_unequal_tensors_count_by_samples():
     trainer = quiet_trainer(OfSequences(), optimizer=None)
     losses = [trainer.evaluate(RAGGED, size, {"num_workers": 0}, collate_ragged)["evaluation_loss"] for size in (8, 3)]
     assert losses[0] == pytest.approx(losses[1])
 
 
 @pytest.mark.parametrize("collate", [collate_ragged, lambda samples: tuple(collate_ragged(samples))])
-def test_batches_with_lists_of_unequal_tensors_are_split_by_samples(collate):
+def test_batches_with_lists_of_unequal_tensors_split_by_samples(collate):
     def run(room: float) -> Any:
         model = OfSequences(room)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -352,7 +352,7 @@ def test_each_image_may_have_as_many_boxes_as_a_batch_has_images(size):
     assert [sample["labels"].tolist() for sample in found] == [[index] * 4 for index in range(8)]
 
 
-def test_targets_with_as_many_boxes_as_a_batch_has_images_are_split_by_images():
+def test_targets_with_as_many_boxes_as_images_split_by_image():
     seen = []
 
     class Detecting(Trainer):
@@ -371,7 +371,7 @@ def test_targets_with_as_many_boxes_as_a_batch_has_images_are_split_by_images():
     assert seen == [[[0] * 4, [1] * 4], [[2] * 4, [3] * 4]]
 
 
-def test_predictions_in_lists_of_unequal_length_are_an_error_in_words():
+def test_predict_refuses_lists_of_unequal_length():
     class Odd(nn.Module):
         def forward(self, x):
             return (x,) * len(x)
@@ -425,7 +425,7 @@ def test_a_single_loss_by_the_name_of_the_sum_is_that():
     )
 
 
-def test_a_forward_that_was_wrapped_on_the_instance_gets_the_keys_of_its_class():
+def test_a_wrapped_forward_gets_the_keys_of_its_class():
     class Model(nn.Linear):
         def forward(self, inputs):
             return super().forward(inputs)
@@ -464,7 +464,7 @@ def test_a_forward_without_a_signature_is_called():
     assert torch.equal(Trainer(model, None, None, callbacks=[]).predict(TensorDataset(x), 2), x.tanh())
 
 
-def test_samples_that_the_collate_function_leaves_out_count_for_nothing():
+def test_samples_left_out_by_the_collate_function_do_not_count():
     def leave_out_the_first(samples: Any) -> Any:
         return default_collate(samples[1:])
 
@@ -474,7 +474,7 @@ def test_samples_that_the_collate_function_leaves_out_count_for_nothing():
     assert found["evaluation_loss"] == pytest.approx(nn.functional.mse_loss(trainer.model(x), y).item())
 
 
-def test_samples_that_are_left_out_of_batches_without_targets_count_for_nothing():
+def test_a_batch_without_targets_counts_only_the_samples_in_it():
     class Means(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": batch.mean()}
@@ -488,7 +488,7 @@ def test_samples_that_are_left_out_of_batches_without_targets_count_for_nothing(
     assert found["evaluation_loss"] == pytest.approx((1 + 2 + 3 + 5 + 6) / 5)
 
 
-def test_outputs_of_parts_that_do_not_go_together_are_a_list_of_them():
+def test_split_outputs_that_cannot_be_joined_become_a_list():
     class Alike(Trainer):
         def calculate_train_batch_loss(self, batch):
             if len(batch[0]) > 3:

@@ -122,7 +122,7 @@ def test_what_a_gpu_will_run_compiled_can_be_compiled_ahead():
     assert '{"workload"' not in done.stdout
 
 
-def test_other_errors_of_a_contender_are_not_taken_for_synchronisations():
+def test_other_errors_of_a_contender_are_no_synchronisations():
     def train(batches):
         raise RuntimeError(f"{next(batches)} is wrong")
 
@@ -170,14 +170,14 @@ def test_logical_processes_are_measured_against_ddp_by_hand():
         assert sent == "0.00 MB"  # of one process
 
 
-def test_every_way_to_feed_processes_is_measured_against_the_loop_by_hand():
+def test_each_way_to_feed_processes_is_compared_with_a_loop():
     rows = printed_rows(run_module("benchmarks.streams", "--quick"))
     assert len(rows) == 9
     assert all(float(ratio) > 0 for _, _, *ratios in rows for ratio in ratios)
 
 
 @of_a_soak
-def test_every_way_to_agree_is_measured_against_the_loop_that_exchanges_nothing():
+def test_each_way_to_agree_is_compared_with_no_exchange():
     done = launch([*TORCHRUN, "2", "-m", "benchmarks.collectives", "--quick"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}
     assert len(rows) == 10
@@ -185,7 +185,7 @@ def test_every_way_to_agree_is_measured_against_the_loop_that_exchanges_nothing(
     assert all(float(figure) > 0 for figures in rows.values() for figure in figures)
 
 
-def test_every_path_is_measured_against_the_loop_on_the_same_data():
+def test_every_path_is_measured_against_a_loop_on_its_data():
     chosen = ["--only", "list", "seed and states", "--columns", "no callbacks", "everything on"]
     rows = {
         row[0]: row[1:] for row in printed_rows(run_module("benchmarks.paths", "--quick", "--rounds", "1", *chosen))
@@ -225,7 +225,7 @@ def test_cost_is_measured_as_it_grows():
 
 
 @pytest.mark.slow
-def test_the_time_to_the_first_batch_of_a_shuffled_epoch_is_measured():
+def test_the_time_to_a_shuffled_epochs_first_batch_is_measured():
     lines = run_module("benchmarks.order", "--samples", "100000").stdout.splitlines()
     assert [line.split(",")[2].split()[0] for line in lines] == ["from", "resumed"]
     assert all(line.startswith("100,000 samples, ") and line.endswith(" MB") for line in lines)
@@ -239,7 +239,7 @@ def test_workers_are_measured_against_the_standard_loader():
     assert [float(memory) > 0 for *_, memory in rows] == ["in this process" not in name for name, *_ in rows]
 
 
-def test_evaluations_and_predictions_are_measured_against_loops_by_hand():
+def test_evaluations_and_predictions_are_measured_against_loops():
     done = launch([sys.executable, "-m", "benchmarks.evaluation", "--quick", "--rounds", "1"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}
     assert {"control", "list of batches", "DataLoader, default callbacks"} <= rows.keys()
@@ -249,7 +249,7 @@ def test_evaluations_and_predictions_are_measured_against_loops_by_hand():
 
 
 @pytest.mark.slow
-def test_the_parts_of_the_start_are_measured_with_and_without_compiled_files():
+def test_the_parts_of_the_start_are_measured():
     def run():
         forget("pytorch_accel_lite")  # its interpreters are copies, which import the package all the same
         subprocess.Popen = WarmPython
@@ -296,7 +296,7 @@ def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
         worker.measure("lazy", "loop", True)
 
 
-def test_a_contender_that_trains_for_less_than_what_is_timed_is_refused(monkeypatch):
+def test_a_contender_that_trains_for_too_few_steps_is_refused(monkeypatch):
     def short(task, folder):
         tasks.append(task)
         return CONTENDERS["plain loop"](task if len(tasks) == 1 else replace(task, steps=5), folder)
@@ -309,5 +309,5 @@ def test_a_contender_that_trains_for_less_than_what_is_timed_is_refused(monkeypa
 
 
 @pytest.mark.parametrize("question", ["resume", "window", "unequal"])
-def test_the_comparison_finds_ours_exact_where_the_readme_says_so(question):
+def test_the_comparison_finds_ours_exact_where_the_readme_does(question):
     assert comparison.answer(question, "ours")[""] < 1e-6

@@ -98,7 +98,7 @@ def test_callbacks_import_only_what_users_can_import(name):
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_read_only_what_is_documented_of_trainers_and_runs(name):
+def test_callbacks_read_only_documented_attributes(name):
     for kind, names in reads(ast.parse(FILES[name].read_text())):
         owner: type | None = kind
         for attribute in names:

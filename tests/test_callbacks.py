@@ -91,7 +91,7 @@ def test_the_callbacks_that_the_contract_is_about_are_found():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
-def test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict(callback_class, here):
+def test_a_shipped_callback_serves_two_runs(callback_class, here):
     data = make_data(6)
     callback, needs = build(callback_class), RUN.get(callback_class.__name__, {})
     trainer = make_trainer([callback])
@@ -107,7 +107,7 @@ def test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict(callback_cl
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED)
-def test_a_shipped_callback_serves_evaluate_and_predict_before_any_run(callback_class, here):
+def test_a_shipped_callback_serves_inference_before_any_run(callback_class, here):
     trainer = make_trainer([build(callback_class)])
     trainer.evaluate(make_data())
     assert trainer.predict(make_data()).shape == (6, 1)
@@ -168,7 +168,7 @@ def test_a_shipped_callback_has_both_halves_of_a_state_or_none(callback_class):
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("callback_class", [c for c in SHIPPED if not re.search("Limit|Unfreezing", c.__name__)])
-def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class, seed, here):
+def test_a_shipped_callback_changes_no_bit_of_the_training(callback_class, seed, here):
     if seed is None and callback_class is SaveTrainingStateCallback:
         pytest.skip("the order of the data follows from a seed then, as documented")
     seen: list[Any] = []
@@ -185,7 +185,7 @@ def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
-def test_with_a_shipped_callback_a_run_continues_from_its_middle_to_the_same_bits(callback_class, here):
+def test_a_run_with_a_shipped_callback_resumes_from_its_middle(callback_class, here):
     def run(folder: str, **kwargs: Any) -> tuple[Trainer, TrainerCallback]:
         callback = build(callback_class)
         trainer = make_trainer([callback, SaveTrainingStateCallback(here / folder, save_every_n_steps=1)], seed=1)
@@ -205,7 +205,7 @@ def test_with_a_shipped_callback_a_run_continues_from_its_middle_to_the_same_bit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
-def test_with_a_shipped_callback_a_stopped_run_is_trained_further_to_the_same_bits(callback_class, here, monkeypatch):
+def test_a_stopped_run_with_a_shipped_callback_trains_further(callback_class, here, monkeypatch):
     def run(event: str, stops_at: int) -> Trainer:
         (here / event).mkdir(exist_ok=True)
         monkeypatch.chdir(here / event)
@@ -235,7 +235,7 @@ def test_all_shipped_callbacks_work_together(here):
 # -------------------------------------------------------------------------------------- the defaults
 
 
-def test_the_default_callbacks_show_a_table_in_place_of_the_lines_of_the_ancestor():
+def test_the_default_callbacks_show_a_table_not_printed_lines():
     assert get_default_callbacks() == DEFAULT_CALLBACKS
     assert (
         MoveModulesToDeviceCallback,
@@ -248,7 +248,7 @@ def test_the_default_callbacks_show_a_table_in_place_of_the_lines_of_the_ancesto
     assert list(without) == [c for c in DEFAULT_CALLBACKS if c is not ProgressBarCallback]
 
 
-def test_two_trainers_with_the_default_callbacks_share_none_of_them():
+def test_two_trainers_share_none_of_their_default_callbacks():
     model = make_model()
     first, second = (Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2))
     assert [type(c) for c in first.callback_handler] == list(DEFAULT_CALLBACKS)
@@ -268,7 +268,7 @@ def test_the_default_output_of_a_run_names_epochs_and_metrics(capsys):
     assert [line.split()[0] for line in lines[9:]] == ["Trained", "Best:"]
 
 
-def test_epochs_are_announced_without_a_total_when_it_is_not_known(capsys):
+def test_epochs_are_announced_without_an_unknown_total(capsys):
     train(
         make_trainer([PrintProgressCallback]),
         epochs=None,
@@ -288,14 +288,14 @@ def last_bar(err: str, word: str) -> str:
     return [part for part in re.split(r"[\r\n]", err) if word in part][-1]
 
 
-def test_the_progress_bar_is_silent_when_the_output_is_no_terminal(capfd):
+def test_the_progress_bar_is_silent_without_a_terminal(capfd):
     assert not sys.stderr.isatty()
     train(make_trainer([ProgressBarCallback()]), epochs=2, eval_dataset=True).predict(make_data())
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""
 
 
-def test_the_progress_bar_shows_loss_learning_rate_and_samples_a_second_when_asked(capfd):
+def test_the_progress_bar_shows_loss_learning_rate_and_speed(capfd):
     trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
     train(trainer, epochs=2, size=6, eval_dataset=True)
     captured = capfd.readouterr()
@@ -309,7 +309,7 @@ def test_the_progress_bar_shows_loss_learning_rate_and_samples_a_second_when_ask
     assert "Evaluating" in captured.err
 
 
-def test_the_progress_bar_shows_the_latest_evaluation_and_the_time_left(capfd):
+def test_the_progress_bar_shows_the_last_evaluation_and_eta(capfd):
     trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
     train(trainer, epochs=3, eval_dataset=True)
     err = capfd.readouterr().err
@@ -321,7 +321,7 @@ def test_the_progress_bar_shows_the_latest_evaluation_and_the_time_left(capfd):
     assert re.search(r"Evaluating: +\d+%[^\r\n]*ETA=00:00", err)
 
 
-def test_where_there_is_no_terminal_a_line_is_printed_every_so_often(capsys):
+def test_without_a_terminal_lines_of_progress_are_printed(capsys):
     trainer = make_trainer([ProgressBarCallback(line_every_seconds=1e-9)])
     train(trainer, epochs=2, eval_dataset=True)
     lines = capsys.readouterr().out.splitlines()
@@ -334,7 +334,7 @@ def test_where_there_is_no_terminal_a_line_is_printed_every_so_often(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_samples_a_second_are_of_the_last_steps_of_training_without_the_first_one(capsys, monkeypatch):
+def test_samples_a_second_are_of_the_last_training_steps(capsys, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
@@ -354,7 +354,7 @@ def test_samples_a_second_are_of_the_last_steps_of_training_without_the_first_on
     assert rates[-1] > rates[18]
 
 
-def test_the_progress_bar_shows_the_learning_rate_of_the_schedule(capfd):
+def test_the_progress_bar_shows_the_schedules_learning_rate(capfd):
     train(
         make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)]),
         size=6,
@@ -401,7 +401,7 @@ def test_custom_numbers_can_be_put_after_the_bar(capfd):
 
 
 @pytest.mark.parametrize("value", [-1, math.nan])
-def test_a_progress_bar_cannot_be_refreshed_at_a_negative_interval(value):
+def test_a_progress_bar_with_a_negative_refresh_is_refused(value):
     with pytest.raises(ValueError, match="refresh_seconds"):
         ProgressBarCallback(refresh_seconds=value)
 
@@ -430,7 +430,7 @@ def test_each_metric_of_a_run_is_printed_once(capsys):
             assert out.count(f"{value:.6g}") >= 1
 
 
-def test_what_is_logged_is_what_the_history_holds_and_log_metrics_can_be_overridden(capsys):
+def test_what_is_logged_is_what_the_history_holds(capsys):
     collecting = Collecting()
     trainer = train(make_trainer([collecting]), epochs=2, eval_dataset=True)
     assert capsys.readouterr().out == ""
@@ -443,7 +443,7 @@ def test_what_is_logged_is_what_the_history_holds_and_log_metrics_can_be_overrid
 
 @pytest.mark.parametrize("event", ["on_eval_epoch_end", "on_training_run_epoch_end"])
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_metrics_recorded_at_an_ending_event_are_logged_once_in_any_order(event, order):
+def test_metrics_recorded_at_an_ending_event_are_logged_once(event, order):
     collecting = Collecting()
     recording = listener(**{event: lambda t, **_: t.run_history.update_metric("mine", t.progress.epoch)})
     callbacks = [recording, collecting] if order == "before" else [collecting, recording]
@@ -459,7 +459,7 @@ def test_metrics_of_an_evaluation_are_logged_once():
     assert collecting.logged == [metrics]
 
 
-def test_a_second_run_logs_its_own_metrics_whether_or_not_the_history_was_reset():
+def test_a_second_run_logs_only_its_own_metrics():
     for reset in (True, False):
         collecting = Collecting()
         trainer = train(make_trainer([collecting]), epochs=2)
@@ -469,7 +469,7 @@ def test_a_second_run_logs_its_own_metrics_whether_or_not_the_history_was_reset(
         assert collecting.logged == [{"train_loss_epoch": value} for value in values]
 
 
-def test_metrics_of_an_epoch_that_was_stopped_are_logged_all_the_same():
+def test_metrics_of_a_stopped_epoch_are_logged():
     def stop(trainer: Trainer, **kwargs: Any) -> None:
         raise StopTrainingError("enough")
 
@@ -490,7 +490,7 @@ def poisoned(value: float, sample: int = 7, size: int = 8) -> TensorDataset:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run_with_an_error_that_says_where(value):
+def test_a_loss_that_is_not_finite_is_an_error_that_says_where(value):
     fired: list[str] = []
     callback = TerminateOnNaNCallback()
     watch = listener(
@@ -523,7 +523,7 @@ def test_the_error_of_a_loss_that_is_not_finite_names_the_losses():
         train(make_trainer([TerminateOnNaNCallback], trainer_class=TwoLosses))
 
 
-def test_the_epoch_that_is_named_is_the_one_in_which_the_loss_became_nan():
+def test_the_error_names_the_epoch_in_which_the_loss_became_nan():
     class LaterNaN(Trainer):
         def calculate_train_batch_loss(self, batch):
             output = super().calculate_train_batch_loss(batch)
@@ -610,14 +610,14 @@ def test_the_best_model_is_saved_and_loaded_at_the_end(script, greater, best, tm
     assert saved["epoch"] == best
 
 
-def test_the_last_model_stays_when_the_best_one_is_not_to_be_loaded(tmp_path):
+def test_the_last_model_stays_if_the_best_is_not_to_be_loaded(tmp_path):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", load_saved_checkpoint=False)
     trainer = scripted([1, 2, 3], callback)
     assert equal(weights(trainer.model), trainer.weights_after_epoch[2])
     assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], trainer.weights_after_epoch[0])
 
 
-def test_the_state_of_the_optimizer_is_that_of_the_best_epoch_too(tmp_path):
+def test_the_optimizers_state_is_that_of_the_best_epoch_too(tmp_path):
     model = make_model()
     trainer = make_trainer(
         [SaveBestModelCallback(tmp_path / "best.pt", "score")],
@@ -632,7 +632,7 @@ def test_the_state_of_the_optimizer_is_that_of_the_best_epoch_too(tmp_path):
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("scheduler", [True, False])
 @pytest.mark.parametrize("script", [[1.0], [3.0, 2.0, 1.0]])
-def test_what_is_not_to_be_saved_is_not_saved_not_even_the_first_time(script, optimizer, scheduler, tmp_path):
+def test_a_best_model_omits_optimizer_and_scheduler_if_asked(script, optimizer, scheduler, tmp_path):
     callback = SaveBestModelCallback(
         tmp_path / "best.pt", "score", save_optimizer=optimizer, save_scheduler=scheduler, load_saved_checkpoint=False
     )
@@ -649,7 +649,7 @@ def test_nan_is_never_the_best(script, best, greater, tmp_path):
     assert equal(weights(trainer.model), trainer.weights_after_epoch[best - 1])
 
 
-def test_when_all_are_nan_nothing_is_saved_or_loaded_and_that_is_reported(tmp_path, capsys):
+def test_nothing_is_saved_when_all_scores_are_nan(tmp_path, capsys):
     trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
     assert "No best model was saved: score never had a numeric value." in capsys.readouterr().out
     assert not (tmp_path / "best.pt").exists()
@@ -679,7 +679,7 @@ def test_the_best_model_is_loaded_unless_an_error_ends_the_run(error, is_loaded,
     assert equal(weights(trainer.model), ends[0])
 
 
-def test_an_infinite_loss_is_worse_than_any_finite_one_that_follows(tmp_path):
+def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
     trainer = scripted([math.inf, 5.0], SaveBestModelCallback(tmp_path / "best.pt", "score"))
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
@@ -724,7 +724,7 @@ def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):
     assert equal(weights(trainer.model), after[0])
 
 
-def test_a_metric_recorded_by_a_callback_before_it_can_be_watched(tmp_path):
+def test_a_metric_that_an_earlier_callback_records_is_watched(tmp_path):
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", -t.progress.epoch))
     best = SaveBestModelCallback(tmp_path / "best.pt", "mine")
     train(make_trainer([record, best]), epochs=3, eval_dataset=True)
@@ -732,7 +732,7 @@ def test_a_metric_recorded_by_a_callback_before_it_can_be_watched(tmp_path):
 
 
 @pytest.mark.parametrize(("last", "is_saved"), [(5.0, False), (1.0, True)])
-def test_a_resumed_run_whose_best_model_is_missing_says_so_and_keeps_what_it_trains(last, is_saved, tmp_path, capsys):
+def test_a_resumed_run_whose_best_model_is_missing_says_so(last, is_saved, tmp_path, capsys):
     def run(epochs: int, **kwargs: Any) -> Any:
         callbacks = SaveTrainingStateCallback(tmp_path / "states"), SaveBestModelCallback(tmp_path / "best.pt", "score")
         return scripted([2.0, 3.0, last], *callbacks, epochs=epochs, **kwargs)
@@ -747,7 +747,7 @@ def test_a_resumed_run_whose_best_model_is_missing_says_so_and_keeps_what_it_tra
 
 
 @pytest.mark.parametrize(("last", "best"), [(3.0, None), (0.5, 4)])
-def test_the_model_of_an_abandoned_attempt_is_not_loaded_as_the_best_of_a_resumed_run(last, best, tmp_path, capsys):
+def test_the_best_model_of_an_abandoned_attempt_is_not_loaded(last, best, tmp_path, capsys):
     def run(script: list[float], **kwargs: Any) -> Any:
         states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=2, save_at_end=False)
         callbacks = states, SaveBestModelCallback(tmp_path / "best.pt", "score")
@@ -762,7 +762,7 @@ def test_the_model_of_an_abandoned_attempt_is_not_loaded_as_the_best_of_a_resume
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_the_best_of_an_earlier_run_counts_only_when_it_is_not_reset(reset, tmp_path):
+def test_the_best_of_an_earlier_run_counts_only_without_a_reset(reset, tmp_path):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=reset)
     trainer = scripted([1, 2], callback)
     type(trainer).script = [4, 3]
@@ -792,7 +792,7 @@ def test_models_that_are_kept_over_two_runs_are_never_removed(second, kept, tmp_
     assert kept_scores(tmp_path) == kept
 
 
-def test_models_kept_of_an_earlier_run_are_removed_when_the_next_starts_over(tmp_path):
+def test_kept_models_are_removed_when_the_next_run_starts_over(tmp_path):
     trainer = scripted([3.0, 2.0, 1.0], SaveBestModelCallback(tmp_path / "best.pt", "score", keep=2))
     assert kept_scores(tmp_path) == {"best": 1.0, "best-epoch0002": 2.0, "best-epoch0003": 1.0}
     type(trainer).script = [8.0, 9.0]
@@ -800,7 +800,7 @@ def test_models_kept_of_an_earlier_run_are_removed_when_the_next_starts_over(tmp
     assert kept_scores(tmp_path) == {"best": 8.0, "best-epoch0001": 8.0, "best-epoch0002": 9.0}
 
 
-def test_models_that_are_kept_stay_when_a_run_continues_with_the_same_callback(here):
+def test_kept_models_stay_when_a_run_continues(here):
     best = SaveBestModelCallback(here / "kept" / "best.pt", "score", keep=2)
     saver = SaveTrainingStateCallback("states", save_every_n_epochs=1)
     trainer = scripted([1.0, 2.0, 9.0], best, saver, epochs=2)
@@ -813,7 +813,7 @@ def test_folders_of_the_best_model_are_made(tmp_path):
     assert (tmp_path / "some" / "where" / "best.pt").is_file()
 
 
-def test_the_path_may_be_a_string_and_the_default_is_in_the_current_folder(here):
+def test_the_best_model_is_saved_in_the_current_folder(here):
     scripted([1], SaveBestModelCallback(watch_metric="score"))
     assert Path("best_model.pt").is_file()
 
@@ -829,7 +829,7 @@ def test_a_watched_metric_that_was_never_recorded_is_an_error(callback_class, he
 
 
 @pytest.mark.parametrize("callback_class", [SaveBestModelCallback, EarlyStoppingCallback])
-def test_watching_the_evaluation_loss_of_a_run_without_evaluation_is_an_error(callback_class, here):
+def test_watching_the_evaluation_loss_without_one_is_an_error(callback_class, here):
     expected = rf"{callback_class.__name__}\(watch_metric='eval_loss_epoch'\).*train\(\) was given no eval_dataset"
     trainer = make_trainer([callback_class])
     with pytest.raises(ValueError, match=expected):
@@ -860,7 +860,7 @@ WATCHING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WATCHING)
-def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
+def test_another_metrics_best_value_does_not_count_on_resuming(name, here):
     first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
     before = r"starts over: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss"
     with pytest.warns(UserWarning, match=f"{name} {before}"):
@@ -871,7 +871,7 @@ def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, he
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", WATCHING)
-def test_the_best_value_counts_after_a_resume_from_a_state_of_an_older_version(name, here):
+def test_a_best_value_of_an_older_version_counts_on_resuming(name, here):
     first, again = (WATCHING[name](watch_metric="accuracy", greater_is_better=False) for _ in range(2))
     resumed(here, first, again)
     assert again.best_metric == 0.5
@@ -913,7 +913,7 @@ def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments,
         assert trainer.stop_reason is None or epochs == len(script)
 
 
-def test_the_reason_of_an_early_stop_names_the_threshold_and_the_patience_that_led_to_it():
+def test_an_early_stops_reason_names_threshold_and_patience():
     def reason(script: list[float], *arguments: Any, **kwargs: Any) -> str:
         callback = EarlyStoppingCallback(*arguments, watch_metric="score", greater_is_better=False, **kwargs)
         trainer = scripted(script, callback)
@@ -980,7 +980,7 @@ def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update)
 
 
 @pytest.mark.parametrize("saves_first", [True, False])
-def test_a_run_resumed_from_any_state_stops_early_where_it_would_have_stopped(saves_first, tmp_path):
+def test_a_resumed_run_stops_early_where_the_whole_one_would(saves_first, tmp_path):
     def run(folder: str, **kwargs: Any) -> Any:
         states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1, save_at_end=False)
         stopping = EarlyStoppingCallback(3, 5.0, "intermediate_eval_loss", patience_in="evaluations")
@@ -1035,7 +1035,7 @@ def test_a_stopped_run_ends_with_the_best_model(tmp_path):
 
 @pytest.mark.parametrize("event", ["on_eval_epoch_end", "on_training_run_epoch_end"])
 @pytest.mark.parametrize("saves_first", [True, False])
-def test_a_run_that_is_stopped_where_it_reaches_its_target_keeps_what_has_reached_it(event, saves_first, tmp_path):
+def test_a_run_stopped_at_its_target_keeps_what_reached_it(event, saves_first, tmp_path):
     def stop(trainer: Trainer, **_: Any) -> None:
         if trainer.progress.epoch == 3:
             raise StopTrainingError("the target is reached")
@@ -1047,7 +1047,7 @@ def test_a_run_that_is_stopped_where_it_reaches_its_target_keeps_what_has_reache
     assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(trainer.model))
 
 
-def test_a_run_that_is_stopped_after_a_step_of_its_own_saves_no_model_for_an_earlier_value(tmp_path):
+def test_a_stop_after_a_step_saves_no_model_for_an_older_value(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "score")
     trainer = scripted([3, 2, 1], best, raises_at(7, StopTrainingError("enough"), "on_train_step_checkpoint"))
     assert best.best_metric_epoch == 2
@@ -1081,7 +1081,7 @@ class OnMeta(Trainer):
 
 
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_evaluation_run_start", "on_predict_run_start"])
-def test_modules_that_are_attributes_of_the_trainer_are_moved_to_its_device(event):
+def test_modules_that_are_attributes_are_moved_to_the_device(event):
     trainer = make_trainer([MoveModulesToDeviceCallback], trainer_class=OnMeta)
     trainer.metric = nn.Linear(2, 2)
     trainer.loss_func = nn.CrossEntropyLoss(weight=torch.ones(3))

@@ -121,7 +121,7 @@ def by_hand() -> dict[str, torch.Tensor]:
     return weights(model)
 
 
-def test_truncated_backpropagation_has_the_bits_of_the_loop_by_hand():
+def test_truncated_backpropagation_has_the_bits_of_a_plain_loop():
     assert equal(weights(train().model), by_hand())
 
 
@@ -153,7 +153,7 @@ def test_one_process_resumes_with_the_rows_of_two(two_ranks, tmp_path):
 
 
 @pytest.mark.extension("tuning")
-def test_finding_a_learning_rate_leaves_no_trace_in_a_registered_object():
+def test_finding_a_learning_rate_restores_a_registered_object():
     trainer = train()
     before = trainer.memory.hidden
     trainer.find_lr(DATA, 6, num_steps=10, train_dataloader_kwargs={"shuffle": False})

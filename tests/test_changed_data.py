@@ -149,7 +149,7 @@ def test_the_rows_of_a_subset_may_change_in_place():
     assert [sorted(seen[epoch][:, 0].tolist())[-1] for epoch in seen] == [4, 5, 6]
 
 
-def test_long_lists_and_large_arrays_are_compared_in_part_and_maps_of_files_not_at_all(tmp_path):
+def test_long_lists_are_compared_in_part_and_mapped_files_never(tmp_path):
     data = Samples()
     data.labels, data.array = [0] * 3_000_000, np.zeros(4_000_000)
     np.save(tmp_path / "a.npy", np.zeros(10))

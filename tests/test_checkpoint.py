@@ -50,7 +50,7 @@ def save_file(path: Path, model: nn.Module, prefix: str = "", **more: Any) -> Pa
 # ------------------------------------------------------------------------------------------ round trip
 
 
-def test_weights_and_the_states_of_optimizer_and_scheduler_make_the_round_trip(tmp_path):
+def test_a_checkpoint_restores_model_optimizer_and_scheduler(tmp_path):
     saved = trained()
     saved.save_checkpoint(tmp_path / "model.pt", checkpoint_kwargs={"epoch": 2, "note": "good", "scores": [0.5, 0.75]})
     loaded = trained(seed=1)
@@ -75,7 +75,7 @@ def test_training_continues_from_a_checkpoint_in_the_same_bits(tmp_path):
     assert equal(weights(saved.model), weights(loaded.model))
 
 
-def test_a_checkpoint_can_be_loaded_when_the_run_has_made_its_scheduler(tmp_path):
+def test_a_checkpoint_loads_after_the_run_made_its_scheduler(tmp_path):
     saved = trained()
     saved.save_checkpoint(tmp_path / "model.pt")
     model = make_model(1)
@@ -104,7 +104,7 @@ def test_a_file_is_plain_torch_and_loads_without_this_package(tmp_path):
 
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("scheduler", [True, False])
-def test_what_is_not_to_be_saved_is_not_in_the_file_and_stays_as_it_was(tmp_path, optimizer, scheduler):
+def test_what_a_checkpoint_leaves_out_stays_when_it_is_loaded(tmp_path, optimizer, scheduler):
     saved, loaded = trained(), trained(seed=1)
     saved.save_checkpoint(tmp_path / "model.pt", save_optimizer=optimizer, save_scheduler=scheduler)
     before = copy.deepcopy((loaded.optimizer.state_dict(), loaded.scheduler.state_dict()))
@@ -169,7 +169,7 @@ THINGS = {
 
 
 @pytest.mark.parametrize("name", THINGS)
-def test_what_was_saved_can_be_loaded_or_is_refused_by_name_when_saved(tmp_path, name):
+def test_an_entry_can_be_loaded_or_is_refused_when_saved(tmp_path, name):
     trainer = trained()
     refusal = ""
     try:
@@ -187,7 +187,7 @@ def test_what_was_saved_can_be_loaded_or_is_refused_by_name_when_saved(tmp_path,
         assert same(entry, THINGS[name])
 
 
-def test_what_a_model_adds_to_its_state_is_refused_when_saved_if_it_could_not_be_loaded(tmp_path):
+def test_an_unloadable_extra_state_of_a_model_is_refused(tmp_path):
     class Located(nn.Linear):
         def get_extra_state(self) -> Any:
             return tmp_path
@@ -200,7 +200,7 @@ def test_what_a_model_adds_to_its_state_is_refused_when_saved_if_it_could_not_be
     assert not (tmp_path / "model.pt").exists()
 
 
-def test_a_numpy_learning_rate_does_not_make_a_file_that_cannot_be_loaded(tmp_path):
+def test_a_numpy_learning_rate_leaves_the_file_loadable(tmp_path):
     model = make_model()
     trainer = make_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=np.float64(0.1)))
     train(trainer)
@@ -230,7 +230,7 @@ def test_a_compiled_model_is_saved_as_if_it_were_not(tmp_path, wrap):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [compiled, partly_compiled])
-def test_a_compiled_model_loads_what_a_plain_one_saved_and_the_other_way_round(tmp_path, wrap):
+def test_compiled_and_plain_models_load_each_others_checkpoints(tmp_path, wrap):
     plain, wrapped = make_trainer(model=make_model(0)), make_trainer(model=wrap(make_model(1)))
     plain.save_checkpoint(tmp_path / "plain.pt")
     wrapped.save_checkpoint(tmp_path / "compiled.pt")
@@ -398,14 +398,14 @@ def test_code_in_a_file_is_not_run(tmp_path):
     assert not trace.exists()
 
 
-def test_a_checkpoint_with_an_optimizer_needs_one_or_load_optimizer_false(tmp_path):
+def test_loading_a_checkpoint_with_an_optimizer_needs_one(tmp_path):
     trained().save_checkpoint(tmp_path / "model.pt")
     trainer = make_trainer(model=make_model(1), optimizer=None)
     refuse(tmp_path / "model.pt", ValueError, "no optimizer.*load_optimizer=False", trainer)
     trainer.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
 
 
-def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_path):
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
     trained().save_checkpoint(tmp_path / "model.pt")
     model = make_model(1)
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
@@ -437,7 +437,7 @@ def file_size():
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_wherever_in_a_file_the_disk_is_full_the_error_names_it_and_the_old_file_stays(tmp_path, file_size, name):
+def test_wherever_a_full_disk_cuts_a_file_the_old_one_stays(tmp_path, file_size, name):
     """torch reports a full disk in the middle of a file as "unexpected pos", and at the end of it as what it is."""
     trainer, path = trained(), tmp_path / name
     save = trainer.save_checkpoint if name == "model.pt" else trainer.save_model
@@ -456,7 +456,7 @@ def test_wherever_in_a_file_the_disk_is_full_the_error_names_it_and_the_old_file
 
 
 @pytest.mark.parametrize("callback", [SaveBestModelCallback, partial(ModelEmaCallback, save_path="best_model.pt")])
-def test_a_full_disk_is_named_if_the_best_model_or_average_does_not_fit(tmp_path, monkeypatch, file_size, callback):
+def test_a_full_disk_is_named_if_the_best_model_does_not_fit(tmp_path, monkeypatch, file_size, callback):
     monkeypatch.chdir(tmp_path)
     train(make_trainer([callback()]), eval_dataset=True)
     size = Path("best_model.pt").stat().st_size
@@ -465,7 +465,7 @@ def test_a_full_disk_is_named_if_the_best_model_or_average_does_not_fit(tmp_path
         train(make_trainer([limits, callback()]), eval_dataset=True)
 
 
-def test_an_entry_that_cannot_be_stored_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_an_entry_that_cannot_be_stored_leaves_the_old_file(tmp_path):
     trainer = trained()
     trainer.save_checkpoint(tmp_path / "model.pt")
     before = (tmp_path / "model.pt").read_bytes()
@@ -475,7 +475,7 @@ def test_an_entry_that_cannot_be_stored_leaves_the_old_file_and_nothing_else(tmp
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def test_what_killed_processes_have_left_beside_a_file_is_removed_when_it_is_written(tmp_path):
+def test_what_killed_processes_left_beside_a_file_is_removed(tmp_path):
     left, under_way, foreign = (tmp_path / f".best.pt.{name}.tmp" for name in ("0123abcd", "89efcdab", "notes"))
     for path in (left, under_way, foreign):
         path.touch()
@@ -485,7 +485,7 @@ def test_what_killed_processes_have_left_beside_a_file_is_removed_when_it_is_wri
     assert {*tmp_path.iterdir()} == {tmp_path / "best.pt", under_way, foreign}
 
 
-def test_a_best_model_that_could_not_be_saved_is_not_taken_for_the_best(tmp_path, file_size):
+def test_a_best_model_that_was_not_saved_does_not_count(tmp_path, file_size):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", greater_is_better=True)
     record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("score", t.progress.epoch))
 
@@ -550,7 +550,7 @@ def exchange(tmp_path_factory):
     return folder
 
 
-def test_a_file_of_the_ancestor_is_loaded_with_optimizer_and_scheduler(exchange):
+def test_a_file_of_the_ancestor_is_loaded_with_its_optimizer(exchange):
     theirs = torch.load(exchange / "ancestor.pt", weights_only=True)
     trainer = trained(seed=1)
     assert trainer.load_checkpoint(exchange / "ancestor.pt")["epoch"] == 2
@@ -560,7 +560,7 @@ def test_a_file_of_the_ancestor_is_loaded_with_optimizer_and_scheduler(exchange)
     train(trainer)
 
 
-def test_the_ancestor_loads_our_file_with_optimizer_and_scheduler(exchange):
+def test_the_ancestor_loads_our_file_with_its_optimizer(exchange):
     ours = torch.load(exchange / "ours.pt", weights_only=True)
     back = torch.load(exchange / "ours_saved_by_the_ancestor.pt", weights_only=True)
     assert equal(ours["model_state_dict"], back["model_state_dict"])
@@ -610,7 +610,7 @@ class InPieces(io.FileIO):
 
 @pytest.mark.parametrize("opened", [io.BytesIO, partial(open, mode="w+b"), partial(InPieces, mode="w+")])
 @pytest.mark.parametrize("method", ["save_checkpoint", "save_model"])
-def test_an_open_file_is_written_and_read_from_its_position_and_stays_open(tmp_path, opened, method):
+def test_an_open_file_is_written_and_read_from_its_position(tmp_path, opened, method):
     saved, loaded = trained(), trained(seed=1)
     with io.BytesIO() if opened is io.BytesIO else opened(tmp_path / "file") as file:
         file.write(b"before")
@@ -691,7 +691,7 @@ def closed() -> io.BytesIO:
     return file
 
 
-def test_what_is_no_open_binary_file_is_an_error_before_anything_is_written(tmp_path):
+def test_what_is_no_open_binary_file_is_an_error_at_once(tmp_path):
     trainer, path = trained(), tmp_path / "file"
     calls = {
         "save_path": trainer.save_checkpoint,
@@ -750,7 +750,7 @@ def save_and_load_open_files(folder: Path) -> list[Any]:
 
 
 @pytest.mark.processes
-def test_only_the_main_process_writes_its_open_file_and_each_reads_its_own(tmp_path, two_ranks):
+def test_only_the_main_process_writes_its_open_file(tmp_path, two_ranks):
     first, second = two_ranks.run(save_and_load_open_files, tmp_path)
     assert first[0] > 0 < first[2]
     assert second[0] == second[2] == 0

@@ -145,7 +145,7 @@ def wolfe(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("scheme", "make"), [("lbfgs", lbfgs), ("lbfgs", wolfe), ("sam", sgd)])
-def test_dropout_and_running_statistics_have_the_bits_of_the_loop_by_hand(scheme, make):
+def test_dropout_of_closures_has_the_bits_of_the_loop_by_hand(scheme, make):
     trainer = trained(scheme, make)
     assert torch.equal(torch.get_rng_state(), state_after_one_pass())
     assert equal(weights(trainer.model), weights(by_hand(scheme, make)))
@@ -200,7 +200,7 @@ class Looks(Trainer):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_without_a_change_it_changes_nothing_and_returns_the_loss_of_the_window(accumulation):
+def test_recomputing_without_a_change_returns_the_windows_loss(accumulation):
     found = {}
     for trainer_class in (Trainer, Looks):
         model = noisy_model()
@@ -263,7 +263,7 @@ def test_a_decorated_step_may_compute_gradients_again():
     assert losses == [pytest.approx(expected.item())]
 
 
-def test_batches_are_kept_only_where_gradients_may_be_computed_again():
+def test_batches_are_kept_only_where_gradients_are_recomputed():
     class Steps(Trainer):
         def optimizer_step(self):
             super().optimizer_step()
@@ -281,7 +281,7 @@ def recomputed(trainer: Trainer) -> torch.Tensor:
     return trainer.recompute_gradients()
 
 
-def test_a_class_may_say_itself_whether_it_computes_gradients_again():
+def test_a_class_may_say_whether_it_recomputes_gradients():
     losses = []
 
     class InFunction(Trainer):
@@ -336,7 +336,7 @@ def test_recomputing_gradients_is_refused_in_other_events(accumulation):
         trainer.train(DATA, 1, gradient_accumulation_steps=accumulation)
 
 
-def test_one_of_several_that_needs_a_closure_is_refused_unless_the_step_is_ones_own():
+def test_a_closure_among_several_optimizers_needs_an_own_step():
     def optimizers(model: nn.Module) -> Any:
         return {"first": lbfgs(model[0]), "second": sgd(model[2])}
 

@@ -87,7 +87,7 @@ def test_a_loss_may_have_any_shape_of_one_element(reshape, arguments):
         assert other.run_history.get_metric_values(name) == scalar.run_history.get_metric_values(name)
 
 
-def test_losses_of_the_samples_are_averaged_in_an_evaluation_and_callbacks_see_all():
+def test_losses_of_samples_are_averaged_in_an_evaluation():
     seen: list[torch.Tensor] = []
     trainer = shaped(lambda loss: loss, lambda losses: losses, size=7, batch_size=3)
     trainer.callback_handler.add_callback(
@@ -160,7 +160,7 @@ def test_the_names_that_the_trainer_relies_on_are_taken(name):
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
-def test_a_loader_that_is_kept_where_the_runs_is_says_where_to_keep_it(phase):
+def test_a_loader_under_a_reserved_name_is_an_error_with_advice(phase):
     class Keeping(Trainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -187,7 +187,7 @@ def test_a_callback_may_replace_the_loader_of_the_run():
     assert train(make_trainer([listener(on_training_run_start=halve)]), epochs=2).progress.update == 2
 
 
-def test_a_callback_may_put_its_own_loss_tracker_in_place_of_the_trainers():
+def test_a_callback_may_replace_the_loss_tracker_for_a_while():
     """As the ancestor's own callback for evaluations within an epoch does."""
     seen: list[float] = []
 
@@ -293,12 +293,12 @@ def test_a_class_for_both_libraries_is_left_unchanged():
     assert len(norms) == 3
 
 
-def test_a_method_that_the_trainer_calls_on_itself_is_not_overridden_by_mistake():
+def test_a_method_that_the_trainer_reserves_cannot_be_overridden():
     with pytest.raises(TypeError, match=r"Mine\._check_scheduler is reserved"):
         type("Mine", (Trainer,), {"_check_scheduler": lambda self: None})
 
 
-def test_methods_that_the_ancestors_users_override_are_called_as_there():
+def test_methods_that_the_ancestors_users_override_are_called():
     heard: list[Any] = []
 
     class Whole(Trainer):
@@ -680,7 +680,7 @@ def test_a_run_config_is_made_of_the_ancestors_arguments():
     assert config.gradient_clip_norm is None
 
 
-def test_names_of_metrics_can_be_subtracted_in_a_logging_callback():
+def test_names_of_metrics_can_be_subtracted_in_a_logger():
     seen: list[set[str]] = []
 
     class Others(LogMetricsCallback):

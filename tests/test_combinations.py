@@ -64,7 +64,7 @@ def with_closure(**kwargs: Any) -> dict[str, Any]:
         ({**LOGICAL, "model": nn.Embedding(4, 1, sparse=True)}, {}, r"sparse gradients \(nn.Embedding.* sparse=False"),
     ],
 )
-def test_features_that_do_not_work_together_are_refused_before_training(settings, arguments, message):
+def test_features_that_cannot_work_together_are_refused_early(settings, arguments, message):
     trainer = make_trainer(**settings)
     with pytest.raises(ValueError, match=message):
         train(trainer, **arguments)

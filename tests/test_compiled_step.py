@@ -201,7 +201,7 @@ def test_batches_are_dicts_and_the_model_returns_its_loss():
 
 
 @pytest.mark.slow
-def test_a_run_is_repeated_and_resumed_to_the_same_bits_and_states_are_interchangeable(tmp_path):
+def test_a_run_with_a_compiled_step_repeats_and_resumes_its_bits(tmp_path):
     def run(compile_step: Any, folder: str, resume_from: Any = None) -> Trainer:
         saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=2, save_at_end=False)
         return train(compile_step, model=small_net(dropout=0.3), given={"callbacks": [saving]}, resume_from=resume_from)
@@ -366,7 +366,7 @@ class Counting(Trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", fails])
-def test_a_step_that_keeps_a_state_of_its_own_computes_each_batch_once(backend):
+def test_a_compiled_step_with_a_state_computes_each_batch_once(backend):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch gives up some of it
         found = train({"backend": backend}, Counting)
@@ -430,7 +430,7 @@ def train_compiled() -> dict[str, Any]:
     }
 
 
-def test_several_processes_compile_the_model_inside_their_wrapper(two_ranks):
+def test_processes_compile_the_model_inside_their_wrapper(two_ranks):
     for found in two_ranks(train_compiled):
         assert found["graphs"] >= 1
         assert found["difference"] < 1e-6

@@ -54,7 +54,7 @@ def test_every_index_occurs_once(size):
 @pytest.mark.parametrize(
     "whole", [ComputedOrder(50_000, key=5), torch.randperm(50_000, dtype=torch.int32), range(50_000)], ids=type
 )
-def test_the_indices_of_a_step_are_the_same_wherever_an_epoch_begins(whole):
+def test_a_steps_indices_are_the_same_wherever_an_epoch_begins(whole):
     expected = whole.at(0, 50_000) if isinstance(whole, ComputedOrder) else torch.as_tensor(whole).long()
     for step, start in ((7, 0), (1000, 333), (20_000, 1), (50_000, 0)):
         bounds = [(begin, min(begin + step, 50_000)) for begin in range(start, 50_000, step)]
@@ -82,7 +82,7 @@ def computed(monkeypatch):
 
 @pytest.mark.parametrize("wrap", [Rows, lambda data: data], ids=["one by one", "in memory"])
 @pytest.mark.parametrize("seed", [3, None])
-def test_a_run_sees_every_sample_once_in_another_order_each_epoch(computed, wrap, seed):
+def test_each_epoch_has_every_sample_once_in_another_order(computed, wrap, seed):
     first, second = orders_of_epochs(wrap, seed)
     assert sorted(first) == sorted(second) == list(range(SIZE))
     assert first != second

@@ -179,7 +179,7 @@ def distributed_samplers() -> Any:
 
 
 @pytest.mark.processes
-def test_a_distributed_sampler_inside_another_stands_for_its_whole_order(ranks):
+def test_a_nested_distributed_sampler_stands_for_its_whole_order(ranks):
     results = ranks(distributed_samplers)
     for name, found in results[0].items():
         of_all = [result[name][0] for result in results]
@@ -202,7 +202,7 @@ def other_samplers_of_parts() -> Any:
 
 
 @pytest.mark.processes
-def test_samplers_of_other_packages_that_give_each_process_a_part_are_refused(ranks):
+def test_foreign_samplers_of_parts_for_each_process_are_refused(ranks):
     n = ranks.world_size
     for result in ranks(other_samplers_of_parts):
         for name, said in result.items():
@@ -229,7 +229,7 @@ def split_datasets() -> Any:
 
 
 @pytest.mark.processes
-def test_datasets_that_differ_between_processes_are_refused_on_all(ranks):
+def test_datasets_that_differ_between_processes_are_refused(ranks):
     results = ranks(split_datasets)
     of_all = [result.pop("the same")[0] for result in results]
     first, second = ([sample for epochs in of_all for sample in epochs[number]] for number in (0, 1))
@@ -313,7 +313,7 @@ def orders_of_their_own() -> Any:
 
 
 @pytest.mark.processes
-def test_samplers_that_draw_another_order_on_each_process_under_a_seed_are_refused(ranks):
+def test_samplers_that_differ_between_processes_are_refused(ranks):
     results = ranks(orders_of_their_own)
     of_all = [result.pop("the same")[0] for result in results]
     for parts in zip(*of_all, strict=True):
@@ -346,7 +346,7 @@ def test_batches_are_even_by_default(two_ranks):
         ("dispatch_batches", True, "each process reads its share of data that can be indexed or divided"),
     ],
 )
-def test_options_of_dataloaders_without_effect_are_refused_before_training(option, value, instead):
+def test_options_of_dataloaders_without_effect_are_refused(option, value, instead):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{option: value}))
     trainer = make_trainer((), nn.Linear(1, 1), accelerator=accelerator)
     with pytest.raises(ValueError, match=f"DataLoaderConfiguration has {option}={value}.*{instead}"):
@@ -367,7 +367,7 @@ def own_batches() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.processes
-def test_ready_batches_that_each_process_trains_on_in_full_are_named_once(two_ranks):
+def test_own_batches_that_each_process_reads_in_full_are_named(two_ranks):
     results = two_ranks(own_batches)
     first, second = results
     assert first["list"][0] == second["list"][0] == [[*range(8)]] * 2
@@ -438,7 +438,7 @@ def test_an_epoch_is_not_resumed_over_data_of_another_length(tmp_path, size, shu
     assert sorted(epoch) == [*range(size)]
 
 
-def test_batches_of_another_size_do_not_change_the_order_that_is_resumed(tmp_path):
+def test_another_batch_size_does_not_change_the_resumed_order(tmp_path):
     def in_batches_of(size):
         return {"batch_sampler": BatchSampler(RandomSampler(range(13)), size, drop_last=True)}
 
@@ -492,7 +492,7 @@ class ToldBatches(Told):
 @pytest.mark.parametrize("kind", [Backwards, NotRandom])
 @pytest.mark.parametrize("data", [numbers(6), Rows(numbers(6))])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_subclasses_of_torchs_samplers_keep_their_order_and_get_the_epoch(kind, data, seed):
+def test_subclasses_of_torchs_samplers_keep_their_order(kind, data, seed):
     sampler = kind(data)
     seen, _ = trained_on(data, lambda data: DataLoader(data, 4, sampler=sampler), seed=seed)
     assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
@@ -514,7 +514,7 @@ def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
 @pytest.mark.parametrize(
     "kind", ["sampler", "in a batch sampler", "stream", "shuffled", "mixed", "batches", "own batches"]
 )
-def test_set_epoch_of_every_data_source_is_called_with_zero_and_one(kind):
+def test_set_epoch_of_every_data_source_is_called_with_0_and_1(kind):
     told = {"batches": ToldBatches, "own batches": ToldBatches}.get(kind, ToldStream)()
     data: Any = told
     if kind in ("sampler", "in a batch sampler"):
@@ -539,7 +539,7 @@ class FromOne(ByEpoch):
         self.epoch = epoch + 1
 
 
-def test_runs_resumed_from_states_of_earlier_versions_count_epochs_from_one(tmp_path):
+def test_states_of_earlier_versions_count_epochs_from_one(tmp_path):
     whole = seen_in_training(numbers(12), [SavesAll(tmp_path)], sampler=FromOne())
     with changed_manifest(tmp_path / "4") as manifest:
         assert manifest.pop("first_epoch") == 0

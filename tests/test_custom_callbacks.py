@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize(("event", "method", "match"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_method_that_cannot_be_called_as_its_event_is_refused_when_the_callback_is_added(event, method, match):
+def test_a_method_that_its_event_cannot_call_is_refused_early(event, method, match):
     own = callback_class(**{event: method})
     with pytest.raises(TypeError, match=match):
         make_trainer([own])
@@ -79,7 +79,7 @@ def run_everything(trainer: Trainer) -> None:
     trainer.predict(data)
 
 
-def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
+def test_methods_that_name_all_that_is_passed_need_no_kwargs(recwarn):
     """What is refused is what would fail: methods without ``**kwargs`` are called with nothing else."""
     called: list[str] = []
 
@@ -99,14 +99,14 @@ def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
     assert set(called) == set(EVENTS) - {"on_stop_training_error", "on_processes_changed"}
 
 
-def test_methods_in_the_styles_that_the_type_checker_accepts_are_called():
+def test_methods_in_the_styles_of_the_type_checker_are_called():
     """That it accepts them is checked by ``make check``."""
     callbacks = [style() for style in typed_callbacks.STYLES]
     train(make_trainer(callbacks), eval_dataset=True)
     assert [callback.steps for callback in callbacks] == [3] * len(callbacks)
 
 
-def test_the_events_of_the_base_class_tell_an_editor_what_they_pass():
+def test_events_of_the_base_class_declare_what_they_pass():
     """The handler passes what they declare, and no more: the event of each run is called with these names."""
     keywords = "batch: 'BatchData', batch_output: 'BatchOutput', step: 'int', **kwargs: 'object'"
     declared = inspect.signature(TrainerCallback.on_train_step_end)
@@ -124,7 +124,7 @@ def test_the_events_of_the_base_class_tell_an_editor_what_they_pass():
     assert len(passed) > 20
 
 
-def test_first_arguments_of_another_name_and_methods_that_take_anything_are_fine():
+def test_a_first_argument_of_another_name_is_fine():
     called = []
     own = callback_class(
         on_training_run_start=lambda self, args, **kwargs: called.append(args),
@@ -137,7 +137,7 @@ def test_first_arguments_of_another_name_and_methods_that_take_anything_are_fine
     assert called == [trainer] * 4
 
 
-def test_a_custom_event_that_passes_something_else_says_what_to_write():
+def test_a_custom_event_with_other_arguments_says_what_to_write():
     own = callback_class(on_sample_drawn=lambda self, trainer, index: None)
     for others in ([], [callback_class(on_sample_drawn=lambda self, trainer, **kwargs: None)]):
         trainer = make_trainer([*others, own])
@@ -157,7 +157,7 @@ def test_a_type_error_within_a_callback_stays_as_it_is():
 
 
 @pytest.mark.parametrize("base", [TrainerCallback, *SHIPPED], ids=lambda base: base.__name__)
-def test_a_subclass_may_hand_batch_and_output_on_by_their_position(base, tmp_path, monkeypatch):
+def test_a_subclass_may_pass_batch_and_output_on_by_position(base, tmp_path, monkeypatch):
     """As code for pytorch-accelerated does."""
     monkeypatch.chdir(tmp_path)
     reached: list[str] = []
@@ -184,7 +184,7 @@ def test_a_subclass_may_hand_batch_and_output_on_by_their_position(base, tmp_pat
 # ------------------------------------------------------------- subclasses that do not call the constructor
 
 
-def test_a_logger_that_replaces_what_is_done_when_a_run_starts_loses_no_epoch():
+def test_a_logger_that_overrides_a_runs_start_loses_no_epoch():
     logged: list[list[str]] = []
 
     class Logger(LogMetricsCallback):
@@ -215,7 +215,7 @@ def test_a_logger_that_replaces_what_is_done_when_a_run_starts_loses_no_epoch():
         (shipped.SaveTrainingStateCallback, "on_train_step_checkpoint"),
     ],
 )
-def test_an_event_that_a_subclass_overrides_is_called_where_ours_would_not_listen(kind, event, tmp_path, monkeypatch):
+def test_an_event_a_subclass_overrides_is_called_for_each_update(kind, event, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     updates: list[int] = []
 
@@ -236,7 +236,7 @@ def test_none_in_a_list_of_callbacks_is_left_out():
     assert seen == ["kept"]
 
 
-def test_a_callback_of_the_users_may_stop_listening_as_built_in_ones_do():
+def test_a_custom_callback_may_stop_listening():
     class First(TrainerCallback):
         losses = 0
 

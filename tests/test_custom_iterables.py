@@ -20,7 +20,7 @@ SCRIPT = "tests/scripts/own_iterable.py"
 
 
 @pytest.mark.parametrize("kind", ["shuffles", "at once", "generator", "lengths"])
-def test_an_iterable_that_shuffles_itself_has_the_bits_of_the_loop_by_hand(kind):
+def test_an_iterable_that_shuffles_itself_equals_a_plain_loop(kind):
     assert equal(train(kind), by_hand(kind))
 
 
@@ -44,14 +44,14 @@ def ended(folder: Path, processes: int, kind: str, seed: int, kill_at: int) -> l
 @pytest.mark.programs
 @pytest.mark.parametrize("seed", [5, -1])
 @pytest.mark.parametrize("kind", ["shuffles", "at once", "draws", "lengths"])
-def test_a_killed_run_on_an_iterable_that_draws_resumes_to_the_same_bits(tmp_path, kind, seed):
+def test_a_killed_run_on_an_iterable_that_draws_resumes_its_bits(tmp_path, kind, seed):
     check_resumed(tmp_path, 1, kind, seed)
 
 
 @pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "seed"), [("draws", 5), *([("shuffles", -1), ("lengths", 5)] if SOAK else [])])
-def test_two_processes_on_iterables_that_draw_resume_to_the_same_bits(tmp_path, kind, seed, monkeypatch):
+def test_two_processes_on_iterables_that_draw_resume_their_bits(tmp_path, kind, seed, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     check_resumed(tmp_path, 2, kind, seed)
 
@@ -81,7 +81,7 @@ def test_an_iterable_that_draws_from_its_own_generator_resumes(tmp_path, seed):
     assert equal(train_and_save("generator", tmp_path / "again", seed=seed, resume_from=state), whole)
 
 
-def test_a_resumed_run_warns_if_an_iterable_gives_other_batches_than_before(tmp_path):
+def test_a_resumed_run_warns_if_an_iterable_gives_other_batches(tmp_path):
     train_and_save("in place", tmp_path)
     with pytest.warns(UserWarning, match="The training data, a ShufflesInPlace, give other batches than when"):
         train_and_save("in place", tmp_path / "again", resume_from=tmp_path / "update-000000011")

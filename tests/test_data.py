@@ -194,7 +194,7 @@ def test_global_batches_cover_the_rest_of_an_epoch(size, batch, start, drop_last
 
 @settings(max_examples=40)
 @given(sizes, batches, processes, st.integers(1, 5))
-def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_updates(size, batch, world_size, accumulation):
+def test_an_epoch_gives_every_sample_once_with_equal_updates(size, batch, world_size, accumulation):
     steps = read(size, batch, world_size)
     for rank in range(world_size):
         ends = [step[rank].is_last or (i + 1) % accumulation == 0 for i, step in enumerate(steps)]
@@ -212,7 +212,7 @@ def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_updates(size, bat
 
 @settings(max_examples=40)
 @given(sizes, batches, processes, batches, processes, st.data())
-def test_an_epoch_can_continue_from_every_position_with_other_sizes(size, batch, world_size, batch2, world2, data):
+def test_an_epoch_can_continue_anywhere_with_other_sizes(size, batch, world_size, batch2, world2, data):
     whole = read(size, batch, world_size)
     done = data.draw(st.integers(0, len(whole)))
     before = [sample for step in whole[:done] for sample in samples(step)]
@@ -223,7 +223,7 @@ def test_an_epoch_can_continue_from_every_position_with_other_sizes(size, batch,
 
 @settings(max_examples=60)
 @given(sizes, batches, processes, batches, processes, st.data())
-def test_shares_of_at_least_two_have_the_same_samples_in_the_same_steps(size, batch, world_size, batch2, world2, data):
+def test_shares_of_at_least_two_leave_samples_in_their_steps(size, batch, world_size, batch2, world2, data):
     whole = read(size, batch, world_size)
     shared = read(size, batch, world_size, min_share=2)
     assert [samples(step) for step in shared] == [samples(step) for step in whole]
@@ -242,7 +242,7 @@ def test_shares_of_at_least_two_have_the_same_samples_in_the_same_steps(size, ba
 
 @settings(max_examples=30)
 @given(sizes, st.integers(1, 3), st.integers(1, 3))
-def test_the_same_global_batch_has_the_same_samples_on_any_number_of_processes(size, batch, factor):
+def test_a_global_batch_is_the_same_on_any_number_of_processes(size, batch, factor):
     alone = read(size, batch * 6, 1)
     for world_size in (2, 3, 6):
         shared = read(size, batch * 6 // world_size, world_size)
@@ -251,7 +251,7 @@ def test_the_same_global_batch_has_the_same_samples_on_any_number_of_processes(s
 
 @settings(max_examples=40)
 @given(sizes, batches, processes)
-def test_evaluation_is_in_order_and_keeps_every_rank_busy_where_it_can(size, batch, world_size):
+def test_evaluation_is_in_order_and_keeps_ranks_busy(size, batch, world_size):
     steps = read(size, batch, world_size, training=False)
     assert [sample for step in steps for sample in samples(step)] == list(range(size))
     if size >= world_size and batch > 1:
@@ -278,7 +278,7 @@ def batch_sampler() -> Any:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_a_distributed_sampler_does_not_share_out_what_is_shared_out_here(training, batched, drop_last):
+def test_a_distributed_sampler_is_not_shared_out_twice(training, batched, drop_last):
     def source(rank):
         sampler = DistributedSampler(numbers(23), num_replicas=2, rank=rank, drop_last=drop_last)
         if batched:
@@ -346,7 +346,7 @@ def noisy_batches(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
-def test_randomness_in_the_dataset_follows_from_seed_epoch_and_position():
+def test_random_transforms_follow_seed_epoch_and_position():
     expected = noisy_batches(0, seed=1)
     assert len({value.item() for value in torch.cat(expected)[:, 5]}) == 18
     for workers, world_size in [(1, 1), (4, 1), (0, 2), (2, 2), (0, 3)]:
@@ -370,7 +370,7 @@ class Rarely(Noisy):
         return super().__getitem__(index) if index == self.chosen else (self.data[index][0], torch.rand(1), 0.0, 0.0)
 
 
-def test_a_dataset_that_draws_for_few_samples_draws_the_same_as_one_that_draws_for_all():
+def test_a_dataset_that_draws_rarely_draws_the_same_numbers():
     always = torch.cat(noisy_batches(0, seed=1))
     again = 0
     for chosen in range(18):
@@ -471,7 +471,7 @@ def asked_for() -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("draw", [one_of_each, asked_for])
-def test_collating_draws_from_the_last_sample_even_if_only_one_batch_draws(draw):
+def test_collating_in_a_single_batch_draws_from_its_last_sample(draw):
     def collated(start: int, workers: int = 0) -> list[torch.Tensor]:
         collate = CollatesRarely(rows[13].item(), draw)
         source = DataLoader(Rows(data), 4, num_workers=workers, collate_fn=collate)
@@ -491,7 +491,7 @@ def test_collating_draws_from_the_last_sample_even_if_only_one_batch_draws(draw)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_collating_continues_from_the_last_sample_whether_or_not_that_has_drawn(workers):
+def test_collating_draws_the_same_wherever_an_epoch_begins(workers):
     found = []
     for start in (0, 4, 12):
         source = DataLoader(
@@ -533,7 +533,7 @@ class Jittered(Rows):
         return sample
 
 
-def test_generators_that_transforms_hold_are_seeded_for_each_sample():
+def test_generators_inside_transforms_are_seeded_by_sample():
     def read(epoch: int, start: int = 0, workers: int = 0) -> torch.Tensor:
         source = DataLoader(Jittered(regression_data(16)), 4, num_workers=workers)
         loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True)
@@ -546,7 +546,7 @@ def test_generators_that_transforms_hold_are_seeded_for_each_sample():
     assert len(drawn.unique()) == drawn.numel()
 
 
-def test_reading_data_under_a_seed_leaves_the_generators_of_training_the_same_whoever_reads():
+def test_reading_leaves_the_generators_of_training_the_same():
     found = []
     for start, workers in ((4, 0), (4, 2), (5, 0)):
         torch.manual_seed(4)
@@ -559,7 +559,7 @@ def test_reading_data_under_a_seed_leaves_the_generators_of_training_the_same_wh
     assert found[0][0] == torch.rand(1)  # that of torch goes on, as without a seed
 
 
-def test_randomness_in_the_collate_function_follows_from_the_seed_too():
+def test_randomness_in_the_collate_function_follows_the_seed():
     def collate(samples):
         return torch.stack([sample[0] for sample in samples]) + torch.rand(1), torch.rand(1)
 
@@ -612,7 +612,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
-def test_what_torch_wraps_around_a_dataset_changes_nothing_of_how_it_is_read(wrap):
+def test_torchs_wrappers_change_nothing_of_how_data_is_read(wrap):
     data = wrap(Noisy(regression_data(12)))
     assert default_num_workers(data, 1) == default_num_workers(Noisy(regression_data(12)), 1)
     assert default_num_workers(wrap(regression_data(12)), 1) == 0
@@ -628,7 +628,7 @@ def test_what_torch_wraps_around_a_dataset_changes_nothing_of_how_it_is_read(wra
 
 
 @pytest.mark.parametrize("wrap", [WRAPPED["subset"], WRAPPED["nested"], WRAPPED["stacked"]])
-def test_what_reads_many_samples_at_once_does_so_inside_what_torch_wraps_around_it(wrap):
+def test_batched_reading_reaches_through_torchs_wrappers(wrap):
     batched = Batched(regression_data(12))
     data = wrap(batched)
     assert default_num_workers(data, 1) == 0
@@ -703,7 +703,7 @@ class Order(Sampler):
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("sampler", [[-1, 0, -9], Order([-1, 0, -9]), BatchSampler([-1, 0, -9], 2, False)])
-def test_indices_that_count_from_the_end_are_those_of_a_dataloader(seed, sampler):
+def test_negative_indices_are_those_of_a_dataloader(seed, sampler):
     kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
     for data in (
         numbers(9),
@@ -866,7 +866,7 @@ def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
     assert read_indices(1, 1130, batch_size=20)[: 2400 - 1130] == whole[1130:]
 
 
-def test_batches_of_a_batch_sampler_continue_in_the_middle_of_one():
+def test_a_batch_sampler_continues_in_the_middle_of_a_batch():
     def source(rank, batch_size=5):
         return DataLoader(numbers(23), batch_sampler=BatchSampler(RandomSampler(range(23)), batch_size, False))
 
@@ -881,7 +881,7 @@ def test_batches_of_a_batch_sampler_continue_in_the_middle_of_one():
 
 
 @pytest.mark.parametrize("data", [numbers(9), Rows(numbers(9))])
-def test_what_a_sampler_gives_beyond_its_length_is_left_out_with_a_warning(data):
+def test_what_a_sampler_gives_beyond_its_length_is_left_out(data):
     loader = shard(DataLoader(data, 2, sampler=Order(range(4))), rank_of(0, 1), torch.device("cpu"), None, True)
     with pytest.warns(UserWarning, match="The sampler Order gives more indices than its length of 3"):
         assert len(list(loader)) == 2
@@ -968,7 +968,7 @@ def tagged(size: int, offset: int) -> TensorDataset:
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("wrong", [[True, False] * 5, np.arange(10) % 2 == 0, torch.ones(10) > 0, [0.0, 2.5], (0.5,)])
-def test_indices_that_are_no_integers_are_refused_over_data_in_memory(seed, wrong):
+def test_indices_that_are_no_integers_are_refused_in_memory(seed, wrong):
     data = regression_data(10)
     trainer = quiet_trainer(small_model(), seed=seed)
     with pytest.raises(TypeError, match=r"must be integers, not torch\.(bool|float64|float32) as in \["):
@@ -1191,7 +1191,7 @@ class CountsEvaluationSteps(TrainerCallback):
 
 
 @pytest.mark.parametrize(("only_intermediate", "after_epoch"), [(True, 8), (False, 2)])
-def test_a_limit_of_evaluations_may_hold_for_those_after_an_epoch(only_intermediate, after_epoch):
+def test_a_limit_of_evaluations_may_hold_after_epochs_too(only_intermediate, after_epoch):
     count, limit = CountsEvaluationSteps(), LimitEvalStepsCallback(2, only_intermediate)
     trainer = quiet_trainer(small_model(), callbacks=[count, limit, StepBasedEvaluationCallback(1)])
     trainer.train(regression_data(4), 1, regression_data(30), per_device_batch_size=4)
@@ -1201,7 +1201,7 @@ def test_a_limit_of_evaluations_may_hold_for_those_after_an_epoch(only_intermedi
 
 @pytest.mark.parametrize("limits", [[5, 3], [3, 5], [3, 5, 4]])
 @pytest.mark.parametrize(("of_all", "expected"), [(None, (3, 8)), (2, (2, 2)), (6, (3, 6))])
-def test_of_several_limits_of_evaluations_the_smallest_counts_and_leaves_no_trace(limits, of_all, expected):
+def test_the_smallest_of_several_evaluation_limits_counts(limits, of_all, expected):
     count = CountsEvaluationSteps()
     callbacks = [count, StepBasedEvaluationCallback(1), *map(LimitEvalStepsCallback, limits)]
     callbacks += [] if of_all is None else [LimitBatchesCallback(of_all)]
@@ -1210,7 +1210,7 @@ def test_of_several_limits_of_evaluations_the_smallest_counts_and_leaves_no_trac
     assert count.steps == {True: [expected[0]] * 4, False: [expected[1]] * 2}
 
 
-def test_a_limit_of_evaluations_may_be_extended_as_in_the_ancestor():
+def test_a_limit_of_evaluations_may_be_extended_in_a_subclass():
     class Mine(LimitEvalStepsCallback):
         def on_eval_epoch_start(self, trainer, is_intermediate=False, **kwargs):
             super().on_eval_epoch_start(trainer, is_intermediate, **kwargs)
@@ -1318,7 +1318,7 @@ def sampler_without_an_end() -> Any:
 
 
 @pytest.mark.processes
-def test_all_processes_share_what_the_first_draws_from_a_sampler_without_an_end(ranks):
+def test_processes_share_what_the_first_draws_from_its_sampler(ranks):
     results = ranks(sampler_without_an_end)
     steps = zip(*(result["seen"] for result in results), strict=True)
     assert [index for step in steps for indices in step for index in indices] == results[0]["drawn"]
@@ -1369,7 +1369,7 @@ def seen_batches(source: Any, batch_size: int, count: Any = len, callbacks: Any 
 )
 @pytest.mark.parametrize("count", [len, lambda x: 2, lambda x: 7])
 @pytest.mark.filterwarnings("ignore:The resumed run had counted")
-def test_an_epoch_continues_after_as_many_steps_however_they_count_samples(tmp_path, source, kwargs, count):
+def test_an_epoch_continues_after_its_steps_however_counted(tmp_path, source, kwargs, count):
     whole = seen_batches(source, 5, count, [SavesEachUpdate(tmp_path)], **kwargs)
     assert len(whole) == 6
     for update in range(1, 6):
@@ -1386,14 +1386,14 @@ class Bare:
         return [self.x][index]
 
 
-def test_an_epoch_of_batches_of_unknown_size_continues_after_as_many_steps(tmp_path):
+def test_an_epoch_of_batches_of_unknown_size_continues(tmp_path):
     source = [Bare(x) for x in torch.arange(30.0).split(5)]
     whole = seen_batches(source, 5, callbacks=[SavesEachUpdate(tmp_path)])
     assert len(whole) == 6
     assert seen_batches(source, 5, resume_from=tmp_path / "4") == whole[4:]
 
 
-def test_packed_samples_of_a_stream_are_counted_by_the_dataloaders_batch_size(tmp_path):
+def test_packed_samples_are_counted_by_the_batch_size(tmp_path):
     def pack(samples):
         return [torch.cat([x.repeat(3) for (x,) in samples])]
 
@@ -1411,7 +1411,7 @@ def test_steps_that_may_not_be_those_of_before_are_warned_of(tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [3, 4, 9])
-def test_a_stream_continues_with_another_batch_size_after_every_sample(tmp_path, batch_size):
+def test_a_stream_continues_with_another_batch_size(tmp_path, batch_size):
     seen_batches(Numbers(30), 8, callbacks=[SavesEachUpdate(tmp_path)])
     rest = seen_batches(Numbers(30), batch_size, resume_from=tmp_path / "2")
     assert [i for batch in rest for i in batch] == [*range(16, 30)]
@@ -1467,7 +1467,7 @@ def resumed_streams() -> Any:
 
 
 @pytest.mark.processes
-def test_streams_and_custom_batches_continue_on_several_processes(ranks):
+def test_streams_and_own_batches_continue_on_several_processes(ranks):
     results = ranks(resumed_streams)
     done = 2 * 4 * ranks.world_size
     expected = sorted(regression_data(50).tensors[0][done:, 0].tolist())
@@ -1628,7 +1628,7 @@ def seeded_augmentation() -> Any:
 
 
 @two_are_enough
-def test_with_a_seed_workers_and_processes_do_not_change_the_result(ranks):
+def test_with_a_seed_workers_and_processes_change_no_result(ranks):
     alone = seeded_augmentation()
     assert equal(alone[0], alone[1])
     assert equal(alone[0], alone[2])
@@ -1648,7 +1648,7 @@ def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch_early(workers):
+def test_stop_iteration_in_a_dataset_does_not_end_the_epoch(workers):
     class Ending(Rows):
         def __getitem__(self, index: int) -> Any:
             if index == 5:

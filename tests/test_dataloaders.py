@@ -221,7 +221,7 @@ def test_a_run_on_a_loader_resumes_to_the_same_bits(kind, workers):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "workers"), KINDS[:2])
-def test_a_run_of_several_processes_on_a_loader_resumes_to_the_same_bits(two_ranks, kind, workers):
+def test_processes_on_a_loader_resume_to_the_same_bits(two_ranks, kind, workers):
     for whole, *others in two_ranks.run(resumed, kind, workers):
         assert all(equal(whole, other) for other in others)
 
@@ -275,7 +275,7 @@ def test_loaders_have_the_sizes_that_those_of_accelerate_have():
 
 
 @pytest.mark.processes
-def test_loaders_of_several_processes_have_the_sizes_that_those_of_accelerate_have(two_ranks):
+def test_loaders_of_processes_have_the_sizes_of_accelerates(two_ranks):
     for found in two_ranks(sizes_of_loaders):
         check_sizes(found, 2)
 
@@ -308,7 +308,7 @@ def read_with_repeats() -> list[list[list[int]]]:
 
 
 @pytest.mark.processes
-def test_a_sampler_may_repeat_samples_so_that_all_processes_have_full_batches(ranks):
+def test_a_sampler_may_repeat_samples_to_fill_batches(ranks):
     found = ranks(read_with_repeats)
     total = -(-23 // (4 * ranks.world_size)) * 4 * ranks.world_size
     repeated = []

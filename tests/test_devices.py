@@ -74,12 +74,12 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
         "bar",
     ],
 )
-def test_no_step_waits_for_the_device_and_the_results_are_the_same(case):
+def test_no_step_waits_for_the_device_or_changes_the_result(case):
     assert on_device(case)["waits"] == {}  # of forty steps
     assert_same(on_device(case), on_cpu(case))
 
 
-def test_predictions_are_copied_while_the_device_computes_the_next():
+def test_predictions_are_copied_while_the_device_computes():
     found, expected = on_device("predictions"), on_cpu("predictions")
     assert found["waits"] == {}
     assert torch.equal(found["predicted"]["tensors"], expected["predicted"]["tensors"])
@@ -94,7 +94,7 @@ def test_rows_of_data_on_the_device_are_chosen_there():
 
 
 @pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
-def test_a_shipped_callback_does_not_wait_for_the_device_in_a_step(name):
+def test_a_shipped_callback_does_not_wait_for_the_device(name):
     assert on_device("shipped_callbacks")[name] == on_a_device.STEPS_OF_SHIPPED * READS_NUMBERS.get(name, 0)
 
 
@@ -122,7 +122,7 @@ def test_the_peak_of_each_epoch_is_that_of_the_device():
     assert history["memory_reserved_mib"] == [2 * first, 2 * second]
 
 
-def test_flops_are_compared_with_the_peak_of_the_device_without_waiting_for_it():
+def test_flops_are_compared_with_the_devices_peak():
     found = on_device("flops")
     (flops,), (utilisation,) = (found["history"][f"{name}_epoch"] for name in ("flops_per_second", "mfu"))
     assert found["waits"] == {}
@@ -130,7 +130,7 @@ def test_flops_are_compared_with_the_peak_of_the_device_without_waiting_for_it()
     assert flops == pytest.approx(2 * (40 + 40 + 8) * found["history"]["samples_per_second_epoch"][0])
 
 
-def test_the_peak_of_a_device_follows_from_its_name_and_the_precision():
+def test_a_devices_peak_follows_from_its_name_and_the_precision():
     found = on_device("peaks")
     peaks = {name: (found[name, "torch.bfloat16"], found[name, "torch.float32"]) for name, _ in found}
     assert peaks == {
@@ -145,7 +145,7 @@ def test_the_peak_of_a_device_follows_from_its_name_and_the_precision():
     }
 
 
-def test_an_out_of_memory_error_says_what_held_the_memory_and_writes_a_snapshot():
+def test_an_out_of_memory_error_says_what_held_the_memory():
     (note,), snapshots = on_device("out_of_memory")
     text = note.replace("\n    ", " ")
     # Five weights, of whose gradients none is left, and two moments of each; the counts of updates are in host memory.
@@ -157,7 +157,7 @@ def test_an_out_of_memory_error_says_what_held_the_memory_and_writes_a_snapshot(
     assert snapshots == ["snapshot"]
 
 
-def test_evaluation_ema_best_model_and_predictions_are_those_of_a_cpu():
+def test_evaluation_average_and_predictions_equal_those_of_a_cpu():
     assert_same(on_device("evaluated_and_predicted"), on_cpu("evaluated_and_predicted"))
     predictions = on_device("evaluated_and_predicted")["predictions"]
     assert torch.equal(predictions, on_cpu("evaluated_and_predicted")["predictions"])
@@ -171,7 +171,7 @@ def test_a_run_continues_from_any_state_to_the_same_bits():
     assert all(run["history"] == whole["history"] for run in resumed.values())
 
 
-def test_a_state_in_the_background_is_copied_by_the_device_and_holds_the_right_bits():
+def test_a_state_in_the_background_is_copied_by_the_device():
     found = on_device("saved_in_the_background")
     assert found["waits"].keys() <= {"aten::_local_scalar_dense"}  # the sums of the losses, which every state holds
     assert_same(found["whole"], on_cpu("saved_in_the_background")["whole"])
@@ -179,7 +179,7 @@ def test_a_state_in_the_background_is_copied_by_the_device_and_holds_the_right_b
     assert all(equal(run["weights"], found["whole"]["weights"]) for run in found["resumed"])
 
 
-def test_a_loss_that_learns_and_a_critic_are_on_the_device_and_resumed_to_the_same_bits():
+def test_a_learned_loss_and_a_critic_resume_on_the_device():
     found = on_device("beside_the_model")
     parts, places, history = found["whole"]
     assert places == {"sim"}

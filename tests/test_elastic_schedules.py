@@ -263,7 +263,7 @@ def test_a_one_cycle_schedule_of_a_fixed_length_is_an_error(tmp_path):
     refuse(tmp_path, create, 17, "OneCycleLR has total_steps=60, but the run steps it 120 times")
 
 
-def test_a_one_cycle_schedule_that_has_ended_says_how_to_train_longer(tmp_path):
+def test_an_ended_one_cycle_schedule_says_how_to_train_longer(tmp_path):
     first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first", save_every=EPOCHS * 15)
     state = first.states / f"update-{EPOCHS * 15:09d}"
     with pytest.raises(
@@ -281,7 +281,7 @@ def test_a_scheduler_that_fails_when_it_is_stepped_is_an_error(tmp_path):
     refuse(tmp_path, partial(LambdaLR, lr_lambda=rate), 40, "which failed: list index out of range")
 
 
-def test_a_trainer_with_a_way_of_its_own_to_step_says_how_to_advance(tmp_path):
+def test_an_overridden_scheduler_step_must_say_how_to_advance(tmp_path):
     refuse(tmp_path, TORCH["cosine"], 17, "StepsItself.scheduler_step is overridden, so how to advance", StepsItself)
     expected = trained_with(TORCH["cosine"], 2, 1, tmp_path / "whole")
     first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "other", SaysHow, save_every=15)

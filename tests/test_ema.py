@@ -95,7 +95,7 @@ def test_the_averaged_model_is_evaluated_saved_and_never_trained(tmp_path):
     assert not equal(torch.load(tmp_path / "best.pt")["model_state_dict"], saved["model_state_dict"])
 
 
-def test_what_is_saved_while_the_average_is_evaluated_is_the_model_itself(tmp_path):
+def test_saving_while_the_average_is_evaluated_saves_the_model(tmp_path):
     class Saves(TrainerCallback):
         def on_eval_step_end(self, trainer, **kwargs):
             trainer.save_model(tmp_path / "model.safetensors")
@@ -128,7 +128,7 @@ def test_a_run_with_an_average_resumes_to_the_same_bits(tmp_path, update_every):
         assert equal(again["weights"], whole["weights"])
 
 
-def test_without_evaluation_the_average_is_saved_after_every_epoch(tmp_path):
+def test_without_evaluation_the_average_is_saved_each_epoch(tmp_path):
     ema = ModelEmaCallback(evaluate_during_training=False, save_path=tmp_path / "ema.pt")
     trainer = quiet_trainer(small_model(), callbacks=[ema])
     trainer.train(regression_data(22), 2)
@@ -163,7 +163,7 @@ def test_tied_frozen_and_compiled_models_are_averaged():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["compile_model", "channels_last"])
-def test_the_average_of_a_model_that_is_prepared_otherwise_is_the_same(option, tmp_path):
+def test_a_compiled_or_channels_last_models_average_is_the_same(option, tmp_path):
     def average(**options: Any) -> tuple[nn.Module, list[float]]:
         model = image_model()
         ema = ModelEmaCallback(0.8, save_path=tmp_path / "ema.pt")
@@ -182,7 +182,7 @@ def test_the_average_of_a_model_that_is_prepared_otherwise_is_the_same(option, t
 
 @pytest.mark.parametrize("order", ["average first", "average last"])
 @pytest.mark.parametrize("change", ["compile", "channels last", "synchronised batch norm"])
-def test_a_custom_average_may_be_made_before_or_after_the_model_is_prepared(order, change):
+def test_averages_work_made_before_or_after_model_preparation(order, change):
     model = image_model()
     prepare = {
         "compile": lambda: model.compile(backend="eager") or model,
@@ -236,7 +236,7 @@ def test_what_does_not_change_is_not_changed_by_rounding(dtype, decay, warmup):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_buffers_in_half_precision_follow_the_formula_as_closely_as_they_can(dtype):
+def test_half_precision_buffers_follow_the_averages_formula(dtype):
     torch.manual_seed(0)
     model = nn.Module()
     model.register_buffer("mean", torch.randn(1000, dtype=dtype))
@@ -248,7 +248,7 @@ def test_buffers_in_half_precision_follow_the_formula_as_closely_as_they_can(dty
     assert ((ema.module.mean.double() - expected).abs() <= torch.finfo(dtype).eps / 2 * expected.abs() + 1e-7).all()
 
 
-def test_parameters_that_are_trained_have_the_bits_of_a_linear_interpolation():
+def test_averaged_parameters_are_a_linear_interpolation():
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     ema = ModelEma(model, 0.99)
@@ -360,7 +360,7 @@ def averaged() -> Any:
 
 
 @pytest.mark.processes
-def test_the_average_is_the_same_on_all_processes_and_evaluated_once(ranks, two_ranks):
+def test_the_average_is_the_same_on_all_processes(ranks, two_ranks):
     found = ranks(averaged)
     assert all(equal(other["average"], found[0]["average"]) for other in found)
     assert all(other["history"] == found[0]["history"] for other in found)
@@ -399,7 +399,7 @@ def test_two_averages_with_one_prefix_are_refused():
         trainer.train(regression_data(8), 1, regression_data(4))
 
 
-def test_without_data_to_evaluate_on_the_best_average_cannot_be_saved(tmp_path):
+def test_the_best_average_is_not_saved_without_evaluation_data(tmp_path):
     trainer = quiet_trainer(small_model(), callbacks=[ModelEmaCallback(save_path=tmp_path / "ema.pt")])
     with pytest.warns(UserWarning, match=r"no evaluation data.*evaluate_during_training=False"):
         trainer.train(regression_data(8), 1)
@@ -436,7 +436,7 @@ def test_the_average_is_part_of_a_training_state_after_the_run(tmp_path):
     assert equal(again.ema.module.state_dict(), ema.ema.module.state_dict())
 
 
-def test_added_to_a_resumed_run_it_starts_from_the_resumed_weights(tmp_path):
+def test_an_average_added_to_a_resumed_run_starts_at_its_weights(tmp_path):
     saving = SaveTrainingStateCallback(tmp_path / "states")
     trained = quiet_trainer(small_model(), callbacks=[saving])
     trained.train(regression_data(22), 2)

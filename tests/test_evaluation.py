@@ -167,7 +167,7 @@ def test_the_trained_weights_are_the_same_with_and_without_it(accumulation):
     assert stepped == plain
 
 
-def test_a_trainer_that_makes_its_own_loader_evaluates_without_a_dataset():
+def test_a_trainer_with_its_own_loader_evaluates_without_data():
     data = regression_data(9)
 
     class Own(Trainer):
@@ -215,7 +215,7 @@ def test_several_datasets_are_evaluated_by_name():
     assert {"a_intermediate_eval_loss", "b_intermediate_eval_loss", "a_eval_loss_epoch"} <= set(names)
 
 
-def test_an_evaluation_within_an_epoch_is_printed_when_it_happens(capsys):
+def test_an_evaluation_within_an_epoch_is_printed_at_once(capsys):
     trainer = quiet_trainer(small_model(), callbacks=[LogMetricsCallback, StepBasedEvaluationCallback(2)])
     trainer.train(regression_data(32), 1, regression_data(9))
     lines = capsys.readouterr().out.splitlines()
@@ -227,7 +227,7 @@ def test_an_evaluation_within_an_epoch_is_printed_when_it_happens(capsys):
     ]
 
 
-def test_a_run_that_evaluates_in_its_epochs_resumes_to_the_same_bits(tmp_path):
+def test_a_run_evaluated_within_epochs_resumes_to_the_same_bits(tmp_path):
     extra = (StepBasedEvaluationCallback(2), CopyStates(tmp_path))
     whole = run(tmp_path, resume_from=None, extra=extra, save_every_n_epochs=1)
     for copy in sorted((tmp_path / "copies").glob("*/update-*"))[::4]:
@@ -298,13 +298,13 @@ def test_evaluations_within_epochs_are_those_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(("patience_in", "update"), [("evaluations", 12), ("epochs", 18)])
-def test_early_stopping_counts_the_evaluations_within_epochs_if_there_are_no_others(patience_in, update):
+def test_early_stopping_counts_evaluations_within_epochs(patience_in, update):
     stopping = EarlyStoppingCallback(2, 1e9, patience_in=patience_in)  # nothing is an improvement
     assert only_within_epochs([stopping], epochs=9).progress.update == update
 
 
 @pytest.mark.parametrize("saves_first", [True, False])
-def test_a_run_resumed_after_an_evaluation_within_an_epoch_keeps_the_same_best_model(saves_first, tmp_path):
+def test_the_best_model_within_an_epoch_stays_after_a_resume(saves_first, tmp_path):
     def run(folder: str, **kwargs: Any) -> Any:
         best = SaveBestModelCallback(tmp_path / folder / "best.pt", load_saved_checkpoint=False)
         states = SaveTrainingStateCallback(tmp_path / folder / "states", save_every_n_steps=1)
@@ -366,7 +366,7 @@ def test_bad_input():
 
 
 @pytest.mark.processes
-def test_all_callbacks_together_are_resumed_to_the_same_bits_on_two_processes(tmp_path, job):
+def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
     killed = run_elastic_script(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")
@@ -401,7 +401,7 @@ def dataset_sizes() -> Any:
     return results
 
 
-def test_evaluation_and_prediction_count_every_sample_once_for_any_size(ranks):
+def test_evaluation_counts_every_sample_once_for_any_size(ranks):
     for result in ranks(dataset_sizes):
         assert result.keys() == alone(dataset_sizes).keys() == set(range(1, 21))
         for size, (metrics, predictions) in result.items():
@@ -422,7 +422,7 @@ def gather_in_evaluation() -> Any:
     return results
 
 
-def test_gathering_every_evaluation_batch_gives_the_dataset_in_order(ranks):
+def test_gathering_evaluation_batches_gives_the_data_in_order(ranks):
     for result in ranks(gather_in_evaluation):
         assert result.keys() == set(range(ranks.world_size, 25))
         for size, inputs in result.items():
@@ -442,7 +442,7 @@ def gather_for_metrics() -> Any:
     return results
 
 
-def test_accelerates_gather_for_metrics_gives_every_sample_of_an_uneven_evaluation_once(ranks):
+def test_gather_for_metrics_gives_every_evaluated_sample_once(ranks):
     x, y = regression_data(37).tensors
     loss = nn.functional.mse_loss(small_model()(x), y).item()
     results = ranks(gather_for_metrics)
@@ -467,7 +467,7 @@ def gather_for_metrics_in_training() -> Any:
     return torch.equal(torch.cat(trainer.seen["train"]), data.tensors[1])
 
 
-def test_accelerates_gather_for_metrics_gathers_the_batches_of_training(ranks):
+def test_gather_for_metrics_gathers_batches_of_training(ranks):
     assert all(ranks(gather_for_metrics_in_training))
 
 

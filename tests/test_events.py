@@ -124,7 +124,7 @@ def test_no_evaluation_events_fire_without_an_eval_dataset():
     assert not [name for name, _ in recorder.calls if name.startswith("on_eval")]
 
 
-def test_a_run_that_ends_at_its_last_update_still_evaluates_and_ends_its_epoch():
+def test_a_run_that_ends_at_its_last_update_is_still_evaluated():
     recorder = recording_callback()
     train(make_trainer([recorder]), epochs=None, max_num_train_steps=4, size=6, eval_dataset=make_data(2))
     names = [name for name, _ in recorder.calls]
@@ -134,7 +134,7 @@ def test_a_run_that_ends_at_its_last_update_still_evaluates_and_ends_its_epoch()
     assert names[-2:] == ["on_epoch_checkpoint", "on_training_run_end"]
 
 
-def test_evaluate_and_predict_fire_the_events_of_a_step_for_each_batch():
+def test_evaluate_and_predict_fire_a_steps_events_per_batch():
     recorder = recording_callback()
     trainer = make_trainer([recorder])
     trainer.evaluate(make_data(5), per_device_batch_size=2)
@@ -166,7 +166,7 @@ def test_predict_events_carry_the_outputs_of_the_model():
     assert torch.equal(torch.cat(outputs), predicted)
 
 
-def test_the_events_around_the_update_see_old_and_new_weights_and_gradients():
+def test_events_around_the_update_see_old_and_new_weights():
     seen: dict[str, Any] = {}
 
     def look(name: str) -> Any:
@@ -243,7 +243,7 @@ def test_the_trainers_method_is_called_before_the_event():
         assert trainer.trace[position - 1] == event.removeprefix("on_")
 
 
-def test_losses_of_an_epoch_are_in_the_history_when_its_end_is_announced():
+def test_the_history_has_an_epochs_losses_when_its_end_is_fired():
     def known(trainer: Trainer, **kwargs: Any) -> list[str]:
         return list(trainer.run_history.get_metric_names())
 
@@ -296,7 +296,7 @@ def test_several_callbacks_of_one_class_all_get_events():
     assert heard == [1, 2, 0]
 
 
-def test_a_custom_event_reaches_only_those_who_define_it_with_its_arguments():
+def test_a_custom_event_reaches_only_those_who_define_it():
     heard: list[Any] = []
 
     class Listens(TrainerCallback):
@@ -308,7 +308,7 @@ def test_a_custom_event_reaches_only_those_who_define_it_with_its_arguments():
     assert heard == [(trainer, 7, {"colour": "red"})]
 
 
-def test_a_custom_event_fired_by_an_overridden_step_is_called_in_the_run():
+def test_a_custom_event_of_an_overridden_step_is_called():
     class Firing(Trainer):
         def train_epoch_end(self):
             self.callback_handler.call_event("after_the_epoch", self)
@@ -341,7 +341,7 @@ def test_a_callback_added_later_is_called_from_then_on():
     assert len(trainer.callback_handler) == 0
 
 
-def test_an_event_method_inherited_from_a_base_callback_is_called():
+def test_an_inherited_event_method_is_called():
     heard: list[str] = []
 
     class Base(TrainerCallback):
@@ -372,7 +372,7 @@ UNKNOWN = {
 }
 
 
-def test_methods_called_like_events_are_warned_of_with_the_event_meant():
+def test_an_unknown_event_is_warned_of_with_the_one_meant():
     methods = {name: lambda self, trainer, **kwargs: None for name in [*UNKNOWN, "on_checkpoint_uploaded"]}
     trainer = make_trainer([type("Listens", (TrainerCallback,), {"on_gpu": False, **methods})])
     with pytest.warns(UserWarning, match="is not an event") as caught:
@@ -417,7 +417,7 @@ def test_shipped_callbacks_do_not_warn():
     assert len(trainer.callback_handler) == len(DEFAULT_CALLBACKS)
 
 
-def test_the_handler_prints_each_event_with_its_listeners_in_order():
+def test_the_handler_prints_each_event_with_its_listeners():
     class First(TrainerCallback):
         def on_train_step_end(self, trainer, **kwargs): ...
 
@@ -510,7 +510,7 @@ def test_the_stop_reason_belongs_to_the_last_run():
     assert trainer.stop_reason is None
 
 
-def test_a_stop_in_an_overridden_method_ends_the_run_in_order_too():
+def test_a_stop_in_an_overridden_method_ends_the_run_in_order():
     class Stopping(Trainer):
         def train_epoch_end(self):
             raise StopTrainingError("one epoch will do")
@@ -551,7 +551,7 @@ ERRORS = [CustomError("boom"), KeyboardInterrupt(), AttributeError("no such thin
 
 
 @pytest.mark.parametrize("event", [e for e in RUN_EVENTS if e not in ("on_stop_training_error", "on_exception")])
-def test_an_error_in_any_event_reaches_the_caller_after_the_ending_events(event):
+def test_an_error_in_any_event_is_raised_after_the_ending_events(event):
     recorder = recording_callback()
     error = CustomError("boom")
     trainer = make_trainer([recorder, raising(event, error)])
@@ -568,7 +568,7 @@ def test_an_error_in_any_event_reaches_the_caller_after_the_ending_events(event)
 
 
 @pytest.mark.parametrize("run", [lambda t: train(t), lambda t: t.evaluate(make_data())], ids=["train", "evaluate"])
-def test_an_error_before_a_run_has_started_reaches_the_caller_and_no_run_starts(run):
+def test_an_error_before_a_run_starts_is_raised_and_none_starts(run):
     recorder = recording_callback()
     trainer = make_trainer([recorder, raising("on_dataloaders_created", CustomError("boom"))])
     with pytest.raises(CustomError, match="boom"):
@@ -579,7 +579,7 @@ def test_an_error_before_a_run_has_started_reaches_the_caller_and_no_run_starts(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_no_kind_of_error_is_swallowed_and_each_keeps_its_traceback(error):
+def test_every_kind_of_error_is_raised_with_its_traceback(error):
     def helper_deep_in_the_callback(trainer: Trainer, **kwargs: Any) -> None:
         raise error
 
@@ -602,7 +602,7 @@ def test_an_attribute_error_inside_a_callback_propagates():
     assert "trainer.modell.train()" in "".join(traceback.format_exception(caught.value))
 
 
-def test_an_attribute_error_in_a_property_is_not_taken_for_a_missing_event():
+def test_an_attribute_error_in_a_property_is_no_missing_event():
     class Faulty(TrainerCallback):
         @property
         def on_train_epoch_start(self):
@@ -613,7 +613,7 @@ def test_an_attribute_error_in_a_property_is_not_taken_for_a_missing_event():
 
 
 @pytest.mark.parametrize("name", ["optimizer_step", "calculate_train_batch_loss", "eval_epoch_end", "training_run_end"])
-def test_an_error_in_an_overridden_method_ends_the_run_in_order_too(name):
+def test_an_error_in_an_overridden_method_ends_the_run_in_order(name):
     def fail(self: Trainer, *args: Any) -> None:
         raise CustomError(name)
 
@@ -643,7 +643,7 @@ def test_an_error_in_training_run_end_hides_nothing_either(capsys):
     (CustomError("first"), "on_training_run_end"),
     (StopTrainingError("first"), "on_stop_training_error"),  # the second is the error of the run
 ])  # fmt: skip
-def test_an_error_while_ending_hides_neither_the_first_one_nor_the_end_from_others(first, event, capsys):
+def test_a_second_error_while_ending_does_not_hide_the_first(first, event, capsys):
     recorder, second = recording_callback(), CustomError("the second one")
     with pytest.raises(CustomError) as caught:
         train(make_trainer([raising("on_train_step_end", first), raising(event, second), recorder]))
@@ -655,7 +655,7 @@ def test_an_error_while_ending_hides_neither_the_first_one_nor_the_end_from_othe
     assert [name for name, _ in recorder.calls][-2:] == ["on_exception", "on_training_run_end"]
 
 
-def test_an_error_at_the_end_of_a_run_does_not_keep_later_callbacks_from_being_notified(tmp_path, capsys):
+def test_an_error_at_a_runs_end_still_notifies_later_callbacks(tmp_path, capsys):
     failing = [raising("on_training_run_end", CustomError(text)) for text in ("first", "second")]
     recorder = recording_callback()
     best = SaveBestModelCallback(tmp_path / "best.pt")
@@ -671,7 +671,7 @@ def test_an_error_at_the_end_of_a_run_does_not_keep_later_callbacks_from_being_n
     "error", [CustomError("x"), KeyboardInterrupt(), StopTrainingError("x"), NonFiniteLossError("x")]
 )
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_backward_end", "on_eval_step_end"])
-def test_a_second_run_after_an_early_end_equals_that_of_a_fresh_trainer(event, error):
+def test_a_run_after_an_early_end_equals_one_of_a_fresh_trainer(event, error):
     trainer = make_trainer([raising(event, error)])
     try:
         train(trainer, size=8, batch_size=2, gradient_accumulation_steps=2, eval_dataset=True)
@@ -693,7 +693,7 @@ def test_a_second_run_after_an_early_end_equals_that_of_a_fresh_trainer(event, e
     assert trainer.progress == fresh.progress
 
 
-def test_a_run_does_not_start_with_the_gradients_of_one_that_failed():
+def test_a_run_does_not_start_with_a_failed_runs_gradients():
     trainer = make_trainer([raising("on_backward_end", CustomError("x"))])
     with pytest.raises(CustomError):
         train(trainer)
@@ -704,7 +704,7 @@ def test_a_run_does_not_start_with_the_gradients_of_one_that_failed():
 
 
 @pytest.mark.parametrize("event", ["on_evaluation_run_start", "on_eval_step_end", "on_evaluation_run_end"])
-def test_an_error_during_evaluate_fires_on_exception_once_and_reaches_the_caller(event):
+def test_an_error_in_evaluate_fires_on_exception_once(event):
     recorder = recording_callback()
     error = CustomError("boom")
     trainer = make_trainer([recorder, raising(event, error)])
@@ -716,7 +716,7 @@ def test_an_error_during_evaluate_fires_on_exception_once_and_reaches_the_caller
 
 
 @pytest.mark.parametrize("event", ["on_predict_run_start", "on_predict_step_end", "on_predict_run_end"])
-def test_an_error_during_predict_fires_on_exception_once_and_reaches_the_caller(event):
+def test_an_error_in_predict_fires_on_exception_once(event):
     recorder = recording_callback()
     trainer = make_trainer([recorder, raising(event, CustomError("boom"))])
     trainer.model.train()
@@ -878,7 +878,7 @@ def check_kind(kind: Kind) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "sharded"])
-def test_a_kind_of_step_fires_every_event_with_its_keywords_in_the_documented_order(name):
+def test_each_kind_of_step_fires_the_events_in_documented_order(name):
     check_kind(KINDS[name])
 
 
@@ -888,7 +888,7 @@ def check_kinds(*names: str) -> None:
 
 
 @two_are_enough
-def test_kinds_of_steps_fire_every_event_on_each_of_several_processes(ranks):
+def test_kinds_of_steps_fire_every_event_on_each_process(ranks):
     ranks.run(
         check_kinds, "plain", "microbatches", "recomputed gradients", "manual, two optimizers", "logical processes"
     )
@@ -959,7 +959,7 @@ def test_evaluating_in_mid_epoch_leaves_model_and_run_unchanged():
     assert len(history.get_metric_values("evaluation_loss")) == 4
 
 
-def test_predicting_in_the_middle_of_an_epoch_leaves_the_run_unchanged():
+def test_predicting_within_an_epoch_leaves_the_run_unchanged():
     predicting = listener(on_train_step_end=lambda trainer, **_: trainer.predict(make_data(3)))
     interrupted = train(make_trainer([predicting]), size=8, eval_dataset=True)
     plain = train(make_trainer(), size=8, eval_dataset=True)
@@ -967,7 +967,7 @@ def test_predicting_in_the_middle_of_an_epoch_leaves_the_run_unchanged():
     assert interrupted.run_history.to_dict() == plain.run_history.to_dict()
 
 
-def test_evaluate_without_arguments_uses_the_eval_dataset_of_the_last_training_run():
+def test_evaluate_without_arguments_uses_the_last_runs_eval_data():
     trainer = train(make_trainer(), eval_dataset=make_data(6))
     expected = trainer.evaluate()["evaluation_loss"]
     trainer.evaluate(make_data(3))
@@ -1015,7 +1015,7 @@ def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
         "evaluation_run_end": 1,
     }.items(),
 )
-def test_every_overridable_method_is_called_as_often_as_its_name_says(name, count):
+def test_each_overridable_method_is_called_as_its_name_says(name, count):
     trainer_class, calls = noting(name)
     trainer = make_trainer(trainer_class=trainer_class)
     train(
@@ -1071,7 +1071,7 @@ def test_an_overridden_create_scheduler_replaces_the_factory():
     assert trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
 
 
-def test_an_overridden_train_loss_is_what_is_minimised_and_recorded():
+def test_an_overridden_train_loss_is_minimised_and_recorded():
     class Doubled(Trainer):
         def calculate_train_batch_loss(self, batch):
             output = super().calculate_train_batch_loss(batch)
@@ -1117,7 +1117,7 @@ def test_a_step_overridden_with_nothing_does_not_happen(name):
     assert (trainer.optimizer.param_groups[0]["lr"] == 0.1) == (name == "scheduler_step")
 
 
-def test_gradients_are_kept_when_optimizer_zero_grad_is_overridden_with_nothing():
+def test_gradients_stay_if_optimizer_zero_grad_does_nothing():
     trainer_class = type("Keeping", (Trainer,), {"optimizer_zero_grad": lambda self: None})
     trainer = train(make_trainer(trainer_class=trainer_class), size=4)
     model = make_model()
@@ -1144,7 +1144,7 @@ def test_an_overridden_epoch_start_sets_the_mode_itself(name, during):
     assert modes == ({"train": False, "eval": False} if during == "train" else {"train": True, "eval": True})
 
 
-def test_metrics_recorded_in_the_end_methods_exist_when_callbacks_are_called():
+def test_metrics_recorded_in_end_methods_precede_callbacks():
     class Recording(Trainer):
         def train_epoch_end(self):
             self.run_history.update_metric("in_train_epoch_end", 1)

@@ -50,7 +50,7 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(dataset, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_manual_seed_gives_the_order_and_the_dropout_of_a_hand_written_loop(workers):
+def test_a_manual_seed_gives_the_bits_of_a_hand_written_loop(workers):
     def model() -> nn.Module:
         return nn.Sequential(small_model(1), nn.Dropout(0.5), nn.Linear(1, 1).double())
 
@@ -149,7 +149,7 @@ def test_the_reported_loss_does_not_depend_on_accumulation():
     assert losses == pytest.approx([expected] * 3, abs=1e-12)
 
 
-def test_the_number_of_updates_and_the_schedule_are_those_asked_for():
+def test_updates_and_schedule_have_the_length_asked_for():
     for (accumulation, limit), run in schedule().items():
         steps_per_epoch = -(-37 // 6)
         expected = limit or 2 * -(-steps_per_epoch // accumulation)
@@ -157,7 +157,7 @@ def test_the_number_of_updates_and_the_schedule_are_those_asked_for():
         assert run["rates"][-1] == pytest.approx(run["lowest"], rel=1e-9)
 
 
-def test_a_limit_of_updates_within_the_first_epoch_ends_it_with_its_evaluation():
+def test_a_limit_of_updates_ends_the_first_epoch_with_evaluation():
     trainer = quiet_trainer(small_model())
     trainer.train(regression_data(80), 5, regression_data(8), per_device_batch_size=4, max_num_train_steps=7)
     assert trainer.progress.update == 7
@@ -195,7 +195,7 @@ def test_clipping_happens_once_an_update():
     assert max(seen.largest[4:]) <= 0.01
 
 
-def test_a_scheduler_is_not_stepped_when_the_scaler_skipped_the_update(scaled_accelerator):
+def test_a_skipped_update_does_not_step_the_scheduler(scaled_accelerator):
     model = small_model(dtype=torch.float32)
     before_second: list[dict[str, torch.Tensor]] = []
 
@@ -265,7 +265,7 @@ def test_named_losses_are_summed_and_recorded_by_name():
     assert history["train_loss_epoch"][0] == pytest.approx(total, abs=1e-12)
 
 
-def test_two_trainers_in_one_process_and_a_second_run_do_not_disturb_each_other():
+def test_two_trainers_in_one_process_do_not_disturb_each_other():
     data = regression_data(20)
     kwargs = {"per_device_batch_size": 4, "train_dataloader_kwargs": {"shuffle": False}}
     expected = small_model()
@@ -283,7 +283,7 @@ def test_two_trainers_in_one_process_and_a_second_run_do_not_disturb_each_other(
     assert len(first.run_history.get_metric_values("train_loss_epoch")) == 2
 
 
-def test_a_seed_makes_a_run_repeatable_and_no_seed_leaves_the_generators_alone():
+def test_a_seed_makes_a_run_repeatable():
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         model = nn.Sequential(small_model(), nn.Dropout(0.3))
         quiet_trainer(model, seed=seed).train(regression_data(20), 2, per_device_batch_size=4)
@@ -355,7 +355,7 @@ def test_onecycle_needs_no_spare_steps():
     assert trainer.scheduler.last_epoch == 10
 
 
-def test_norms_are_those_of_unscaled_gradients_and_an_update_can_be_left_out(scaled_accelerator):
+def test_gradient_norms_are_those_of_unscaled_gradients(scaled_accelerator):
     def run(**kwargs: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         def look(trainer: Trainer) -> None:
             norms.append(float(trainer.gradient_norm))

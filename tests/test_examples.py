@@ -15,7 +15,7 @@ from tests.launching import ROOT, launch, run_module, run_script
 pytestmark = pytest.mark.programs
 
 
-def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tmp_path):
+def test_the_first_example_learns_real_digits(tmp_path):
     output = run_script("examples/digits.py", "--epochs", "8", "--output", str(tmp_path))
     accuracy = re.search(r"Test accuracy: ([\d.]+)% of 360 digits", output)
     assert float(accuracy[1]) >= 98
@@ -69,7 +69,7 @@ def run_commands_of(name, folder, *options):
     return done.stdout
 
 
-def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates(tmp_path):
+def test_a_language_model_learns_pythons_sources(tmp_path):
     output = run_script("examples/language_model.py", "--updates", "30")
     bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+30 updates", output)
     assert float(bits[1]) < 3.8  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
@@ -105,7 +105,7 @@ def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
     assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", output)[1]) >= 96
 
 
-def test_a_search_tries_settings_from_a_file_and_draws_what_it_found(tmp_path):
+def test_a_search_tries_settings_and_draws_what_it_found(tmp_path):
     pytest.importorskip("optuna")
     pytest.importorskip("jsonargparse")
     output = run_script("examples/search.py", "--trials", "2", "--output", str(tmp_path))
@@ -126,7 +126,7 @@ def test_a_search_may_choose_among_names(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_and_changes_its_processes_ends_in_the_same_bits():
+def test_a_killed_elastic_run_ends_in_the_same_bits():
     command = [sys.executable, "examples/elastic.py", "--epochs", "1", "--processes", "2", "1"]
     output = launch(command, warm=True).stdout
     assert output.count("2 processes: killed after update") == 1

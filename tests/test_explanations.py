@@ -138,7 +138,7 @@ def test_the_memory_of_gradients_and_of_attributes_is_counted():
     assert "\n  memory: weights 40 B, gradients 20 B, optimizer state 0 B, beside activations\n" in note_of(error)
 
 
-def test_memory_that_runs_out_in_a_prediction_has_advice_of_its_own():
+def test_out_of_memory_in_a_prediction_has_its_own_advice():
     trainer = make_trainer(trainer_class=fails_in("calculate_predict_batch_output", MemoryError()))
     with pytest.raises(MemoryError) as caught:
         trainer.predict(make_data())
@@ -351,7 +351,7 @@ def test_an_error_in_a_callback_names_it_and_the_event(event, place):
         assert "; samples [0, 1] of the dataset" in others[0]
 
 
-def test_an_error_in_the_steps_of_a_prediction_names_the_callback():
+def test_an_error_in_a_predictions_step_names_the_callback():
     trainer = make_trainer([listener(on_predict_step_end=fails)])
     with pytest.raises(ZeroDivisionError) as caught:
         trainer.predict(make_data(), per_device_batch_size=2)
@@ -536,7 +536,7 @@ def test_an_error_that_is_not_known_has_no_advice():
         lambda step: min(1, step / TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS),
     ],
 )
-def test_a_placeholder_within_a_function_is_an_error_before_training(rate):
+def test_a_placeholder_inside_a_function_is_an_error(rate):
     trainer = make_trainer()
     start = weights(trainer.model)
     with pytest.raises(
@@ -554,7 +554,7 @@ def test_a_placeholder_within_a_function_is_an_error_before_training(rate):
 
 
 @pytest.mark.parametrize("argument", ["step_size", "gamma"])
-def test_a_placeholder_that_a_scheduler_keeps_is_an_error_before_training(argument):
+def test_a_placeholder_that_a_scheduler_keeps_is_an_error(argument):
     """It would never be equal to an update's number, and the rate would stay as it is."""
     per_epoch = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
     trainer = make_trainer()
@@ -576,7 +576,7 @@ OF_EACH_ELEMENT = [
 @pytest.mark.parametrize("loss_func", OF_EACH_ELEMENT, ids=lambda loss: getattr(loss, "__name__", type(loss).__name__))
 @pytest.mark.parametrize("start", ["train", "evaluate"])
 @pytest.mark.filterwarnings("ignore:loss_func has reduction='sum'")
-def test_outputs_and_targets_that_would_be_broadcast_are_an_error(loss_func, start):
+def test_outputs_and_targets_that_would_broadcast_are_an_error(loss_func, start):
     trainer = make_trainer(loss_func=loss_func)
     before = weights(trainer.model)
     match = (
@@ -601,7 +601,7 @@ def test_targets_of_a_dict_are_looked_at_too():
         train(make_trainer(model=Named(4, 1)), train_dataset=data)
 
 
-def test_a_first_batch_of_a_single_sample_shows_nothing_and_the_next_is_looked_at():
+def test_broadcasting_is_found_after_a_first_batch_of_one_sample():
     batches = [(INPUTS[:size], TARGETS[:size, 0]) for size in (1, 2, 3)]
     trainer = make_trainer()
     with pytest.warns(UserWarning, match="Using a target size"), pytest.raises(ValueError, match=r"\(2, 2\)"):
@@ -609,7 +609,7 @@ def test_a_first_batch_of_a_single_sample_shows_nothing_and_the_next_is_looked_a
     assert trainer.progress.update == 1
 
 
-def test_targets_that_are_one_for_all_are_left_to_the_loss_function():
+def test_one_target_for_all_outputs_is_left_to_the_loss_function():
     model = nn.Linear(4, 3)
     trainer = quiet_trainer(model)
     with pytest.warns(UserWarning, match="Using a target size"):

@@ -134,7 +134,7 @@ def histories_agree(first: Trainer, second: Trainer) -> bool:
 ALL_BUT_THE_THIRD = {"batch_sampler": Batches([[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19]])}
 
 
-def test_a_batch_that_fails_is_left_out_as_if_it_had_not_been_there(capsys):
+def test_a_failed_batch_is_left_out_as_if_it_were_not_there(capsys):
     poison = regression_data(20)[9][0][0].item()
     skip = SkipFailedBatchesCallback()
     found = fit(Fussy(poison), [skip])
@@ -222,7 +222,7 @@ def test_a_batch_that_fails_leaves_no_trace_beside_the_model():
     assert equal(found.everything(), expected.everything())
 
 
-def test_a_batch_that_does_not_fit_leaves_no_trace_beside_the_model():
+def test_a_batch_that_does_not_fit_leaves_no_trace():
     found, expected = Critical(limit=4, callbacks=[]), Critical(callbacks=[])
     found.train(
         regression_data(8), 1, per_device_batch_size=8, train_dataloader_kwargs=WITHOUT_WORKERS, auto_microbatch=True
@@ -238,7 +238,7 @@ def test_a_batch_that_does_not_fit_leaves_no_trace_beside_the_model():
     assert largest_difference(found.everything(), expected.everything()) < 1e-12
 
 
-def test_a_batch_that_fails_leaves_no_trace_in_an_expanded_buffer():
+def test_a_failed_batch_leaves_no_trace_in_an_expanded_buffer():
     poison = regression_data(20)[9][0][0].item()
     skip = SkipFailedBatchesCallback()
     found, expected = (nn.Sequential(Fussy(value), Expanded(1)) for value in (poison, None))
@@ -297,7 +297,7 @@ def test_what_failed_is_known_to_a_run_that_was_resumed(tmp_path):
     assert equal(weights(resumed.model), weights(whole.model))
 
 
-def test_callbacks_are_notified_of_a_skipped_batch_in_place_of_its_end():
+def test_a_skipped_batch_fires_its_event_in_place_of_its_end():
     seen = []
 
     class Watch(TrainerCallback):
@@ -312,7 +312,7 @@ def test_callbacks_are_notified_of_a_skipped_batch_in_place_of_its_end():
     assert seen == [0, 1, (2, 0, ValueError), 3, 4]
 
 
-def test_an_update_whose_last_batch_was_skipped_is_logged_and_evaluated_after(tmp_path):
+def test_an_update_whose_last_batch_was_skipped_is_logged(tmp_path):
     callbacks = [
         SkipFailedBatchesCallback(),
         MetricsFileCallback(tmp_path / "m.jsonl", every_n_updates=1),
@@ -342,7 +342,7 @@ def test_a_stream_continues_when_the_model_refuses_a_batch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_a_batch_that_does_not_fit_is_split_and_has_the_gradient_of_the_whole(error, capsys):
+def test_a_split_batch_has_the_gradient_of_the_whole(error, capsys):
     model = without_dropout(limit=3, error=error)
     found = fit(model, per_device_batch_size=10, auto_microbatch=True)
     expected = fit(without_dropout(), per_device_batch_size=10)
@@ -471,12 +471,12 @@ def test_a_resumed_run_still_splits_and_ends_in_the_same_bits(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("limit", "auto_microbatch"), [(0, True), (3, False)])  # not one sample; not split
-def test_a_batch_that_does_not_fit_and_cannot_be_split_is_an_error(limit, auto_microbatch):
+def test_a_batch_that_does_not_fit_and_cannot_split_is_an_error(limit, auto_microbatch):
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         fit(Fussy(limit=limit), auto_microbatch=auto_microbatch)
 
 
-def test_a_single_sample_that_does_not_fit_costs_its_batch_where_batches_may_fail():
+def test_a_sample_that_does_not_fit_skips_its_batch():
     poison = regression_data(20)[9][0][0].item()
     skip = SkipFailedBatchesCallback()
     found = fit(without_dropout(poison=poison, error=MemoryError), [skip], auto_microbatch=True)
@@ -649,7 +649,7 @@ def evaluated(limit: int | None, method: str = "evaluate", data: Any = None) -> 
 
 
 @pytest.mark.parametrize("method", ["evaluate", "train"])
-def test_an_evaluation_batch_that_does_not_fit_is_split_and_has_the_metrics_of_the_whole(method, capsys):
+def test_a_split_evaluation_batch_has_the_metrics_of_the_whole(method, capsys):
     history, seen, model, generators = evaluated(3, method)
     expected, whole, _, expected_generators = evaluated(None, method)
     assert history.keys() == expected.keys()
@@ -718,7 +718,7 @@ def test_an_evaluation_without_a_loss_is_split(capsys):
     assert "split into 4 parts" in capsys.readouterr().out
 
 
-def test_without_the_argument_an_evaluation_batch_that_does_not_fit_is_an_error():
+def test_an_evaluation_batch_is_not_split_unless_asked_for():
     trainer = quiet_trainer(FullInEvaluation())
     with pytest.raises(torch.OutOfMemoryError):
         trainer.evaluate(regression_data(), per_device_batch_size=4)
@@ -778,7 +778,7 @@ def inferring(poison: float | None, *callbacks: Any, trainer_class: type[Trainer
     return trainer
 
 
-def test_an_evaluation_leaves_out_what_fails_and_counts_the_others_once(capsys):
+def test_an_evaluation_leaves_out_the_failed_batch_alone(capsys):
     data = regression_data(20)
     poison = data[9][0][0].item()
     seen: list[Any] = []
@@ -824,7 +824,7 @@ def test_a_prediction_lacks_what_fails_and_says_what(workers, capsys):
     assert skip.failures[0]["phase"] == "prediction"
 
 
-def test_an_evaluation_or_prediction_of_which_all_fails_is_an_error_with_its_cause():
+def test_an_evaluation_of_which_all_fails_is_an_error():
     data = regression_data(8)
     skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
     for name in ("evaluate", "predict"):
@@ -835,7 +835,7 @@ def test_an_evaluation_or_prediction_of_which_all_fails_is_an_error_with_its_cau
         assert isinstance(caught.value.__cause__, IndexError)
 
 
-def test_evaluations_within_a_run_leave_out_too_until_there_are_too_many():
+def test_evaluations_within_a_run_skip_until_too_many_fail():
     data = regression_data(20)
     poison = data[9][0][0].item()
     part = Subset(data, range(8))
@@ -969,7 +969,7 @@ class Sqrt(Trainer):
 
 
 @pytest.mark.parametrize("callbacks", [[], [TerminateOnNaNCallback]])
-def test_weights_that_the_last_update_has_made_nan_are_pointed_out_at_the_end(callbacks):
+def test_weights_that_the_last_update_made_nan_are_pointed_out(callbacks):
     trainer = make_trainer(callbacks, trainer_class=Sqrt)
     with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
         train(trainer)
@@ -987,7 +987,7 @@ def warnings_of_weights() -> list[str]:
     return warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
 
 
-def test_weights_that_are_nan_on_another_rank_are_pointed_out_by_the_first(two_ranks):
+def test_nan_weights_of_another_rank_are_told_by_the_first(two_ranks):
     first, second = two_ranks(warnings_of_weights)
     assert len(first) == 1
     assert "with weights that are infinite or NaN" in first[0]
@@ -1056,7 +1056,7 @@ def failed_first_batch_of_tokens() -> Any:
     return results
 
 
-def test_a_rank_that_fails_before_items_are_counted_leaves_no_other_waiting(ranks):
+def test_a_rank_failing_before_items_are_counted_blocks_no_other(ranks):
     for found, expected in ranks(failed_first_batch_of_tokens):
         assert largest_difference(found, expected) < 1e-12
 
@@ -1085,7 +1085,7 @@ def out_of_memory() -> Any:
 
 
 @two_are_enough
-def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
+def test_all_ranks_split_their_batches_when_one_is_out_of_memory(ranks):
     for result in ranks(out_of_memory):
         split, whole = result["split"], result["whole"]
         assert (split["parts"], whole["parts"]) == (12 // ranks.world_size, 1)

@@ -45,7 +45,7 @@ def test_on_train_step_end_fires_after_the_update():
     assert torch.equal(seen[1], seen[2])
 
 
-def test_the_reported_loss_does_not_depend_on_the_accumulation_steps():
+def test_the_reported_loss_does_not_depend_on_accumulation():
     losses = []
     for accumulation in (1, 4):
         model = small_model()
@@ -69,7 +69,7 @@ def test_gradients_are_clipped_once_in_an_update():
     assert trainer.clips == 2
 
 
-def test_after_an_evaluation_in_mid_epoch_the_model_is_in_training_mode():
+def test_an_evaluation_in_mid_epoch_keeps_training_mode():
     result = evaluate_inside()
     assert result["training"]
     assert equal(result[0][0], result[1][0])
@@ -149,7 +149,7 @@ def test_two_callbacks_of_one_class_are_allowed(tmp_path):
     assert (tmp_path / "b.pt").exists()
 
 
-def test_an_accelerator_is_passed_or_created_by_an_overridden_method():
+def test_an_accelerator_is_passed_or_made_by_an_override():
     accelerator = Accelerator()
     assert quiet_trainer(small_model(), accelerator=accelerator).accelerator is accelerator
 
@@ -163,7 +163,7 @@ def test_an_accelerator_is_passed_or_created_by_an_overridden_method():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])
-def test_the_default_callbacks_read_nothing_from_the_device_in_steps(callbacks):
+def test_the_default_callbacks_read_no_device_values_in_steps(callbacks):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks)
@@ -173,7 +173,7 @@ def test_the_default_callbacks_read_nothing_from_the_device_in_steps(callbacks):
     assert counted.reads < 20
 
 
-def test_the_last_short_accumulation_window_has_its_whole_gradient():
+def test_the_last_short_window_has_its_whole_gradient():
     x, y = regression_data(6).tensors
     model = small_model()
     recorder = Recorder()

@@ -136,7 +136,7 @@ def test_the_types_and_defaults():
     assert len(trained(model)) == 7
 
 
-def test_a_shared_parameter_goes_with_the_first_group_that_has_it():
+def test_a_shared_parameter_is_in_the_first_group_that_has_it():
     model = Tied()
     ModelFreezer(model).freeze()
     assert trained(model) == ["b.bias"]
@@ -242,7 +242,7 @@ def test_one_more_group_is_trained_every_n_epochs(every, expected, over):
     assert len(groups) == (3 if over == "head" else 1)
 
 
-def test_an_evaluation_within_the_run_or_after_it_freezes_nothing():
+def test_an_evaluation_freezes_nothing():
     model = three_groups()
     log, logging = log_of(model)
     evaluating = listener(on_train_epoch_end=lambda trainer: trainer.evaluate(make_data()))

@@ -35,7 +35,7 @@ def classes(size: int = 6) -> TensorDataset:
     "loss_func", [nn.MSELoss(reduction="sum"), partial(functional.l1_loss, reduction="sum")], ids=["module", "partial"]
 )
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_a_loss_with_that_reduction_is_known_to_be_a_sum_before_the_first_update(loss_func):
+def test_a_loss_with_reduction_sum_is_known_before_any_update(loss_func):
     trainer = make_trainer(loss_func=loss_func)
     with pytest.raises(UserWarning, match=f"loss_func has reduction='sum', {SUM}"):
         train(trainer)
@@ -60,7 +60,7 @@ MEANS = {
 
 
 @pytest.mark.parametrize("loss_func", SUMS.values(), ids=SUMS)
-def test_a_loss_that_is_written_as_a_sum_is_pointed_out_in_the_first_batch_of_a_run(loss_func):
+def test_a_loss_written_as_a_sum_is_warned_of_in_the_first_batch(loss_func):
     for kwargs in ({}, {"gradient_accumulation_steps": 2}, {"auto_microbatch": True}):
         (text,) = warned(make_trainer(loss_func=loss_func), **kwargs)
         assert text.startswith(f"The loss adds up the samples of a batch, {SUM}")
@@ -83,7 +83,7 @@ class Custom(Trainer):
 
 
 @pytest.mark.parametrize("divides", [True, False])
-def test_what_a_step_returns_counts_rather_than_what_the_loss_function_is(divides):
+def test_what_a_step_returns_counts_not_the_loss_function(divides):
     trainer = make_trainer(trainer_class=Custom, loss_func=nn.MSELoss(reduction="sum"))
     trainer.divides = divides
     assert len(warned(trainer, size=16, batch_size=8)) == (not divides)
@@ -122,7 +122,7 @@ def trainer_of_three(model: nn.Module, *callbacks: Any, trainer_class: type[Trai
     [(nn.Linear(4, 1), Y + 1, Y), (nn.Linear(4, 3), Y, Y.expand(6, 3))],
     ids=["like a target", "of the shape of the outputs alone"],
 )
-def test_a_target_in_third_place_that_nothing_uses_is_pointed_out_once(model, aux, target):
+def test_an_unused_third_target_is_pointed_out_once(model, aux, target):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(trainer_of_three(model), epochs=2, train_dataset=TensorDataset(X, aux, target))
@@ -178,7 +178,7 @@ class OwnLosses(OwnTrainingLoss):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_a_loss_for_training_only_is_pointed_out_an_epoch_before_the_evaluation_fails():
+def test_a_loss_for_training_only_is_warned_of_before_an_epoch():
     trainer = make_trainer(trainer_class=OwnTrainingLoss, loss_func=None)
     with pytest.raises(UserWarning, match=r"The evaluation has no loss: .* Override it, too"):
         train(trainer, eval_dataset=classes(), sanity_check=False)

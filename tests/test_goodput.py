@@ -123,7 +123,7 @@ def test_what_is_saved_within_an_evaluation_is_not_counted_twice(clock, tmp_path
 
 
 @pytest.mark.parametrize("update", [3, 6, 9])
-def test_a_restart_adds_what_was_lost_and_how_long_the_job_was_down(clock, tmp_path, update, capsys):
+def test_a_restart_adds_the_lost_time_and_the_time_down(clock, tmp_path, update, capsys):
     whole = run(clock, tmp_path / "whole")
     folder = tmp_path / "killed"
     state = tmp_path / "whole" / f"update-{update:09d}"
@@ -213,7 +213,7 @@ def on_ranks() -> Any:
 
 
 @pytest.mark.processes
-def test_several_processes_save_together_at_the_pace_of_the_slowest(two_ranks):
+def test_processes_save_together_at_the_pace_of_the_slowest(two_ranks):
     first, second = two_ranks(on_ranks)
     assert first[0] == second[0] == 2
     assert first[1] == second[1]

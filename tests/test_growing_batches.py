@@ -79,7 +79,7 @@ def batches_in_updates(epochs: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [Trainer, Own])
-def test_gradients_are_those_of_the_whole_window_however_large_it_is(kind):
+def test_gradients_are_those_of_a_window_of_any_size(kind):
     result = run(kind=kind)
     data, model = regression_data(SIZE), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,7 +168,7 @@ def test_a_schedule_that_would_have_to_be_recreated_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["NUM_UPDATE_STEPS_PER_EPOCH", "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH"])
-def test_epochs_have_no_number_of_updates_that_a_schedule_could_use(name):
+def test_growing_batches_refuse_updates_per_epoch_in_schedules(name):
     create = partial(torch.optim.lr_scheduler.StepLR, step_size=getattr(TrainerPlaceholderValues, name))
     with pytest.raises(
         PlaceholderError, match=rf"{name} cannot be resolved: .* Use MAX_NUM_TRAIN_STEPS, or a schedule"

@@ -81,7 +81,7 @@ def stuck_while_reading(**kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys):
+def test_a_slow_step_is_reported_with_its_place_and_stack(capsys):
     stuck_while_reading()
     said = capsys.readouterr().err
     assert "No progress for 0.3 seconds." in said
@@ -125,7 +125,7 @@ def timeouts() -> tuple[list[timedelta], timedelta]:
     return looks.seen, timeout_of(dist.group.WORLD)
 
 
-def test_the_timeout_of_collectives_is_lowered_after_the_first_update_and_restored(two_ranks):
+def test_the_timeout_of_collectives_is_lowered_and_restored(two_ranks):
     for within, after in two_ranks(timeouts):
         assert within == [after, timedelta(seconds=130), timedelta(seconds=130)]
         assert after > timedelta(seconds=130)
@@ -153,7 +153,7 @@ def test_custom_process_groups_take_the_timeout_of_the_job(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, two_ranks, monkeypatch):
+def test_a_job_that_hangs_ends_itself_and_resumes_its_bits(tmp_path, two_ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     folder = tmp_path / "hung"
     folder.mkdir()

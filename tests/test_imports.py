@@ -78,7 +78,7 @@ from pytorch_accel_lite.utils import (
 """
 
 
-def test_imports_written_for_the_ancestor_work_after_renaming_the_package():
+def test_imports_of_the_ancestor_work_with_the_package_renamed():
     scope: dict[str, Any] = {}
     exec(ANCESTORS_IMPORTS, scope)
     assert scope["Trainer"] is pytorch_accel_lite.Trainer
@@ -92,7 +92,7 @@ def test_the_same_imports_work_with_the_ancestor_itself():
     run_code(ANCESTORS_IMPORTS.replace("pytorch_accel_lite", "pytorch_accelerated"))
 
 
-def test_the_same_name_is_the_same_object_wherever_it_is_imported_from():
+def test_a_name_is_the_same_object_wherever_it_is_imported_from():
     modules = [importlib.import_module(f"pytorch_accel_lite{name}") for name in MODULES]
     for name in pytorch_accel_lite.__all__:
         assert len({id(getattr(module, name)) for module in modules if hasattr(module, name)}) == 1, name
@@ -168,12 +168,12 @@ def fresh() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("when", ["importing", "constructing"])
-def test_neither_importing_nor_constructing_changes_random_states_or_settings(fresh, when):
+def test_importing_and_constructing_change_no_random_state(fresh, when):
     assert fresh[f"after {when}"] == [True] * 12
 
 
 @pytest.mark.parametrize("when", ["importing", "constructing"])
-def test_neither_importing_nor_constructing_changes_the_level_of_a_logger(fresh, when):
+def test_importing_and_constructing_change_no_loggers_level(fresh, when):
     assert fresh[f"levels after {when}"] == []
 
 
@@ -182,7 +182,7 @@ def test_new_loggers_leave_level_and_handlers_to_the_user(fresh):
         assert (level, handlers, disabled, propagate) == (0, 0, False, True), name
 
 
-def test_importing_costs_no_package_beyond_accelerate_torch_and_tqdm(fresh):
+def test_importing_costs_only_accelerate_torch_numpy_and_tqdm(fresh):
     packages = {name.partition(".")[0] for name in fresh["modules"]}
     foreign = packages - {"pytorch_accel_lite", "accelerate", "numpy", "torch", "tqdm"} - set(sys.stdlib_module_names)
     assert not {name for name in foreign if not name.startswith("_")}

@@ -54,7 +54,7 @@ EVERY = ["1 updates", "4 updates", "0.25 epochs", "0.4 epochs", "1 epochs", "2 e
 
 
 @pytest.mark.parametrize("every", [*EVERY, "1 samples", "1_0 samples"])
-def test_evaluations_are_at_the_first_update_after_each_interval_and_at_the_end(every):
+def test_evaluations_follow_each_interval_and_the_end(every):
     trainer, evaluated = run(every)
     assert evaluated == due_after(every)
     assert len(trainer.run_history["eval_loss_epoch"]) == len(evaluated)
@@ -82,7 +82,7 @@ def test_several_processes_evaluate_at_the_same_updates(two_ranks):
 
 
 @pytest.mark.parametrize("every", ["4 updates", "0.4 epochs", "10 samples", "1 epochs"])
-def test_states_are_saved_at_intervals_and_resumed_runs_keep_to_them(every, tmp_path):
+def test_resumed_runs_keep_to_the_intervals_of_saved_states(every, tmp_path):
     def train(folder: str, **kwargs: Any) -> Any:
         states = SaveTrainingStateCallback(tmp_path / folder, save_every=every, save_at_end=False)
         trainer, evaluated = run("10 samples", [states], **kwargs)
@@ -118,7 +118,7 @@ class Clock(TrainerCallback):
 
 
 @pytest.mark.parametrize("every", ["4 seconds", "0.0667 minutes"])
-def test_times_are_looked_at_after_updates_and_carried_over_to_a_resumed_run(every, tmp_path, monkeypatch):
+def test_intervals_of_time_carry_over_to_a_resumed_run(every, tmp_path, monkeypatch):
     clock = Clock(monkeypatch)
     states = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
     trainer, evaluated = run(every, [clock, states])
@@ -150,7 +150,7 @@ def stop_in(event: str, update: int) -> TrainerCallback:
 
 @pytest.mark.parametrize("event", ["on_update_end", "on_eval_epoch_start", "on_eval_step_end", "on_eval_epoch_end"])
 @pytest.mark.parametrize("update", [4, 6, 8])
-def test_no_evaluation_is_lost_or_repeated_where_a_run_is_stopped(event, update, tmp_path):
+def test_no_evaluation_is_lost_or_repeated_where_a_run_stops(event, update, tmp_path):
     create = partial(ReduceLROnPlateau, patience=0, threshold=1e9)
     kwargs = {
         "scheduler_interval": "epoch",
@@ -181,7 +181,7 @@ def test_the_best_of_several_evaluations_in_an_epoch_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("update", range(1, 18))
-def test_a_run_resumed_within_an_epoch_has_the_same_averages_and_best_models(update, tmp_path):
+def test_a_run_resumed_within_an_epoch_has_the_same_best_models(update, tmp_path):
     """Also from a state saved between an evaluation and the callbacks that look at it."""
 
     def train(folder: str, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_run_resumed_within_an_epoch_has_the_same_patience(update, tmp_path):
     assert equal(again[2], whole[2])
 
 
-def test_a_schedule_that_follows_a_metric_is_stepped_by_every_evaluation():
+def test_each_evaluation_steps_a_schedule_of_a_metric():
     kwargs = {"scheduler_interval": "epoch", "scheduler_metric": "eval_loss_epoch"}
     create = partial(ReduceLROnPlateau, patience=0, threshold=1e9)
     trainer, evaluated = run("4 updates", create_scheduler_fn=create, **kwargs)
@@ -263,7 +263,7 @@ def test_rows_and_plots_are_written_at_intervals(tmp_path):
     ("every", "updates"),
     [("1 epochs", [6, 12, 18]), ("0.5 epochs", [3, 6, 9, 12, 15, 18]), ("1.5 epochs", [9, 18]), ("3 epochs", [18])],
 )
-def test_rows_at_intervals_of_epochs_are_those_of_the_last_updates_of_epochs(every, updates, tmp_path):
+def test_rows_at_intervals_of_epochs_are_of_their_last_updates(every, updates, tmp_path):
     def train(folder: Any, **kwargs: Any) -> str:
         states = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
         run(callbacks=[MetricsFileCallback(folder / "rows.jsonl", every=every), states], **kwargs)

@@ -66,7 +66,7 @@ def causal() -> dict[str, Any]:
     }
 
 
-def test_the_gradient_is_that_of_the_whole_batch_however_unequal_the_labels_of_its_parts():
+def test_the_gradient_is_the_whole_batchs_for_unequal_labels():
     found = causal()
     assert largest_difference(found["gradient"], whole()) < TOLERANCE
 
@@ -158,7 +158,7 @@ def test_the_first_label_counts_where_nothing_is_shifted(make, labels):
     assert torch.allclose(model(**batch).loss, mean)
 
 
-def test_models_whose_loss_is_no_mean_over_labels_are_weighed_by_samples():
+def test_a_loss_that_is_no_mean_over_labels_counts_by_samples():
     ids = torch.randint(20, (2, 4))
     classifier = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
     assert items_of(classifier, {"input_ids": ids, "labels": torch.tensor([0, 1])}) is None
@@ -167,7 +167,7 @@ def test_models_whose_loss_is_no_mean_over_labels_are_weighed_by_samples():
     assert items_of(own, {"input_ids": ids, "labels": ids}) is None
 
 
-def test_a_loss_function_of_the_users_is_weighed_as_its_step_says():
+def test_a_custom_loss_function_is_weighed_as_its_step_says():
     rows = token_rows(4)
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 

@@ -107,7 +107,7 @@ def test_the_groups_are_embeddings_blocks_and_head(make):
         assert [{prefix + name for name in group} for group in found] == in_groups(wrapped)
 
 
-def test_what_belongs_to_no_block_and_what_is_shared_is_in_the_first_group():
+def test_what_is_in_no_block_or_shared_is_in_the_first_group():
     assert in_groups(Decoder())[0] == {"start", "embed.weight"}
     assert "cls_token" in in_groups(vit())[0]
     assert "transformer.wte.weight" in in_groups(gpt2())[0]
@@ -122,7 +122,7 @@ def test_heads_are_no_blocks_and_stages_are():
     assert modules(convnext)[1:4] == [f"stages.{number}" for number in range(3)]
 
 
-def test_without_most_layers_in_blocks_the_attributes_of_the_model_are_the_groups():
+def test_without_blocks_the_models_attributes_are_the_groups():
     model = nn.Sequential()
     model.stem = nn.Sequential(block(), block())
     model.body = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in range(99)})
@@ -190,7 +190,7 @@ def test_groups_that_are_wrong_are_errors_before_training(given, message):
             attempt()
 
 
-def test_learning_rates_fall_with_depth_in_an_optimizer_that_the_trainer_makes():
+def test_learning_rates_fall_with_depth():
     def layerwise(model):
         return torch.optim.AdamW(layer_group_parameters(model, lr=0.8, decay=0.5))
 
@@ -200,7 +200,7 @@ def test_learning_rates_fall_with_depth_in_an_optimizer_that_the_trainer_makes()
     assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.4, 0.8])
 
 
-def test_adapters_have_rates_by_depth_and_base_weights_stay_frozen():
+def test_adapters_have_rates_by_depth_and_base_weights_freeze():
     pytest.importorskip("peft")
     model = with_lora(bert())
     groups = layer_group_parameters(model, lr=0.8, decay=0.5)
@@ -249,7 +249,7 @@ def unfreezing(folder: Path | None = None, resume_from: Path | None = None) -> A
 
 
 @pytest.mark.slow
-def test_unfreezing_by_depth_is_resumed_to_the_same_bits_with_an_average_of_the_weights(tmp_path):
+def test_unfreezing_by_depth_resumes_to_the_same_bits(tmp_path):
     whole = unfreezing(tmp_path / "whole")
     assert whole[2] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
     state = sorted((tmp_path / "whole").glob("update-*"))[1]

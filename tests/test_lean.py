@@ -123,7 +123,7 @@ def test_training_states_cost_a_step_what_a_seed_does(tmp_path):
     assert total <= 29, found.most_common()
 
 
-def test_a_sample_that_draws_no_numbers_costs_no_seeding_of_its_own():
+def test_a_sample_that_draws_nothing_costs_no_seeding():
     class Single(Dataset[Any]):
         def __init__(self, steps: int) -> None:
             self.inner = Whole(8 * steps)
@@ -154,7 +154,7 @@ def test_what_steps_do_besides_calls_no_more_functions_than_this():
 
 
 @pytest.mark.parametrize(("callbacks", "budget"), [((), 11), (QUIET, 11)], ids=["bare", "default callbacks"])
-def test_a_batch_of_an_evaluation_calls_no_more_functions_than_this(callbacks, budget):
+def test_an_evaluation_batch_calls_few_functions(callbacks, budget):
     counts = []
     for steps in (STEPS, 2 * STEPS):
         trainer = Ready(nn.Linear(4, 1), nn.MSELoss(), None, callbacks=callbacks)
@@ -177,7 +177,7 @@ def calls_by_hand(data: list[Any]) -> int:
     return calls.by_name.total()
 
 
-def test_a_step_calls_fewer_functions_than_one_by_hand_as_it_makes_no_records_for_profilers():
+def test_a_step_calls_fewer_functions_than_one_by_hand():
     less, more = map(calls_by_hand, (batches(STEPS), batches(2 * STEPS)))
     total, found = calls_per_step(Ready, batches, (), everywhere=True)
     assert total < (more - less) / STEPS, found.most_common()

@@ -133,7 +133,7 @@ class TimeFirst(Trainer):
 
 @pytest.mark.parametrize("event", [None, "on_train_step_start", "on_backward_end", "on_train_step_end"])
 @pytest.mark.parametrize("kwargs", [{}, {"auto_microbatch": True}, {"gradient_accumulation_steps": 2}])
-def test_numbers_count_as_often_as_the_loss_by_the_batch_size_that_the_step_returns(event, kwargs):
+def test_logged_numbers_are_weighed_by_the_steps_batch_size(event, kwargs):
     def log(trainer, **_):
         trainer.log("same", trainer.current_run.batch.data[0].mean())
 
@@ -145,7 +145,7 @@ def test_numbers_count_as_often_as_the_loss_by_the_batch_size_that_the_step_retu
     assert found == dict.fromkeys(names, (1 * 1 + 3 * 3) / (1 + 3))
 
 
-def test_numbers_of_a_batch_that_the_trainer_cannot_count_need_only_what_the_step_returns():
+def test_numbers_of_a_custom_batch_are_weighed_by_the_step():
     class Texts(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return OwnShard([["a"], ["b", "c", "d"]])
@@ -159,7 +159,7 @@ def test_numbers_of_a_batch_that_the_trainer_cannot_count_need_only_what_the_ste
     assert trainer.run_history.get_latest_metric("train_length_epoch") == (1 * 1 + 3 * 3) / 4
 
 
-def test_a_number_is_logged_as_it_was_even_if_the_step_changes_it_afterwards():
+def test_a_logged_number_is_as_it_was_when_logged():
     class Counts(Trainer):
         def calculate_train_batch_loss(self, batch):
             count = torch.ones(())
@@ -227,7 +227,7 @@ def test_the_name_of_a_loss_is_refused(name):
         train(make_trainer(trainer_class=Parts))
 
 
-def test_the_name_of_a_loss_is_refused_in_the_only_step_of_an_epoch():
+def test_the_name_of_a_loss_is_refused_for_a_logged_number():
     class Parts(Trainer):
         def calculate_train_batch_loss(self, batch):
             self.log("kl", 100.0)
@@ -255,7 +255,7 @@ def test_logged_numbers_are_resumed_with_their_epoch(tmp_path):
         assert run("again", resume_from=state) == whole
 
 
-def test_rows_of_a_resumed_run_have_the_latest_values_from_before(tmp_path):
+def test_rows_of_a_resumed_run_have_values_from_before(tmp_path):
     def log(trainer: Trainer, **_: object) -> None:
         if trainer.progress.update % 4 == 0:
             trainer.log("rare", float(trainer.progress.update))
@@ -285,7 +285,7 @@ def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
 # --------------------------------------------------------------------------------------- what steps return
 
 
-def test_step_metrics_are_those_of_training_in_any_mode_of_the_model():
+def test_step_metrics_are_of_training_in_any_mode():
     class OtherModes(Trainer):
         def train_epoch_start(self):
             self.model.eval()
@@ -341,7 +341,7 @@ def evaluations_without_loss() -> dict[str, Any]:
     return {"history": history, "evaluated": evaluated, "nothing": trainer.evaluate(data)}
 
 
-def test_an_evaluation_without_a_loss_records_what_it_logs_on_any_number_of_processes(two_ranks):
+def test_an_evaluation_without_a_loss_records_what_it_logs(two_ranks):
     for found in (evaluations_without_loss(), *two_ranks(evaluations_without_loss)):
         assert found["history"] == {
             "train_loss_epoch": [found["history"]["train_loss_epoch"][0]],
@@ -351,7 +351,7 @@ def test_an_evaluation_without_a_loss_records_what_it_logs_on_any_number_of_proc
         assert found["nothing"] == {}
 
 
-def test_what_watches_the_loss_of_an_evaluation_that_has_none_is_pointed_out():
+def test_watching_a_loss_that_an_evaluation_lacks_is_an_error():
     class Without(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": None}

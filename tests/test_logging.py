@@ -194,7 +194,7 @@ def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 4, 7])
-def test_a_row_has_the_mean_of_all_updates_since_the_last_one_also_across_epochs(tmp_path, every):
+def test_a_row_has_the_mean_of_all_updates_since_the_last_row(tmp_path, every):
     def rows(name: str, **kwargs: Any) -> list[dict[str, Any]]:
         files = [MetricsFileCallback(tmp_path / f"{name}{n}.jsonl", every_n_updates=n) for n in (1, every)]
         saving = SaveTrainingStateCallback(tmp_path / f"{name} states", save_every_n_steps=1)
@@ -216,7 +216,7 @@ def test_a_step_metric_that_is_no_number_is_named(tmp_path, value):
         with_step_metrics(tmp_path, mine=value)
 
 
-def test_a_metric_that_is_called_epoch_is_left_out_of_tables_and_files(tmp_path):
+def test_a_metric_called_epoch_is_left_out_of_tables_and_files(tmp_path):
     record = listener(on_train_epoch_end=lambda trainer, **_: trainer.run_history.update_metric("epoch", 0.5))
     trainer = make_trainer([record, MetricsFileCallback(tmp_path / "m.jsonl")])
     with pytest.warns(UserWarning, match="The metric 'epoch' is left out"):
@@ -271,7 +271,7 @@ def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
     assert [row["update"] for row in csv_rows(tmp_path / "m_updates.csv")] == ["3", "4", "5", "6"]
 
 
-def test_an_evaluation_after_the_run_is_in_the_row_of_its_last_epoch(tmp_path):
+def test_an_evaluation_after_the_run_is_in_its_last_epochs_row(tmp_path):
     trainer = train(make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]), epochs=2)
     loss = trainer.evaluate(make_data())["evaluation_loss"]
     rows = json_rows(tmp_path / "m.jsonl")
@@ -423,7 +423,7 @@ class OfOneThread(GeneralTracker):
         self.logged.append((None, {}))
 
 
-def test_a_custom_tracker_is_used_in_one_thread_and_not_after_its_end():
+def test_a_custom_tracker_is_used_in_one_thread():
     own = OfOneThread()
 
     def evaluate(trainer: Any, **kwargs: Any) -> None:
@@ -508,7 +508,7 @@ def test_bad_arguments_are_named(make, error, message):
         lambda folder: RunLogCallback(folder),
     ],
 )
-def test_a_folder_that_cannot_be_written_is_known_before_training_begins(make, tmp_path):
+def test_an_unwritable_folder_is_an_error_before_training(make, tmp_path):
     (tmp_path / "file").touch()
     steps: list[int] = []
     with pytest.raises((OSError, ValueError), match="file"):
@@ -516,6 +516,6 @@ def test_a_folder_that_cannot_be_written_is_known_before_training_begins(make, t
     assert not steps
 
 
-def test_the_number_of_epochs_of_the_script_is_what_the_tests_say(tmp_path):
+def test_the_script_makes_the_epochs_that_the_tests_count(tmp_path):
     trainer = run(tmp_path, mlflow=False)
     assert (trainer.progress.epochs_completed, trainer.progress.update) == (EPOCHS, UPDATES)

@@ -360,13 +360,13 @@ def test_any_number_of_processes_gives_the_same_bits(ranks, case):
 @pytest.mark.processes
 @pytest.mark.skipif(not SOAK, reason="many processes take long; SOAK=1 starts them")
 @pytest.mark.parametrize("processes", [4, 8])
-def test_eight_of_them_give_the_same_bits_on_four_and_on_eight_processes(job, processes):
+def test_eight_logical_processes_have_the_same_bits_on_4_and_8(job, processes):
     for case in (images, with_workers):
         for result in job(processes)(case):
             assert differences(alone(case), result) == [], case.__name__
 
 
-def test_logical_processes_train_as_one_process_does_with_the_whole_batch():
+def test_logical_processes_train_as_one_with_the_whole_batch():
     found = []
     for count, batch in ((4, 3), (None, 12)):
         model = small_model()
@@ -419,14 +419,14 @@ class Fails(Trainer):
         return output | {"loss": output["loss"] + (torch.nan if self.logical.current == 1 else 0)}
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_whichever_process_has_it():
+def test_a_non_finite_loss_of_any_process_ends_the_run():
     trainer = make_trainer([TerminateOnNaNCallback], trainer_class=Fails, seed=1, logical_processes=3)
     with pytest.raises(NonFiniteLossError):
         train(trainer)
     assert trainer.progress.step == 1
 
 
-def test_the_report_of_a_loss_that_is_not_finite_has_the_samples_of_each_share(tmp_path):
+def test_a_nan_report_has_the_samples_of_each_share(tmp_path):
     report = NaNReportCallback(tmp_path)
     trainer = make_trainer([report], trainer_class=Fails, seed=1, logical_processes=3)
     with pytest.raises(NonFiniteLossError):
@@ -459,7 +459,7 @@ def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any
         return images(resume_from=state, **(options or {}))
 
 
-def test_a_run_resumes_on_any_number_of_processes_to_the_same_bits(uninterrupted, job):
+def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, job):
     """In the middle of an epoch and at its end."""
     whole, states = uninterrupted
     assert len(states) == whole["progress"]["update"] + 2
@@ -484,7 +484,7 @@ def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_pa
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_sigkill_and_another_number_of_processes_lead_to_the_same_bits(tmp_path):
+def test_sigkill_and_other_process_counts_change_no_bit(tmp_path):
     """A short version of tests/soak.py --logical 4; ``make soak`` makes it long."""
 
     def run_whole(folder, **options):
@@ -499,7 +499,7 @@ def test_sigkill_and_another_number_of_processes_lead_to_the_same_bits(tmp_path)
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
 @pytest.mark.skipif(not SOAK, reason="200 resumed runs take long; SOAK=1 runs them")
-def test_any_run_resumes_from_any_update_on_any_number_of_processes(job, tmp_path):
+def test_any_run_resumes_from_any_update_on_any_process_count(job, tmp_path):
     """20 runs drawn at random, each resumed from 10 states drawn at random."""
     draw = random.Random(0)
 
@@ -523,7 +523,7 @@ def test_any_run_resumes_from_any_update_on_any_number_of_processes(job, tmp_pat
         assert [differences(whole, other) for other in others] == [[]] * len(others), options
 
 
-def test_resuming_with_other_logical_processes_prints_it_and_loses_no_sample(uninterrupted, capsys):
+def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, capsys):
     whole, states = uninterrupted
     for count in (4, None):
         capsys.readouterr()

@@ -197,7 +197,7 @@ def mean_over_items(batch_size: int = 4, returns: bool = False) -> float:
     return float(trainer.run_history.get_latest_metric("train_loss_epoch"))
 
 
-def test_the_recorded_loss_is_a_mean_over_items_for_any_batch_sizes(two_ranks):
+def test_the_recorded_loss_is_a_mean_over_items(two_ranks):
     items = COUNTS
     mean = sum(n * n for n in items) / sum(items)  # the loss of a sample with n items is n
     for size in (1, 4, 13):
@@ -207,7 +207,7 @@ def test_the_recorded_loss_is_a_mean_over_items_for_any_batch_sizes(two_ranks):
         assert found == pytest.approx(mean)
 
 
-def test_the_losses_of_several_optimizers_are_means_over_their_own_items():
+def test_losses_of_optimizers_are_means_over_their_own_items():
     class Counted(GAN):
         def update(self, loss, optimizer):
             count = len(self.current_run.batch.data[0])
@@ -235,7 +235,7 @@ def normalised() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Te
     return found[0], found[1]
 
 
-def test_ranks_have_the_same_statistics_after_each_update_and_resume_them(two_ranks):
+def test_ranks_have_the_same_statistics_after_each_update(two_ranks):
     """Each rank normalises its own batches; the running statistics of rank 0 count, also beside the model."""
     first, second = two_ranks(normalised)
     for networks, others in zip(first[0], second[0], strict=True):
@@ -285,7 +285,7 @@ def test_the_default_step_can_be_extended():
 # -------------------------------------------------------------------------------------------- what goes with it
 
 
-def test_each_optimizer_has_its_schedule_and_a_step_is_one_update():
+def test_each_optimizer_has_its_schedule_in_one_update_a_step():
     events: list[str] = []
     names = ["on_train_step_end", "on_update_end", "on_optimizer_step_start", "on_optimizer_step_end"]
     note = listener(**{name: lambda trainer, name=name, **_: events.append(name) for name in names})
@@ -389,7 +389,7 @@ def test_spikes_are_those_of_each_optimizer(capsys):
     assert re.findall("Update .* skipped", capsys.readouterr().out) == ["Update 5 of 'critic' skipped"]
 
 
-def test_gradients_of_an_optimizer_that_begins_after_the_warm_up_are_not_skipped():
+def test_gradients_of_an_optimizer_that_begins_late_are_used():
     class Late(GAN):
         def update(self, loss, optimizer):
             if optimizer == "critic" or self.progress.step >= 3:
@@ -529,7 +529,7 @@ def test_callbacks_skip_updates_of_scaled_gradients(scaled_accelerator):
     assert changed == {"generator"}
 
 
-def test_an_overflow_lowers_the_scale_though_another_update_of_the_window_is_skipped(scaled_accelerator):
+def test_an_overflow_lowers_the_scale_beside_a_skipped_update(scaled_accelerator):
     class Overflowing(GAN):
         def update(self, loss, optimizer):
             super().update(loss * 1e200 * 1e200 if optimizer == "critic" else loss, optimizer)
@@ -583,7 +583,7 @@ def test_a_wrong_step_is_pointed_out(step, optimizer, error, message):
         step_of(step, optimizer)
 
 
-def test_a_step_that_returns_its_loss_without_an_update_is_pointed_out():
+def test_a_loss_returned_without_an_update_is_pointed_out():
     def forgets(trainer, batch):
         return {"loss": trainer.loss_func(trainer.model(batch[0]), batch[1])}
 
@@ -616,7 +616,7 @@ def test_tools_that_make_steps_of_their_own_refuse():
 
 
 @pytest.mark.extension("tuning")
-def test_the_rate_of_one_optimizer_is_found_by_its_own_loss_and_leaves_no_trace():
+def test_the_rate_of_one_optimizer_is_found_by_its_own_loss():
     class Averaging(GAN):
         """Keeps an average of the generator, and notes the rates of the updates."""
 

@@ -89,7 +89,7 @@ def _largest_output(batch: Any, batch_output: Any) -> Any:
     return (batch_output["model_outputs"].max(),)
 
 
-def test_metrics_are_those_of_the_whole_set_and_recorded_once_an_evaluation():
+def test_metrics_of_an_evaluation_are_of_the_whole_set():
     data, model = classification(), classifier()
     metrics = {"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)}
     trainer = class_trainer(MetricsCallback(metrics), model=model)
@@ -104,7 +104,7 @@ def test_metrics_are_those_of_the_whole_set_and_recorded_once_an_evaluation():
     assert len(trainer.run_history.get_metric_values("accuracy")) == 4
 
 
-def test_training_metrics_have_a_prefix_and_restart_in_every_epoch():
+def test_training_metrics_have_a_prefix_and_restart_each_epoch():
     seen = []
 
     class Counts(MeanSquaredError):
@@ -138,7 +138,7 @@ def test_metrics_are_recorded_under_their_names(metrics, names):
     assert set(trainer.run_history.get_metric_names()) == names | {"train_loss_epoch", "eval_loss_epoch"}
 
 
-def test_intermediate_averaged_and_named_evaluations_have_prefixes():
+def test_metrics_of_special_evaluations_have_prefixes():
     ema = ModelEmaCallback(0.5, save_path=None, callbacks=[MetricsCallback({"mae": MeanAbsoluteError()})],
                            watch_metric="ema_model_a_eval_loss_epoch")  # fmt: skip
     callbacks = [StepBasedEvaluationCallback(2), MetricsCallback({"mae": MeanAbsoluteError()}), ema]
@@ -165,7 +165,7 @@ class Quantiles(MeanAbsoluteError):
         return {"low": error / 2, "middle": error, "high": 2 * error}
 
 
-def test_only_requested_values_are_recorded_with_the_direction_of_their_metric():
+def test_only_the_requested_values_of_a_metric_are_recorded():
     stop = EarlyStoppingCallback(watch_metric="middle", early_stopping_patience=50)
     metrics = MetricsCallback({"quantiles": Quantiles()}, only=["low", "middle"])
     trainer = quiet_trainer(small_model(), callbacks=[metrics, stop])
@@ -241,7 +241,7 @@ def test_metrics_of_unusual_outputs_require_a_transform():
     assert trainer.run_history.get_latest_metric("mae") > 0
 
 
-def test_metrics_that_belong_to_a_trainer_work_as_in_the_ancestor():
+def test_metrics_that_belong_to_a_trainer_work():
     class WithMetric(Trainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -274,7 +274,7 @@ def test_training_metrics_resume_exactly(tmp_path):
         assert again["history"] == whole["history"]
 
 
-def test_training_metrics_with_other_names_continue_as_far_as_they_are_the_same(tmp_path):
+def test_training_metrics_with_the_same_name_continue(tmp_path):
     def run(names: list[str], **kwargs: Any) -> Any:
         metrics = MetricsCallback({name: MeanSquaredError() for name in names}, train=True)
         saver = SaveTrainingStateCallback(tmp_path / "-".join(names), save_every_n_steps=1)
@@ -338,7 +338,7 @@ def training_metrics(folder: Path) -> Any:
 
 
 @pytest.mark.processes
-def test_training_metrics_count_each_sample_once_and_restart_with_fewer_processes(tmp_path, two_ranks):
+def test_training_metrics_restart_with_fewer_processes(tmp_path, two_ranks):
     for result in two_ranks.run(training_metrics, tmp_path):
         assert result["train_count"] == [7.0]
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
@@ -374,7 +374,7 @@ def test_bad_metrics_are_named(metrics, error, message):
         MetricsCallback(metrics)
 
 
-def test_a_metric_that_two_callbacks_record_is_refused_before_the_first_batch():
+def test_a_metric_that_two_callbacks_record_is_refused():
     data = classification()
     first, second = (MetricsCallback({"accuracy": MulticlassAccuracy(3, top_k=k)}) for k in (1, 2))
     trainer = class_trainer(first, second)
@@ -593,7 +593,7 @@ def of_few_samples() -> list[float]:
 
 
 @pytest.mark.processes
-def test_processes_without_samples_take_over_what_a_classifier_does(ranks):
+def test_processes_without_samples_compute_the_same_accuracy(ranks):
     assert ranks(of_few_samples) == [of_few_samples()] * 3
 
 

@@ -119,12 +119,12 @@ def by_trainer(folder: Path | None = None, killed_at: int | None = None) -> dict
     return weights(model)
 
 
-def test_clipped_and_decayed_in_groups_it_equals_its_hand_written_loop():
+def test_clipped_and_decayed_it_equals_its_hand_written_loop():
     assert equal(by_trainer(), by_hand())
 
 
 @pytest.mark.programs
-def test_killed_in_each_epoch_and_resumed_it_still_equals_that_loop(tmp_path):
+def test_killed_in_each_epoch_it_still_equals_that_loop(tmp_path):
     for update, saved in ((3, 2), (9, 8)):
         killed = run_forked(partial(by_trainer, tmp_path, killed_at=update), kind=EarlyFork)
         assert killed.returncode == -signal.SIGKILL, killed.stdout

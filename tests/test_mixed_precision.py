@@ -66,7 +66,7 @@ OF_TUNING = ("find_lr", "diagnose")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extension("tuning")] if name in OF_TUNING else []) for name in RUNS]
 )
-def test_what_a_step_calls_beside_the_model_is_computed_in_mixed_precision_too(bf16, name):
+def test_mixed_precision_covers_calls_beside_the_model(bf16, name):
     trainer = make_trainer(trainer_class=WithCritic, accelerator=bf16)
     RUNS[name](trainer)
     assert trainer.parts[0].seen == {torch.bfloat16}
@@ -74,7 +74,7 @@ def test_what_a_step_calls_beside_the_model_is_computed_in_mixed_precision_too(b
     assert torch.is_autocast_cache_enabled()
 
 
-def test_a_loss_function_is_computed_in_it_and_weights_and_losses_stay_in_single_precision(bf16):
+def test_a_loss_computes_in_bf16_but_weights_stay_in_float32(bf16):
     class Distance(nn.Module):
         def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             seen.append((outputs.dtype, (outputs @ targets.T).dtype))
@@ -119,7 +119,7 @@ class TrainsAndUses(Trainer):
         return {"loss": self.model(batch[0]).mean() + loss + self.head(batch[0]).float().mean()}
 
 
-def test_weights_that_a_step_has_changed_are_used_as_they_are_and_get_gradients(bf16):
+def test_weights_that_a_step_has_changed_are_used_as_they_are(bf16):
     trainer = make_trainer(trainer_class=TrainsAndUses, accelerator=bf16)
     trainer.head = nn.Linear(4, 1)
     trainer.changed = []
@@ -193,12 +193,12 @@ def test_what_cannot_be_is_an_error_after_which_another_can(arguments, message):
         assert make_trainer(mixed_precision="bf16").accelerator.mixed_precision == "bf16"
 
 
-def test_mixed_precision_cannot_contradict_an_accelerator_that_is_passed(bf16):
+def test_mixed_precision_cannot_contradict_the_accelerator(bf16):
     with pytest.raises(ValueError, match=r"that of the accelerator is 'bf16'. Pass only one of them to the trainer"):
         make_trainer(mixed_precision="no", accelerator=bf16)
 
 
-def test_a_trainer_without_the_argument_shares_the_users_accelerator(bf16):
+def test_without_mixed_precision_the_users_accelerator_is_shared(bf16):
     assert make_trainer().accelerator.mixed_precision == "bf16"
     assert make_trainer(mixed_precision="no").accelerator.mixed_precision == "no"
     assert bf16.mixed_precision == "bf16"
@@ -226,7 +226,7 @@ def test_trainers_of_a_process_have_each_their_precision():
 
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize(("outer", "inner"), [(None, "bf16"), ("bf16", None)])
-def test_a_run_within_a_run_of_another_trainer_has_its_own_precision(outer, inner):
+def test_a_nested_run_of_another_trainer_has_its_own_precision(outer, inner):
     alone = {precision: weights(trained(precision)[0].model) for precision in (None, "bf16")}
     found: list[Any] = []
 

@@ -99,7 +99,7 @@ def test_a_stream_under_two_names_is_an_error():
 
 
 @pytest.mark.processes
-def test_a_mixture_of_streams_continues_with_any_number_of_processes(two_ranks, tmp_path):
+def test_a_mixture_of_streams_continues_on_other_processes(two_ranks, tmp_path):
     whole = train_on("mixture", tmp_path, batch_size=6)
     resumed = two_ranks.run(train_on, "mixture", resume_from=tmp_path / "5", batch_size=3)
     for step, expected in enumerate(whole["seen"][5:]):

@@ -97,7 +97,7 @@ def test_every_part_of_an_epoch_has_the_shares_of_the_weights(sizes, data):
             assert abs(found[name] - done * count / 100) < len(sizes)
 
 
-def test_no_sample_is_repeated_before_all_of_its_dataset_have_been_read():
+def test_no_sample_of_a_mixture_repeats_before_all_are_read():
     whole = of_sizes(7, 30, weights={"d7": 1, "d30": 1}, num_samples=20)
     order = [index for epoch in (1, 2, 3) for index in indices(epoch_of(whole, 4, epoch=epoch))]
     small, large = [i for i in order if i < 7], [i for i in order if i >= 7]
@@ -114,7 +114,7 @@ def test_without_weights_an_epoch_has_each_sample_once():
 
 @settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
-def test_a_mixed_epoch_continues_from_any_position_with_other_sizes(batch, world, batch2, world2, data):
+def test_a_mixed_epoch_continues_from_any_position(batch, world, batch2, world2, data):
     whole = of_sizes(7, 30, weights={"d7": 2, "d30": 1})
     steps = epoch_of(whole, batch, world)
     done = indices(steps[: data.draw(st.integers(0, len(steps)))])

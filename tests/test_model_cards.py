@@ -141,7 +141,7 @@ def test_the_library_of_the_hub_reads_the_metadata(tmp_path):
     assert row(tmp_path / "waves", "mse") == [f"{value:.4f}" for value in history["mse"][-2:]]
 
 
-def test_each_evaluation_dataset_has_its_results_and_averages_have_none(tmp_path):
+def test_each_evaluation_dataset_has_its_own_results(tmp_path):
     average = ModelEmaCallback(decay=0.5, watch_metric="ema_model_easy_eval_loss_epoch")
     trained(average, eval_dataset={"easy": DATA, "hard_ones": OTHER_DATA}).save_model(tmp_path)
     assert [(it.dataset_config, it.metric_type) for it in results(tmp_path)] == [
@@ -174,7 +174,7 @@ def test_the_card_says_which_weights_are_saved(tmp_path):
     assert "evaluated afterwards" not in section(tmp_path / "third", "Results")  # as others were evaluated
 
 
-def test_a_later_evaluation_on_the_same_data_replaces_the_values_of_the_run(tmp_path):
+def test_a_later_evaluation_of_the_same_data_replaces_values(tmp_path):
     trainer = trained(MetricsCallback({"mse": MeanSquaredError()}))
     trainer.loss_func = nn.L1Loss()
     loss = trainer.evaluate(OTHER_DATA)["evaluation_loss"]
@@ -184,7 +184,7 @@ def test_a_later_evaluation_on_the_same_data_replaces_the_values_of_the_run(tmp_
     assert found == [("validation", "loss", loss), ("validation", "mse", trainer.run_history["mse"][-1])]
 
 
-def test_the_metrics_of_weights_from_elsewhere_are_those_of_a_later_evaluation(tmp_path):
+def test_metrics_of_loaded_weights_are_of_a_later_evaluation(tmp_path):
     quiet_trainer(small_model(1)).save_checkpoint(tmp_path / "other.pt", {"epoch": 1, "eval_loss_epoch": 9.0})
     trainer = trained()
     trainer.load_checkpoint(tmp_path / "other.pt")

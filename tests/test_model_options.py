@@ -57,7 +57,7 @@ class OwnModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names():
+def test_a_model_compiled_in_place_trains_like_the_plain_one():
     plain = OwnModel()
     model, compiled, data = copy.deepcopy(plain), [], regression_data(16)
 
@@ -75,7 +75,7 @@ def test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names():
     assert torch.equal(trainer.predict(data), plain(data.tensors[0]).detach())
 
 
-def test_channels_last_lays_out_weights_and_images_and_learns_the_same():
+def test_channels_last_lays_out_images_and_learns_the_same():
     plain, model = image_model(), image_model()
     train(plain)
     seen = []
@@ -136,7 +136,7 @@ def test_a_model_that_accelerate_compiled_is_given_back(no_accelerator):
 
 # torch looks at the gradients of what a graph is given; it ignores the warning itself unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_blocks_that_accelerate_compiled_have_their_names_in_states(tmp_path, no_accelerator):
+def test_blocks_that_accelerate_compiled_keep_names_in_states(tmp_path, no_accelerator):
     kinds: set[str] = set()
 
     def look(trainer: Trainer, **kwargs: Any) -> None:

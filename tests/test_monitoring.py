@@ -27,7 +27,7 @@ from tests.ranks import rank
 from tests.tasks import Overflows, equal, listener, make_model, make_trainer, own_clock, train, weights
 
 
-def test_learning_rates_are_those_that_the_updates_were_made_with():
+def test_learning_rates_are_those_the_updates_were_made_with():
     seen: list[Any] = []
     look = listener(on_optimizer_step_end=lambda t: seen.append(t.step_metrics["lr"]))
     trainer = make_trainer([LearningRateMonitorCallback, look])
@@ -77,7 +77,7 @@ def test_gradient_norms_are_those_before_clipping(clip):
         assert values["clipped_updates"][0] > 0
 
 
-def test_an_epoch_that_was_resumed_has_the_norms_of_all_its_updates(tmp_path):
+def test_a_resumed_epoch_has_the_norms_of_all_its_updates(tmp_path):
     def run(**kwargs: Any) -> dict[str, Any]:
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
         trainer = make_trainer([GradientNormCallback, saving], seed=0)
@@ -174,7 +174,7 @@ def test_a_window_without_updates_is_refused():
 
 
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}])
-def test_optimizers_without_a_rate_are_trained_with_what_shows_rates(defaults, tmp_path):
+def test_optimizers_without_a_rate_train_with_what_shows_rates(defaults, tmp_path):
     class FindsItsOwn(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, defaults)
@@ -264,7 +264,7 @@ def test_flops_of_compiled_code_are_those_of_the_code():
         assert latest(trainer, "mfu") == pytest.approx(FLOPS * latest(trainer, "samples_per_second"))
 
 
-def test_flops_of_a_batch_that_does_not_fit_are_those_of_its_parts():
+def test_flops_of_a_split_batch_are_those_of_its_parts():
     class Full(Trainer):
         def calculate_train_batch_loss(self, batch):
             if len(batch[0]) > 2:
@@ -306,7 +306,7 @@ class OwnStep(Trainer):
         ({"logical_processes": 2, "seed": 0}, "a step has several logical processes"),
     ],
 )
-def test_where_flops_cannot_be_counted_training_continues_without(kwargs, reason):
+def test_training_continues_where_flops_cannot_be_counted(kwargs, reason):
     trainer = make_trainer([ThroughputCallback(count_flops=True, peak_flops=1)], **kwargs)
     with pytest.warns(UserWarning, match=f"counts no FLOPs: {reason}"):
         train(trainer)

@@ -171,7 +171,7 @@ def test_the_run_continues_as_without_it(event, action, seed):
     assert history == plain.run_history.to_dict()
 
 
-def test_losses_by_name_of_a_nested_evaluation_are_not_those_of_the_run():
+def test_losses_of_a_nested_evaluation_are_not_those_of_the_run():
     def look(trainer):
         evaluate(trainer)
         assert trainer.recorded_losses.keys() == {"train_loss_epoch"}
@@ -243,7 +243,7 @@ def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case
 
 
 @pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end"])
-def test_what_fails_within_a_run_and_is_caught_there_does_not_end_it(event, capfd):
+def test_a_nested_error_that_is_caught_does_not_end_the_run(event, capfd):
     told: list[str] = []
 
     def fails(trainer: Any) -> None:
@@ -261,7 +261,7 @@ def test_what_fails_within_a_run_and_is_caught_there_does_not_end_it(event, capf
     assert told == []
 
 
-def test_an_evaluation_that_is_stopped_after_a_run_is_no_end_of_that_run(tmp_path):
+def test_an_evaluation_stopped_after_a_run_is_not_its_end(tmp_path):
     def stop(trainer: Any, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:
             raise StopTrainingError("seen enough")
@@ -279,7 +279,7 @@ def test_an_evaluation_that_is_stopped_after_a_run_is_no_end_of_that_run(tmp_pat
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
-def test_what_is_evaluated_or_predicted_alone_leaves_the_generators_to_the_user(method):
+def test_evaluating_or_predicting_leaves_the_generators_alone(method):
     trainer = quiet_trainer(dropout_model(), seed=0)
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     drawn = []
@@ -290,7 +290,7 @@ def test_what_is_evaluated_or_predicted_alone_leaves_the_generators_to_the_user(
     assert drawn == [(random.random(), np.random.rand()) for _ in range(3)]
 
 
-def test_a_prediction_that_is_left_in_its_middle_is_over_with_the_run_around_it():
+def test_a_prediction_left_in_its_middle_ends_with_its_run():
     errors: list[BaseException] = []
 
     def leave(trainer: Any, **kwargs: Any) -> None:
@@ -310,7 +310,7 @@ def test_a_prediction_that_is_left_in_its_middle_is_over_with_the_run_around_it(
         assert trainer.progress.epochs_completed == 1
 
 
-def test_parts_of_predictions_come_from_their_own_batches_in_evaluation_mode():
+def test_interleaved_predictions_read_their_own_batches():
     seen = []
 
     class Looks(TrainerCallback):
@@ -325,7 +325,7 @@ def test_parts_of_predictions_come_from_their_own_batches_in_evaluation_mode():
     assert seen == [([0, 1], False), ([0, 1], False), ([2, 3], False), ([2], False), ([4], False)]
 
 
-def test_a_prediction_that_is_read_step_by_step_does_not_hide_the_run():
+def test_a_prediction_read_step_by_step_does_not_hide_the_run():
     parts: list[Any] = []
 
     class Reads(TrainerCallback):
@@ -367,7 +367,7 @@ def test_a_closed_trainer_still_has_the_results_of_its_run():
     assert trainer.run_config.num_epochs == 1
 
 
-def test_a_callback_that_is_added_after_others_were_removed_is_called():
+def test_a_callback_added_after_others_were_removed_is_called():
     handler = CallbackHandler()
     for _ in range(50):
         callback = listener(on_update_end=lambda trainer, **_: None)
@@ -397,13 +397,13 @@ def predict_one_sample_within_a_run() -> Any:
 
 
 @pytest.mark.processes
-def test_predicting_within_a_run_with_unequal_shares_does_not_hang(ranks):
+def test_predicting_in_a_run_with_unequal_shares_does_not_hang(ranks):
     for shapes in ranks(predict_one_sample_within_a_run):
         assert shapes == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("event", ["on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end"])
-def test_the_history_keeps_only_the_runs_own_values_of_a_metric_that_its_evaluations_record(event):
+def test_the_history_keeps_only_a_runs_own_values_of_a_metric(event):
     def metrics_of(*extra):
         trainer = make_trainer([MetricsCallback({"mae": MeanAbsoluteError()}), *extra], seed=0)
         trainer.train(make_data(), 2, make_data())

@@ -59,7 +59,7 @@ def spoilt(index: int = 12, value: float = math.nan, size: int = 30) -> Any:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_report_names_the_layer_and_the_samples_before_the_weights_change(tmp_path, accumulation):
+def test_a_nan_report_names_the_layer_and_the_samples(tmp_path, accumulation):
     before: list[Any] = []
     remember = listener(on_train_step_start=lambda t: before.append(weights(t.model)))
     report = NaNReportCallback(tmp_path)
@@ -84,7 +84,7 @@ def test_training_with_reports_has_the_same_bits():
     assert equal(*results)
 
 
-def test_a_gradient_that_is_not_finite_is_reported_before_it_spoils_the_weights(tmp_path):
+def test_a_non_finite_gradient_is_reported_before_the_update(tmp_path):
     class Gated(nn.Module):
         def __init__(self):
             super().__init__()
@@ -194,9 +194,7 @@ def bits(seen: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("saves", "accumulation"), [(2, 1), (1, 2), (None, 1)])
-def test_the_step_of_a_report_is_repeated_in_the_same_bits_and_its_operation_is_named(
-    tmp_path, capsys, saves, accumulation
-):
+def test_a_repeated_step_has_its_bits_and_names_the_operation(tmp_path, capsys, saves, accumulation):
     def make(seen: list[Any]) -> tuple[Trainer, Any]:
         data, spoil = late()
         trainer = failing_run(tmp_path, seen, saves=saves, seed=3)
@@ -234,7 +232,7 @@ def test_the_step_of_a_report_is_repeated_in_the_same_bits_and_its_operation_is_
     assert not trainer.model[2]._forward_pre_hooks
 
 
-def test_a_repeated_step_names_the_operation_whose_gradient_is_not_finite(tmp_path):
+def test_a_repeated_step_names_the_non_finite_gradients_origin(tmp_path):
     class Gated(nn.Module):
         def __init__(self):
             super().__init__()
@@ -263,7 +261,7 @@ def test_a_repeated_step_names_the_operation_whose_gradient_is_not_finite(tmp_pa
     assert operation.endswith("of test_non_finite.py: return x.sqrt().")
 
 
-def test_a_step_that_is_finite_when_it_is_repeated_ends_the_run_and_says_so(tmp_path, capsys):
+def test_a_repeated_step_that_is_finite_ends_the_run_and_says_so(tmp_path, capsys):
     arguments = {"per_device_batch_size": 5, "train_dataloader_kwargs": WITHOUT_WORKERS}
     with pytest.raises(NonFiniteLossError):
         fit(failing_run(tmp_path, []), spoilt())
@@ -408,7 +406,7 @@ def nan_report() -> Any:
 
 
 @two_are_enough
-def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
+def test_the_rank_that_meets_a_nan_writes_the_report(ranks):
     *others, last = ranks(nan_report)
     rank = ranks.world_size - 1
     assert last["report"] == f"epoch-1-step-2-rank-{rank}.json"

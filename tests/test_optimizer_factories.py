@@ -80,7 +80,7 @@ class Counted:
 # ------------------------------------------------------------------------------------------- as made before
 
 
-def test_what_a_factory_makes_trains_to_the_bits_of_what_was_made_before():
+def test_a_factorys_optimizer_trains_to_the_same_bits():
     assert equal(weights(train_with(factory).model), weights(train_with(made).model))
 
 
@@ -144,7 +144,7 @@ def test_a_gradient_scaler_works_with_what_a_factory_makes(scaled_accelerator):
 # ------------------------------------------------------------------------------------------- when, and with what
 
 
-def test_a_factory_is_called_once_when_training_first_prepares_the_model():
+def test_a_factory_is_called_once_when_training_first_begins():
     model, count = small_model(), Counted()
     seen: list[int] = []
     callbacks = [listener(**{event: lambda trainer: seen.append(len(count.given)) for event in EVENTS})]
@@ -172,7 +172,7 @@ def test_a_factory_is_called_once_when_training_first_prepares_the_model():
 EVENTS = ["on_dataloaders_created", "on_training_run_start"]
 
 
-def test_a_factory_is_passed_the_parameters_that_require_gradients_when_a_run_starts():
+def test_a_factory_gets_the_parameters_that_require_gradients():
     for freezes_in_callback in (False, True):
         model, count = small_model(), Counted()
         freeze = partial(ModelFreezer(model).freeze, 0, 0)
@@ -270,7 +270,7 @@ def test_tools_make_the_optimizer_and_leave_it_fresh(tool):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "training_state"])
-def test_a_state_that_is_loaded_before_training_is_the_optimizers_when_it_is_made(tmp_path, kind):
+def test_a_state_loaded_before_training_is_the_new_optimizers(tmp_path, kind):
     saved = quiet_trainer(small_model(), optimizer=SMALL)
     saved.train(DATA, 1, **HERE)
     getattr(saved, f"save_{kind}")(tmp_path / "saved")
@@ -284,7 +284,7 @@ def test_a_state_that_is_loaded_before_training_is_the_optimizers_when_it_is_mad
         assert equal(weights(trainer.model), weights(saved.model))
 
 
-def test_a_state_of_other_groups_is_refused_when_the_optimizer_is_made(tmp_path):
+def test_a_state_of_other_groups_is_refused_by_a_new_optimizer(tmp_path):
     saved = quiet_trainer(small_model(), optimizer=lambda parameters: [SGD([p], lr=0.1) for p in parameters])
     saved.save_checkpoint(tmp_path / "fresh.pt")
     assert "optimizer_state_dict" not in torch.load(tmp_path / "fresh.pt")
@@ -343,7 +343,7 @@ def test_a_model_with_nothing_to_train_is_refused():
         trainer.train(DATA, 1)
 
 
-def test_an_optimizer_of_other_parameters_is_warned_of_where_train_is_called():
+def test_an_optimizer_of_other_parameters_warns_at_the_call():
     trainer = quiet_trainer(small_model(), optimizer=lambda parameters: SGD([torch.zeros(1)], lr=0.1))
     with pytest.warns(UserWarning, match="None of the 1 parameters of the optimizer belongs to the model") as caught:
         trainer.train(DATA, 1)

@@ -135,7 +135,7 @@ def test_hooks_profiles_and_a_replaced_step_see_every_update(several):
     assert not equal(weights(model), before)
 
 
-def test_what_replaces_a_step_after_a_scheduler_is_called_and_a_profile_sees_each_step():
+def test_what_replaces_a_step_after_a_scheduler_is_called():
     seen = []
 
     class Replaces(TrainerCallback):
@@ -177,7 +177,7 @@ class OfTwoKinds(nn.Module):
 
 @pytest.mark.parametrize("kind", [small_model, OfTwoKinds])
 @pytest.mark.parametrize("limit", [0.05, 50.0])
-def test_gradients_are_clipped_to_the_bits_of_torchs_own_function(kind, limit):
+def test_gradients_are_clipped_to_the_bits_of_torchs_function(kind, limit):
     torch.manual_seed(0)
     model = kind()
     expected = copy.deepcopy(model)
@@ -204,7 +204,7 @@ def biases_last(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("frozen", [0, 4])
-def test_gradients_of_sorted_groups_are_clipped_to_the_bits_of_clipping_the_models_parameters(frozen):
+def test_gradients_of_sorted_groups_are_clipped_to_the_same_bits(frozen):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(60)), nn.Linear(5, 1)).double()
     model[:frozen].requires_grad_(False)
@@ -238,7 +238,7 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
 # ------------------------------------------------------------------------------------------- one of several
 
 
-def test_the_state_of_several_optimizers_is_numbered_as_that_of_one():
+def test_several_optimizers_number_their_state_as_one():
     model = small_model()
     trainer = quiet_trainer(model, optimizer=two_optimizers(model))
     trainer.train(DATA, 1)
@@ -311,7 +311,7 @@ def test_one_schedule_may_be_of_all():
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.05 / 4, 0.02 / 4, 0.01 / 4]
 
 
-def test_a_schedule_that_follows_a_metric_stands_beside_one_that_does_not():
+def test_a_schedule_of_a_metric_works_beside_one_of_steps():
     model = small_model()
     trainer = quiet_trainer(model, optimizer=two_optimizers(model))
     trainer.train(
@@ -352,7 +352,7 @@ def test_a_parameter_of_two_optimizers_is_refused():
         trained_by(lambda model: {name: torch.optim.SGD(model.parameters()) for name in "ab"})
 
 
-def test_a_parameter_of_none_of_several_optimizers_is_refused_unless_it_is_frozen():
+def test_an_unfrozen_parameter_of_no_optimizer_is_refused():
     with pytest.raises(ValueError, match=r"None of the optimizers '0' has the model's 2\.weight, 2\.bias\. Add"):
         trained_by(lambda model: [torch.optim.SGD(model[0].parameters())])
     trained_by(lambda model: [torch.optim.SGD(model.requires_grad_(False)[0].requires_grad_().parameters())])
@@ -440,7 +440,7 @@ def train_schedule_free(epochs: int, callbacks: Any = (), several: bool = False,
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_an_optimizer_with_modes_trains_evaluates_and_leaves_the_weights_as_by_hand(several):
+def test_an_optimizer_with_modes_has_the_bits_of_the_plain_loop(several):
     trainer = train_schedule_free(3, several=several)
     model, losses = schedule_free_by_hand(3)
     assert equal(weights(trainer.model), weights(model))
@@ -448,7 +448,7 @@ def test_an_optimizer_with_modes_trains_evaluates_and_leaves_the_weights_as_by_h
     assert trainer.evaluate(DATA)["evaluation_loss"] == pytest.approx(losses[-1])
 
 
-def test_what_is_saved_within_training_are_the_weights_for_evaluation(tmp_path):
+def test_what_is_saved_in_training_are_weights_for_evaluation(tmp_path):
     saved = []
     best = SaveBestModelCallback(tmp_path / "best.pt", load_saved_checkpoint=False)
 
@@ -474,7 +474,7 @@ def test_it_is_resumed_to_the_same_bits(tmp_path):
         assert equal(weights(train_schedule_free(2, [again], resume_from=folder).model), weights(whole.model))
 
 
-def test_the_best_weights_that_are_loaded_at_the_end_stay_as_they_were(tmp_path):
+def test_the_best_weights_loaded_at_the_end_stay_as_they_were(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt")
 
     def spoil(trainer: Trainer, **kwargs: Any) -> None:

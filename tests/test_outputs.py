@@ -57,7 +57,7 @@ class Collect:
     ("every", "updates"),
     [("1 epochs", [6, 12]), ("5 updates", [5, 10]), ("0.5 epochs", [3, 6, 9, 12]), ("6 updates", [6, 12])],
 )
-def test_outputs_are_shown_at_intervals_and_training_does_not_notice(every, updates, capsys):
+def test_outputs_are_shown_at_intervals_and_change_no_training(every, updates, capsys):
     collect = Collect()
     trainer = run(ShowOutputsCallback(first_output, every), collect.callback)
     assert list(collect.found) == updates
@@ -178,7 +178,7 @@ def test_what_has_not_the_form_of_a_picture_is_shown_as_text(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_values_beyond_those_of_a_picture_are_cut_off_with_one_warning(tmp_path):
+def test_values_beyond_those_of_a_picture_are_cut_off(tmp_path):
     wide = torch.tensor([[-1.0, 0.5], [3.0, float("nan")]])
     show = ShowOutputsCallback(lambda model: wide, "3 updates", folder=tmp_path)
     with pytest.warns(UserWarning, match=r"'outputs' as a picture, whose values .* cut off") as said:
@@ -187,7 +187,7 @@ def test_values_beyond_those_of_a_picture_are_cut_off_with_one_warning(tmp_path)
     assert np.asarray(Image.open(tmp_path / "outputs-000003.png"))[:, :, 0].tolist() == [[0, 128], [255, 0]]
 
 
-def test_pictures_are_on_the_page_and_in_trackers_that_take_images(tmp_path, monkeypatch):
+def test_pictures_are_on_the_page_and_in_trackers_for_images(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
@@ -285,7 +285,7 @@ def test_several_processes_compute_the_same(two_ranks):
 @CAN_SHARD
 @pytest.mark.slow
 @pytest.mark.processes
-def test_replicated_and_sharded_language_models_generate_the_same(two_ranks):
+def test_replicated_and_sharded_language_models_generate_alike(two_ranks):
     first, second = two_ranks.run(generating, is_sharded=False)
     assert first == second
     assert list(first) == [2, 4, 6]

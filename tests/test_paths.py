@@ -153,7 +153,7 @@ def test_two_runs_do_not_write_to_one_place(tmp_path, name):
     train(make_trainer([write(path)]))
 
 
-def test_a_run_of_another_process_does_not_write_to_the_same_file(tmp_path):
+def test_runs_of_two_processes_cannot_write_to_the_same_file(tmp_path):
     code = (
         "import fcntl, sys, time\n"
         "file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); file.write('4711'); file.flush()\n"

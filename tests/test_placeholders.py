@@ -82,7 +82,7 @@ def test_a_placeholder_has_the_value_of_the_run(name, trainer):
         ({"epochs": 2, "train_dataloader_kwargs": {"batch_size": 13}}, (2, 1, 2)),
     ],
 )
-def test_counts_of_updates_follow_accumulation_and_limits_and_are_those_really_made(arguments, expected):
+def test_counts_of_updates_in_schedules_are_those_really_made(arguments, expected):
     given: list[Any] = []
 
     def factory(optimizer: Any, *values: Any) -> Any:
@@ -178,7 +178,7 @@ def test_any_expression_has_the_value_that_python_gives_it(trainer, tree):
 
 @settings(max_examples=100)
 @given(tree=TREES)
-def test_the_text_of_any_expression_means_the_same_when_read_as_python(trainer, tree):
+def test_the_text_of_any_expression_means_the_same_in_python(trainer, tree):
     names = {name: getattr(P, name) for name in NAMES}
 
     def build() -> Any:
@@ -304,7 +304,7 @@ def expected_rates(create: Any, updates: int) -> list[float]:
     return [*rates, optimizer.param_groups[0]["lr"]]
 
 
-def test_onecycle_with_placeholders_gives_the_rates_of_onecycle_with_numbers():
+def test_onecycle_with_placeholders_has_the_rates_of_numbers():
     # One step more than updates, because torch counts the first value as a step.
     rates = learning_rates(
         partial(OneCycleLR, max_lr=0.5, total_steps=P.NUM_EPOCHS * P.NUM_UPDATE_STEPS_PER_EPOCH + 1),
@@ -366,7 +366,7 @@ def test_a_sequence_of_schedulers_may_hold_placeholders():
         "and": lambda p: p and 3,
     }.items(),
 )
-def test_using_a_value_before_it_is_known_is_an_error_that_names_the_placeholder(name, use):
+def test_using_a_placeholder_too_early_is_an_error_naming_it(name, use):
     with pytest.raises(TypeError, match=r"TrainerPlaceholderValues\.NUM_EPOCHS.*no value.*round\(\.\.\.\).*\.min"):
         use(P.NUM_EPOCHS)
 
@@ -406,13 +406,13 @@ def refuse(match: str, factory: Any, **arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(("data", "reason"), [(None, "eval_dataset"), (Stream(), "length")])
-def test_an_unknown_length_of_evaluation_is_an_error_that_says_why(data, reason):
+def test_an_unknown_length_of_evaluation_is_an_error(data, reason):
     factory = partial(StepLR, step_size=2 * P.EVAL_DATALOADER_LEN)
     refuse(rf"TrainerPlaceholderValues\.EVAL_DATALOADER_LEN.*{reason}", factory, eval_dataset=data)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("NUM_EPOCHS", "EVAL_DATALOADER_LEN")])
-def test_a_count_of_data_without_length_is_an_error_that_says_what_to_do(name):
+def test_an_update_count_of_data_without_length_is_an_error(name):
     factory = partial(StepLR, step_size=getattr(P, name) + 1)
     refuse(
         rf"TrainerPlaceholderValues\.{name}.*no length.*max_num_train_steps",
@@ -440,7 +440,7 @@ def test_the_number_of_epochs_is_known_for_data_without_length():
     assert rates == expected_rates(partial(StepLR, step_size=2), 6)
 
 
-def test_the_number_of_epochs_of_a_limited_run_without_length_is_an_error():
+def test_an_epoch_count_of_data_without_length_is_an_error():
     trainer = make_trainer()
     with pytest.raises(PlaceholderError, match=r"NUM_EPOCHS.*(num_epochs|length)"):
         train(
@@ -453,7 +453,7 @@ def test_the_number_of_epochs_of_a_limited_run_without_length_is_an_error():
         )
 
 
-def test_a_type_error_inside_the_users_length_keeps_its_traceback():
+def test_a_type_error_in_the_users_length_keeps_its_traceback():
     class Odd:
         def __len__(self):
             return len(None)  # type: ignore[arg-type]

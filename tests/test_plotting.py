@@ -58,7 +58,7 @@ def test_the_worst_samples_are_those_with_the_largest_losses(capsys):
     assert len(lines) == 6
 
 
-def test_regression_with_several_outputs_a_nan_and_fewer_samples_than_requested(capsys):
+def test_worst_samples_work_for_several_outputs_and_a_nan(capsys):
     x = torch.randn(4, 5)
     y = torch.zeros(4, 2)
     y[2, 0] = math.nan
@@ -273,7 +273,7 @@ def test_the_best_epoch_of_an_evaluation_is_marked():
     assert ring.get_offsets().tolist() == [[2, 0.25]]
 
 
-def test_curves_that_share_a_panel_differ_and_look_alike_in_all_panels():
+def test_curves_that_share_a_panel_look_alike_in_all_panels():
     names = [f"set{number}" for number in range(20)]
     metrics = {"train_loss_epoch": [2.0, 1.0], "eval_loss_epoch": [2.0, 1.0], "accuracy": [0.5, 0.6]}
     for prefix in ("ema_model", *names):
@@ -316,7 +316,7 @@ def test_monitors_share_panels_by_unit():
     assert legend(drawn["time of an epoch"]) == [*parts, "data, slowest process", "time of an epoch"]
 
 
-def test_a_curve_that_falls_over_decades_is_on_a_logarithmic_axis():
+def test_a_curve_that_falls_over_decades_has_a_logarithmic_axis():
     falling, flat = [0.5**k for k in range(14)], [1 / (k + 1) for k in range(14)]
     for values, scale in ((falling, "log"), (flat, "linear"), ([*falling[:-1], 0.0], "linear")):
         assert recorded(train_loss_epoch=values).plot().axes[0].get_yscale() == scale

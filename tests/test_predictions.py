@@ -113,7 +113,7 @@ def test_a_prediction_that_was_broken_off_continues(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("begin", [break_off, predict], ids=["half-written", "finished"])
-def test_predictions_of_other_weights_are_replaced_as_a_message_says(begin, tmp_path, capsys):
+def test_predictions_of_other_weights_are_replaced(begin, tmp_path, capsys):
     data = regression_data(21)
     begin(tmp_path, data)
     other = small_model(seed=1)
@@ -125,7 +125,7 @@ def test_predictions_of_other_weights_are_replaced_as_a_message_says(begin, tmp_
     assert "unknown weights" not in capsys.readouterr().out
 
 
-def test_predictions_without_a_record_of_their_weights_are_replaced(tmp_path, capsys):
+def test_predictions_without_a_record_of_weights_are_replaced(tmp_path, capsys):
     """As version 0.2 has written them."""
     data = regression_data(21)
     break_off(tmp_path, data)
@@ -149,7 +149,7 @@ class Scales(Trainer):
         return self.scale(super().calculate_predict_batch_output(batch))
 
 
-def test_other_weights_beside_the_model_count_if_the_trainer_uses_them(tmp_path, capsys):
+def test_weights_beside_the_model_count_if_the_trainer_uses_them(tmp_path, capsys):
     data = regression_data(9)
 
     def predict_with(trainer_class: type[Trainer], seed: int) -> None:
@@ -253,14 +253,14 @@ def predicted_streams() -> Any:
 
 
 @pytest.mark.processes
-def test_streams_are_predicted_and_evaluated_in_order_by_several_processes(ranks):
+def test_streams_are_predicted_in_order_by_several_processes(ranks):
     for result in ranks(predicted_streams):
         for run in result.values():
             torch.testing.assert_close(run["predictions"], run["expected"])
             assert run["losses"] == pytest.approx(run["expected_losses"])
 
 
-def test_what_a_process_was_ahead_of_the_others_is_predicted_again(tmp_path, capsys):
+def test_what_one_process_alone_had_predicted_is_done_again(tmp_path, capsys):
     data = regression_data(8)
     predict(tmp_path, data, shard_size=100)
     (path,) = tmp_path.glob("shard-*")

@@ -56,7 +56,7 @@ def make_tokenizer(word: str = "a") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
-def test_transformers_loads_the_best_model_of_a_run_and_the_best_average(tmp_path):
+def test_transformers_loads_the_best_model_and_the_best_average(tmp_path):
     pytest.importorskip("transformers")
     paths = best, average = tmp_path / "best.pt", tmp_path / "average.pt"
     trainer = trained(SaveBestModelCallback(best), ModelEmaCallback(0.5, save_path=average), lr=10.0)
@@ -110,7 +110,7 @@ def function_with(tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("collate", [Collate, function_with])
-def test_a_tokenizer_that_was_used_for_training_is_saved_with_the_model(tmp_path, collate):
+def test_a_tokenizer_used_in_training_is_saved_with_the_model(tmp_path, collate):
     transformers = pytest.importorskip("transformers")
     trainer = trained(collate_fn=collate(make_tokenizer()))
     trainer.save_model(tmp_path)
@@ -175,7 +175,7 @@ def test_a_model_of_timm_is_saved_with_its_configuration(tmp_path, monkeypatch):
     assert equal(program["model"].state_dict(), model.state_dict())
 
 
-def test_a_model_that_timm_cannot_describe_is_saved_without_a_configuration(tmp_path):
+def test_a_model_unknown_to_timm_is_saved_without_configuration(tmp_path):
     model = make_timm(num_classes=3)
     model.pretrained_cfg = {**model.pretrained_cfg, "license": object()}
     with pytest.warns(UserWarning, match=r"timm could not describe MobileNetV3, so there is no config.json"):

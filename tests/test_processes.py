@@ -114,7 +114,7 @@ def gather_unlike() -> dict[str, str]:
     return said
 
 
-def test_gather_refuses_tensors_that_differ_in_more_than_their_length(ranks):
+def test_gather_refuses_tensors_that_differ_beyond_their_length(ranks):
     for said in ranks(gather_unlike):
         assert re.search(
             r"float32 of shape \(3,\) on rank 0, but .*float32 of shape \(5,\) on rank 1. Only", said["shape"]
@@ -370,7 +370,7 @@ def test_a_rank_that_leaves_a_run_by_sys_exit_ends_the_job(how, rank):
     assert re.search(rf"rank +: {rank} .*\n.* exitcode +: 3 ", cause), done.stderr
 
 
-def test_the_signal_that_killed_a_rank_is_the_root_cause_and_not_the_lost_connection():
+def test_the_signal_that_killed_a_rank_is_the_root_cause():
     rarely = "--monitor-interval=1"  # the launcher looks at the ranks, which leaves the other the time to fail
     done = launch([*TORCHRUN, "2", rarely, "tests/scripts/failing_rank.py", "killed"], warm=True)
     assert "Signal 9 (SIGKILL)" in done.stderr.split("Root Cause")[1]
@@ -406,7 +406,7 @@ def unlike_calls() -> dict[str, str]:
         }
 
 
-def test_datasets_callbacks_and_calls_that_differ_between_ranks_are_refused_on_all(ranks):
+def test_calls_that_differ_between_ranks_are_refused_on_all(ranks):
     last = ranks.world_size - 1
     differences = {
         "eval_dataset": f"eval_dataset='a dataset' on rank {last}, but eval_dataset=None on rank 0.",
@@ -470,7 +470,7 @@ LAUNCHES = [("accelerate", "by itself")]  # each launcher, and each way, with SO
 @pytest.mark.parametrize(
     ("launcher", "how"), [(a, b) for a in LAUNCHERS for b in ("closed", "by itself")] if SOAK else LAUNCHES
 )
-def test_a_launched_run_exits_with_code_0_however_its_trainer_is_closed(launcher, how):
+def test_a_launched_run_exits_with_0_however_it_is_closed(launcher, how):
     for _ in range(20 if SOAK else 1):
         warm = "launcher" if launcher == "accelerate" else True  # ranks that are interpreters of their own really end
         command = [*LAUNCHERS[launcher], "tests/scripts/short_run.py", how]

@@ -148,7 +148,7 @@ def found(ranks):
     return ranks(drifting)
 
 
-def test_a_step_that_calls_the_bare_model_is_found_after_the_first_update(ranks, found):
+def test_a_step_on_the_bare_model_is_found_after_one_update(ranks, found):
     others = ", ".join(map(str, range(1, ranks.world_size)))
     for update, _, said in (result["bare model"] for result in found):
         assert update == 1
@@ -157,7 +157,7 @@ def test_a_step_that_calls_the_bare_model_is_found_after_the_first_update(ranks,
         assert "Call self.model(...)" in said
 
 
-def test_a_step_that_calls_the_bare_model_at_times_is_found_at_the_end_of_the_epoch(found):
+def test_a_bare_model_called_at_times_is_found_after_the_epoch(found):
     for update, epoch, said in (result["bare sometimes"] for result in found):
         assert (update > 1, epoch) == (True, 1)
         assert "never called" not in said
@@ -177,7 +177,7 @@ def test_parameters_whose_gradients_are_not_averaged_are_found(found, case, expe
         assert all(word in text for word in words)
 
 
-def test_a_single_bit_is_found_at_the_end_of_the_epoch_and_sooner_when_checked_more_often(ranks, found):
+def test_a_single_differing_bit_is_found_at_the_epochs_end(ranks, found):
     last = ranks.world_size - 1
     for result in found:
         update, epoch, said = result["one bit"]

@@ -55,7 +55,7 @@ def test_the_trainer_of_a_subclass_without_callbacks_fits_a_line():
     assert "parameters=0 + ?" in repr(Own(nn.LazyLinear(2), None, None, []))
 
 
-def test_a_trainer_whose_constructor_has_not_come_so_far_can_be_shown():
+def test_a_half_constructed_trainer_can_be_shown():
     assert "Trainer object at" in repr(Trainer.__new__(Trainer))
 
 
@@ -96,7 +96,7 @@ def draw(model: Any, samples: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED, ids=lambda cls: cls.__name__)
-def test_a_callback_is_shown_as_its_constructor_with_the_arguments_it_was_given(callback_class, tmp_path, monkeypatch):
+def test_a_callback_is_shown_as_its_constructor_with_arguments(callback_class, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = callback_class.__name__
     given = NEEDED.get(name, {}) | ({"fn": draw} if "fn" in NEEDED.get(name, {}) else {})
@@ -213,7 +213,7 @@ def cells(html: str | None) -> list[list[str]]:
     return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
 
 
-def test_a_notebook_shows_a_history_as_a_table_of_epochs_with_the_best_value_of_each_metric():
+def test_a_notebook_shows_a_history_as_a_table_of_epochs():
     history = InMemoryRunHistory()
     history.directions = {"accuracy": True, "unknown": None}
     for epoch, (loss, accuracy) in enumerate(((0.5, 0.5), (0.25, 0.75), (0.75, 0.625)), 1):
@@ -271,7 +271,7 @@ def test_the_history_of_a_user_is_read_the_same_way():
     assert repr(trainer.run_history).startswith("Own(train_loss_epoch=")
 
 
-def test_the_settings_of_a_run_are_shown_in_lines_without_what_is_as_by_default():
+def test_the_settings_of_a_run_are_shown_without_the_defaults():
     trainer = make_trainer()
     assert trainer.run_config is None
     train(trainer, 2, gradient_clip_norm=1.0)
@@ -315,7 +315,7 @@ def test_what_is_found_is_shown_once(capsys):
             assert cell in repr(diagnosis)
 
 
-def test_help_shows_a_trainers_methods_and_attributes_and_none_of_what_makes_them():
+def test_help_shows_a_trainers_methods_and_none_of_their_makers():
     text = pydoc.plain(pydoc.render_doc(Trainer))
     assert " |  __repr__(self)" in text
     assert " |  fit = <not there: Call train(" in text

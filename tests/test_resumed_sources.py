@@ -254,7 +254,7 @@ def interrupted_on_ranks() -> Any:
 
 
 @pytest.mark.processes
-def test_own_generators_and_stateful_samplers_resume_exactly_on_ranks(two_ranks):
+def test_own_generators_and_stateful_samplers_resume_on_ranks(two_ranks):
     for result in two_ranks(interrupted_on_ranks):
         assert all(all(ends.values()) for ends in result.values()), result
 

@@ -84,7 +84,7 @@ def command_to_repeat() -> list[str]:
     return command
 
 
-def test_the_command_of_several_processes_on_the_cpu_starts_as_many(two_ranks):
+def test_a_repeated_command_starts_as_many_processes_on_the_cpu(two_ranks):
     for command in two_ranks(command_to_repeat):
         how, program = command[:5], command[5:]
         assert how == ["ACCELERATE_USE_CPU=true", "torchrun", "--standalone", "--nproc_per_node", "2"]
@@ -97,7 +97,7 @@ def test_a_page_is_titled_by_the_folder_of_the_run(tmp_path, folder, name):
     assert f"<title>{name}: finished</title>" in (tmp_path / folder / "summary.html").read_text()
 
 
-def test_a_bar_in_the_name_of_a_metric_does_not_divide_its_column(tmp_path):
+def test_a_bar_in_a_metrics_name_does_not_divide_its_column(tmp_path):
     named = listener(on_training_run_epoch_end=lambda trainer: trainer.run_history.update_metric("a|b", 1.0))
     train(make_trainer([named, RunLogCallback(tmp_path / "log")]), epochs=1)
     assert re.search(r"^\| epoch \| .*a\\\|b \|.*\n\|[- :|]+\n\| ", (tmp_path / "log" / "summary.md").read_text(), re.M)
@@ -124,7 +124,7 @@ def test_numbers_are_written_as_in_the_table_of_a_terminal(tmp_path):
     }
 
 
-def test_a_short_run_writes_its_page_at_its_beginning_and_its_end(tmp_path):
+def test_a_short_run_writes_its_page_at_its_beginning_and_end(tmp_path):
     files = []
     look = listener(on_train_epoch_start=lambda t: files.append((tmp_path / "summary.html").stat().st_ino))
     train(make_trainer([RunLogCallback(tmp_path), look]), epochs=4)
@@ -149,7 +149,7 @@ def test_the_record_of_a_run_is_json_for_any_values_and_settings(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "", "{}"])
-def test_a_record_that_is_lost_or_damaged_begins_again_with_a_resumed_run(tmp_path, content):
+def test_a_lost_or_damaged_record_begins_again_when_resumed(tmp_path, content):
     def run(**kwargs: Any) -> list[Any]:
         saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
         train(make_trainer([RunLogCallback(tmp_path), saving], seed=0), **kwargs)

@@ -77,7 +77,7 @@ def test_a_limit_of_updates_is_kept_when_epochs_differ_in_length():
     assert trainer.progress.update == 16
 
 
-def test_a_run_resumed_with_another_batch_size_makes_all_its_updates(here):
+def test_a_run_resumed_with_another_batch_size_makes_all_updates(here):
     def saving(folder: str) -> Any:
         def save(trainer: Trainer) -> None:
             if trainer.progress.epochs_completed == 5:
@@ -92,7 +92,7 @@ def test_a_run_resumed_with_another_batch_size_makes_all_its_updates(here):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_from_the_state_of_its_last_update_a_run_makes_no_further_one(here, accumulation):
+def test_a_state_of_a_runs_last_update_resumes_without_another(here, accumulation):
     def run(callbacks: Any, **kwargs: Any) -> Trainer:
         arguments = {"eval_dataset": make_data(), "gradient_accumulation_steps": accumulation, "size": 14}
         return train(make_trainer(callbacks, seed=0), None, max_num_train_steps=7, **arguments, **kwargs)
@@ -164,13 +164,13 @@ def trained_further(folder: Path, event: str, change: str) -> Any:
 
 @pytest.mark.parametrize("change", ["num_epochs", "callback"])
 @pytest.mark.parametrize("event", EVENTS_THAT_STOP)
-def test_a_stopped_run_is_trained_further_if_an_argument_has_changed(tmp_path, event, change):
+def test_a_stopped_run_trains_further_if_an_argument_changed(tmp_path, event, change):
     check_trained_further(trained_further(tmp_path, event, change), change)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("event", EVENTS_THAT_STOP)
-def test_a_run_that_one_of_two_processes_stopped_is_trained_further(tmp_path, two_ranks, event):
+def test_a_run_that_one_process_stopped_is_trained_further(tmp_path, two_ranks, event):
     first, second = two_ranks.run(trained_further, tmp_path, event, "callback")
     check_trained_further(first, "callback")
     assert second[1][2] is None
@@ -179,7 +179,7 @@ def test_a_run_that_one_of_two_processes_stopped_is_trained_further(tmp_path, tw
 
 
 @pytest.mark.parametrize("interval", ["epochs", "evaluations"])
-def test_a_run_that_stopped_early_continues_with_more_patience_as_if_it_had_always_had_it(here, interval):
+def test_a_run_stopped_early_continues_with_more_patience(here, interval):
     metric = "eval_loss_epoch" if interval == "epochs" else "intermediate_eval_loss"
 
     def run(folder: str, patience: int, epochs: int = 9) -> Trainer:
@@ -202,7 +202,7 @@ def test_a_run_that_stopped_early_continues_with_more_patience_as_if_it_had_alwa
     assert all(reason.startswith(f"{metric} has improved by ") for reason in (longer.stop_reason, further.stop_reason))
 
 
-def test_an_attribute_of_a_callback_that_changes_during_the_run_is_no_changed_argument(here):
+def test_a_callbacks_changing_attribute_is_no_changed_argument(here):
     class StopsAfter(TrainerCallback):
         def __init__(self, left: int) -> None:
             self.left = left
@@ -218,7 +218,7 @@ def test_an_attribute_of_a_callback_that_changes_during_the_run_is_no_changed_ar
         assert trainer.progress.update == 2
 
 
-def test_callbacks_after_the_one_that_stops_a_run_get_the_event_too():
+def test_callbacks_after_the_one_that_stops_a_run_get_the_event():
     values = [1.0, 0.999, 0.998]
     measure = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("m", values[t.progress.epoch - 1]))
     heard: list[int] = []
@@ -229,7 +229,7 @@ def test_callbacks_after_the_one_that_stops_a_run_get_the_event_too():
     assert trainer.stop_reason is not None
 
 
-def test_an_error_after_a_request_to_stop_leaves_nothing_of_the_request():
+def test_an_error_after_a_request_to_stop_clears_the_request():
     trainer = make_trainer(
         [listener(on_train_step_end=raises(StopTrainingError("enough"))), listener(on_train_step_end=raises(OSError()))]
     )
@@ -319,7 +319,7 @@ def test_the_newest_state_of_all_savers_is_gone_on_from(here, capsys):
     assert "Resuming from 'updates/update-000000004'" in capsys.readouterr().out
 
 
-def test_a_stop_is_part_of_the_state_also_when_its_moment_was_saved_already(here):
+def test_a_stop_is_saved_even_if_its_moment_was_saved_already(here):
     def run(stops: bool) -> Trainer:
         saver = SaveTrainingStateCallback("states", save_every_n_steps=3)
         stop = listener(
@@ -335,7 +335,7 @@ def test_a_stop_is_part_of_the_state_also_when_its_moment_was_saved_already(here
     assert again.stop_reason == "enough"
 
 
-def test_a_stop_within_an_accumulation_window_says_that_nothing_is_saved(here, capsys):
+def test_a_stop_within_a_window_says_that_nothing_is_saved(here, capsys):
     stop = listener(on_train_step_end=lambda t, step, **_: raises(StopTrainingError("enough"))() if step == 2 else None)
     train(make_trainer([SaveTrainingStateCallback("states"), stop]), size=20, gradient_accumulation_steps=4)
     assert list(Path("states").glob("update-*")) == []
@@ -374,7 +374,7 @@ def weighted_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
 
 
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
-def test_parameters_of_the_loss_function_are_part_of_training_states(here):
+def test_states_hold_the_parameters_of_the_loss_function(here):
     whole = train(weighted_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)]), epochs=2)
     resumed = train(weighted_trainer(), epochs=2, resume_from="states/update-000000002")
     assert equal(weights(resumed.model), weights(whole.model))
@@ -383,13 +383,13 @@ def test_parameters_of_the_loss_function_are_part_of_training_states(here):
 
 
 @pytest.mark.extension("tuning")
-def test_parameters_of_the_loss_function_are_put_back_after_a_trial(here):
+def test_a_trial_puts_back_parameters_of_the_loss_function(here):
     trainer = weighted_trainer()
     trainer.find_lr(make_data(40), num_steps=10)
     assert trainer.loss_func.scale == 1
 
 
-def test_gradients_are_clipped_of_all_that_the_optimizer_trains_and_of_nothing_else():
+def test_clipping_covers_exactly_what_the_optimizer_trains():
     trainer = weighted_trainer([listener(on_optimizer_step_start=lambda t: seen.append(t.loss_func.scale.grad))])
     seen: list[torch.Tensor] = []
     train(trainer, gradient_clip_value=1e-3)
@@ -489,7 +489,7 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
         train(make_trainer([MetricsFileCallback], run_history=Own()))
 
 
-def test_a_run_resumed_with_a_history_that_is_not_saved_continues_with_the_next_epoch(here):
+def test_a_run_with_an_unsaved_history_resumes_at_the_next_epoch(here):
     def run(epochs: int, *callbacks: Any, **kwargs: Any) -> Trainer:
         scores = [3.0, 2.0, 4.0, 1.0, 5.0]
 
@@ -513,7 +513,7 @@ def test_a_run_resumed_with_a_history_that_is_not_saved_continues_with_the_next_
     assert stopping.early_stopping_patience_counter == 1
 
 
-def test_states_hold_what_a_loss_function_has_learned_and_nothing_else(here):
+def test_states_hold_only_what_a_loss_function_has_learned(here):
     class Distilling(nn.Module):
         def __init__(self, student: nn.Module) -> None:
             super().__init__()
@@ -561,7 +561,7 @@ def test_a_best_model_that_is_not_finite_is_not_saved(here):
     assert not Path("best.pt").exists()
 
 
-def test_a_parameter_of_the_model_that_is_not_trained_may_be_infinite(here):
+def test_an_untrained_parameter_of_the_model_may_be_infinite(here):
     class Masked(nn.Linear):
         def __init__(self) -> None:
             super().__init__(4, 1)
@@ -573,7 +573,7 @@ def test_a_parameter_of_the_model_that_is_not_trained_may_be_infinite(here):
     assert len(list(Path("states").glob("update-*"))) == 3
 
 
-def test_gradients_are_clipped_for_an_optimizer_that_works_on_copies():
+def test_gradients_are_clipped_for_an_optimizer_on_copies():
     class Master(torch.optim.SGD):
         def __init__(self, parameters: Any, lr: float) -> None:
             self.theirs = list(parameters)

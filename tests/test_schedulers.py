@@ -183,7 +183,7 @@ def test_wsd_has_the_periods_and_rates_of_the_ancestor(ancestors, case):
 
 
 @pytest.mark.parametrize("case", range(len(COSINE_CASES)))
-def test_cosine_has_the_rates_of_the_ancestor_until_it_breaks_off(ancestors, case):
+def test_cosine_has_the_ancestors_rates_until_it_breaks_off(ancestors, case):
     """With a warm-up, the ancestor drops to the smallest rate too early, by the length of the warm-up."""
     warmup, cooldown = (5 * COSINE_CASES[case].get(f"num_{part}_epochs", 0) for part in ("warmup", "cooldown"))
     last = 20 - cooldown - warmup if warmup else 50
@@ -291,7 +291,7 @@ def test_a_run_whose_schedule_ignores_layer_decay_warns(create, named):
         rates_of_layers(create)
 
 
-def test_the_rates_of_the_ends_may_be_fractions_of_each_groups_own():
+def test_end_rates_may_be_fractions_of_each_groups_own_rate():
     options = {"num_warmup_epochs": 1, "min_lr_ratio": 0.1, "warmup_starting_lr_ratio": 0.01}
     found = rates(CosineLrScheduler(make_optimizer(), **COSINE, **options))
     assert found[0] == pytest.approx([0.001, 0.003])
@@ -316,7 +316,7 @@ def test_the_shapes_of_the_decay(decay, expected):
     assert found == pytest.approx([1.0] * 5 + expected + [0.2] * 4)
 
 
-def test_every_period_is_stable_then_decays_and_the_next_begins_at_the_base_rate():
+def test_each_period_is_stable_then_decays_from_the_base_rate():
     scheduler = WSDLrScheduler(
         make_optimizer(1.0), checkpoint_steps=[10, 16, 40], num_warmup_steps=4, decay_phase_ratio=0.5, decay="linear"
     )
@@ -334,7 +334,7 @@ def test_every_period_is_stable_then_decays_and_the_next_begins_at_the_base_rate
 
 
 @pytest.mark.parametrize(("total", "ratio", "expected"), [(100, 0.29, 29), (17, 0.3, 5), (4, 0.1, 1), (8, 1.0, 8)])
-def test_a_decay_has_the_whole_updates_of_its_share_and_at_least_one(total, ratio, expected):
+def test_a_decay_has_whole_updates_of_its_share_at_least_one(total, ratio, expected):
     scheduler = WSDLrScheduler(make_optimizer(), total_steps=total, decay_phase_ratio=ratio)
     assert scheduler.get_decay_info()[0]["decay_steps"] == expected
 
@@ -342,7 +342,7 @@ def test_a_decay_has_the_whole_updates_of_its_share_and_at_least_one(total, rati
 @pytest.mark.parametrize(
     ("warmup", "cooldown", "expected"), [(4, 0, (10, 0)), (20, 0, (10, 0)), (2, 2, (5, 5)), (300, 100, (7, 2))]
 )
-def test_a_warm_up_and_cool_down_as_long_as_the_run_take_half_of_it_with_a_warning(warmup, cooldown, expected):
+def test_a_warm_up_as_long_as_the_run_takes_half_of_it(warmup, cooldown, expected):
     said = (
         f"num_warmup_epochs={warmup} and num_cooldown_epochs={cooldown} leave nothing of total_num_epochs=4 .* {{}} of"
     )
@@ -375,7 +375,7 @@ def test_a_run_of_a_few_updates_has_a_decay(tmp_path, updates):
     assert f"checkpoint_{updates}_wsd_post_decay.pt" in files(tmp_path)
 
 
-def test_a_warm_up_that_reaches_into_the_decay_ends_where_it_begins_with_a_warning():
+def test_a_warm_up_that_reaches_into_the_decay_ends_before_it():
     with pytest.warns(
         UserWarning, match="num_warmup_steps=19 reaches into the first decay, .* after 18 updates. The warm-up"
     ):
@@ -432,14 +432,14 @@ def test_update_n_is_made_with_the_rate_after_n_updates(create, accumulation):
 
 
 @pytest.mark.parametrize("scheduler_class", [CosineLrScheduler, WSDLrScheduler])
-def test_the_schedule_ends_with_a_run_that_is_limited_to_some_updates(scheduler_class):
+def test_a_schedule_ends_with_a_run_limited_to_some_updates(scheduler_class):
     trainer = run(scheduler_class.create_scheduler_fn(lr_min=0.01), epochs=None, max_num_train_steps=11)
     smallest = 0.01 if scheduler_class is CosineLrScheduler else 0.01 * 0.1
     assert trainer.scheduler.get_last_lr() == pytest.approx([smallest])
     assert trainer.scheduler.get_updated_values(10)[0] > smallest
 
 
-def test_a_run_over_data_without_length_gives_the_number_of_updates():
+def test_data_without_length_still_gives_a_schedule_its_updates():
     create = partial(WSDLrScheduler, total_steps=P.MAX_NUM_TRAIN_STEPS, num_warmup_steps=None)
     data = {"train_dataset": Stream(6), "train_dataloader_kwargs": {}}
     trainer = run(create, epochs=None, max_num_train_steps=20, seed=None, **data)
@@ -448,7 +448,7 @@ def test_a_run_over_data_without_length_gives_the_number_of_updates():
     assert trainer.scheduler.get_current_step() == 20
 
 
-def test_a_second_run_with_the_same_optimizer_begins_from_the_same_rates():
+def test_a_second_run_with_the_optimizer_begins_at_its_rates():
     trainer = run(CosineLrScheduler.create_scheduler_fn())
     assert trainer.optimizer.param_groups[0]["lr"] < 1e-4
     trainer.train(make_data(6), 4, create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0))
@@ -459,7 +459,7 @@ def test_a_second_run_with_the_same_optimizer_begins_from_the_same_rates():
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 0.25])
-def test_schedules_by_name_are_as_long_as_the_run_with_a_warm_up_of_updates_or_a_fraction(warmup):
+def test_schedules_by_name_are_as_long_as_the_run(warmup):
     found = {}
     for name in get_args(ScheduleName):
         trainer = run(name, epochs=None, max_num_train_steps=12, warmup_steps=warmup)
@@ -494,7 +494,7 @@ def test_several_optimizers_may_have_schedules_by_name():
     assert isinstance(trainer.scheduler["b"], StepLR)
 
 
-def test_a_schedule_by_name_resumes_with_another_batch_size_where_it_was(tmp_path):
+def test_a_named_schedule_resumes_with_another_batch_size(tmp_path):
     kwargs = {"warmup_steps": 0.25, "train_dataset": make_data(12)}
     whole = run("cosine", SaveTrainingStateCallback(tmp_path, save_every_n_epochs=2), **kwargs)
     other = run(
@@ -547,7 +547,7 @@ class Halving(StatefulSchedulerBase):
         return [value / 2**num_updates for value in self.base_lr_values]
 
 
-def test_a_schedule_of_the_users_is_stepped_by_the_trainer_and_kept_in_states(tmp_path):
+def test_a_custom_schedule_is_stepped_and_kept_in_states(tmp_path):
     trainer = run(Halving, epochs=1)
     assert trainer.noting.rates == [0.1, 0.05, 0.025]
     trainer.save_training_state(tmp_path / "state")
@@ -621,7 +621,7 @@ THREE_DECAYS = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, num_check
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("continuation", [False, True])
-def test_from_every_state_also_within_a_decay_a_run_resumes_to_the_same_bits(tmp_path, continuation):
+def test_every_state_even_within_a_decay_resumes_the_same_bits(tmp_path, continuation):
     create = THREE_DECAYS
     initial = None
     if continuation:
@@ -690,7 +690,7 @@ def test_going_on_from_before_the_decay_is_a_longer_stable_phase(tmp_path):
     assert "checkpoint_9_wsd_pre_decay.pt" in files(tmp_path / "second")
 
 
-def test_going_on_from_after_the_decay_keeps_its_weights_and_takes_the_stable_rate(tmp_path):
+def test_going_on_after_a_decay_keeps_weights_at_the_stable_rate(tmp_path):
     first = run(QUARTER, WSDCheckpointCallback(tmp_path / "first"))
     assert first.optimizer.param_groups[0]["lr"] < 1e-6
     initial = tmp_path / "first" / "checkpoint_12_wsd_post_decay.pt"
@@ -761,7 +761,7 @@ def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
             run(CONTINUED, WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / name))
 
 
-def test_checkpoints_are_saved_and_continued_on_several_processes(ranks):
+def test_wsd_checkpoints_are_continued_on_several_processes(ranks):
     for found in ranks(wsd):
         assert found["files"] == ["checkpoint_4_wsd_pre_decay.pt", "checkpoint_8_wsd_post_decay.pt"]
         # Not to the bit: the first step of a job sums gradients in another order than the later ones.
@@ -885,13 +885,13 @@ PLATEAU: dict[str, Any] = {
 }
 
 
-def test_a_plateau_scheduler_gets_the_metric_of_each_epoch_after_its_evaluation():
+def test_a_plateau_scheduler_gets_the_metric_of_each_evaluation():
     scores = ScoresOfAScript()
     run(PLATEAU["factory"], scores, scheduler_metric="score", **{k: v for k, v in PLATEAU.items() if k != "factory"})
     assert scores.rates == [0.1, 0.1, 0.05, 0.025, 0.025, 0.0125]
 
 
-def test_a_metric_that_is_not_recorded_is_an_error_that_lists_those_that_are():
+def test_an_unrecorded_metric_is_an_error_that_lists_the_others():
     error = pytest.raises(ValueError, match=r"scheduler_metric='eval_los_epoch'.*'eval_loss_epoch'.*train_loss_epoch")
     with pytest.warns(UserWarning, match=r"unless Noting does. Did you mean 'eval_loss_epoch'\?"), error:
         run(**PLATEAU, scheduler_metric="eval_los_epoch")
@@ -907,7 +907,7 @@ def test_a_metric_that_is_not_recorded_is_an_error_that_lists_those_that_are():
         {**PLATEAU, "factory": partial(StepLR, step_size=1, gamma=0.5)},
     ],
 )
-def test_a_schedule_stepped_after_epochs_resumes_to_the_same_bits(tmp_path, stepping):
+def test_a_schedule_stepped_after_epochs_resumes_its_bits(tmp_path, stepping):
     def train(folder, *callbacks, resume_from=None):
         saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_every_n_epochs=1)
         return run(stepping["factory"], saving, *callbacks, resume_from=resume_from, **options)
@@ -925,7 +925,7 @@ def test_a_schedule_stepped_after_epochs_resumes_to_the_same_bits(tmp_path, step
         assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
-def test_a_schedule_that_follows_a_metric_is_stepped_when_it_was_measured():
+def test_a_schedule_of_a_metric_steps_when_it_was_measured():
     model = small_model()
     trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     seen = []

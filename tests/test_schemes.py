@@ -105,7 +105,7 @@ def by_hand() -> dict[str, torch.Tensor]:
     return weights(model)
 
 
-def test_preferences_are_learned_with_the_bits_of_the_loop_by_hand():
+def test_preferences_are_learned_with_the_bits_of_a_loop():
     trainer = train(seed=None)
     assert equal(weights(trainer.model), by_hand())
     accuracies = trainer.run_history.get_metric_values("eval_accuracy_epoch")
@@ -136,7 +136,7 @@ def trained_and_resumed() -> dict[str, Any]:
     }
 
 
-def test_preferences_are_learned_on_processes_as_on_one_and_resumed_to_the_same_bits(two_ranks):
+def test_preferences_learned_on_processes_resume_the_same_bits(two_ranks):
     alone = trained_and_resumed()
     for found in (alone, *two_ranks(trained_and_resumed)):
         assert largest_difference(found["plain"], alone["plain"]) < 1e-12
@@ -164,7 +164,7 @@ def train_fold(folder: Path, fold: int, fails_at: int | None = None) -> tuple[di
     return weights(model), trainer.evaluate(Subset(DATA, FOLDS[fold]))["evaluation_loss"]
 
 
-def test_an_interrupted_cross_validation_ends_in_the_same_bits_and_folds_are_independent(tmp_path):
+def test_an_interrupted_cross_validation_ends_in_the_same_bits(tmp_path):
     whole = [train_fold(tmp_path / "whole", fold) for fold in range(3)]
     train_fold(tmp_path / "again", 0)
     with pytest.raises(OSError, match="the disk is gone"):

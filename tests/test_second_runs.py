@@ -110,7 +110,7 @@ def test_a_rate_that_is_a_tensor_returns_to_its_first_value():
     assert seen.rates[0] == 0.1
 
 
-def test_another_trainer_with_the_optimizer_begins_from_its_first_rates_too():
+def test_another_trainer_with_the_optimizer_begins_at_its_rates():
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=SCHEDULES[1])
     seen = Rates()
@@ -118,7 +118,7 @@ def test_another_trainer_with_the_optimizer_begins_from_its_first_rates_too():
     assert (seen.rates[0], seen.momenta[0]) == (0.1, 0.5)
 
 
-def test_a_rate_that_was_set_by_hand_is_where_the_next_schedule_begins():
+def test_a_rate_set_by_hand_is_where_the_next_schedule_begins():
     trainer, seen = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     for group in trainer.optimizer.param_groups:
@@ -128,7 +128,7 @@ def test_a_rate_that_was_set_by_hand_is_where_the_next_schedule_begins():
         assert seen.rates[0] == 0.03
 
 
-def test_a_checkpoint_of_a_finished_run_is_trained_further_from_the_first_rate(tmp_path):
+def test_a_finished_runs_checkpoint_restarts_at_the_first_rate(tmp_path):
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     trainer.save_checkpoint(tmp_path / "model.pt")
@@ -150,7 +150,7 @@ def test_a_schedule_that_is_continued_by_hand_is_left_unchanged():
     assert seen.rates[1:] == pytest.approx(expected.rates[4:])
 
 
-def test_a_run_without_a_scheduler_after_a_schedule_says_at_which_rate_it_trains(capsys):
+def test_a_run_without_a_scheduler_says_at_which_rate_it_trains(capsys):
     trainer, seen = noting()
     train(trainer, epochs=2, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
     assert capsys.readouterr().out == ""
@@ -184,7 +184,7 @@ def advice_of(trainer: Trainer, capsys: Any, **kwargs: Any) -> str:
     return capsys.readouterr().out
 
 
-def test_a_rate_of_0_for_a_whole_epoch_is_reported_also_in_the_last_epoch(capsys):
+def test_a_rate_of_0_for_a_whole_epoch_is_reported(capsys):
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     before = weights(trainer.model)
@@ -200,7 +200,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_reported_also_in_the_last_epoch(capsys
         (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: start"),
     ],
 )
-def test_a_schedule_at_0_is_distinguished_from_one_that_begins_there(shape, expected, capsys):
+def test_a_schedule_at_0_is_not_one_that_begins_at_0(shape, expected, capsys):
     trainer, _ = noting()
     said = advice_of(
         trainer, capsys, create_scheduler_fn=partial(LambdaLR, lr_lambda=shape), scheduler_interval="epoch"
@@ -235,7 +235,7 @@ class MakesNone(Trainer):
         return None
 
 
-def test_other_errors_of_an_overridden_create_scheduler_are_errors():
+def test_other_errors_of_an_overridden_create_scheduler_are_kept():
     class Broken(Trainer):
         def create_scheduler(self) -> Any:
             return ExponentialLR(self.optimizer)
@@ -269,7 +269,7 @@ def test_what_is_no_scheduler_is_refused_whoever_made_it():
 
 
 @pytest.mark.parametrize(("interval", "length"), [("update", TOTAL - 1), ("epoch", P.NUM_EPOCHS - 1)])
-def test_a_one_cycle_schedule_that_is_too_short_is_an_error_before_training(interval, length):
+def test_a_one_cycle_schedule_that_is_too_short_is_an_error(interval, length):
     trainer, _ = noting()
     before = weights(trainer.model)
     create = partial(OneCycleLR, max_lr=0.1, total_steps=length)
@@ -314,7 +314,7 @@ def test_after_an_interrupt_a_second_run_follows_without_a_hole(error, tmp_path)
 
 
 @pytest.mark.parametrize("at_update", [3, 0])
-def test_an_epoch_that_was_interrupted_before_its_first_step_is_trained_by_the_next_run(at_update):
+def test_an_epoch_interrupted_before_its_first_step_is_trained(at_update):
     trainer = make_trainer([interrupts(KeyboardInterrupt(), at_update)])
     with suppress(KeyboardInterrupt):
         train(trainer, epochs=5)
@@ -324,7 +324,7 @@ def test_an_epoch_that_was_interrupted_before_its_first_step_is_trained_by_the_n
     assert len(values) == len(trainer.run_history.rows()) == at_update // 3 + 1
 
 
-def test_an_epoch_that_was_interrupted_in_its_evaluation_has_its_losses_once():
+def test_an_epoch_interrupted_in_evaluation_has_its_losses_once():
     def stop(trainer: Any, **_: Any) -> None:
         if trainer.progress.epoch == 2 and len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2:
             raise KeyboardInterrupt
@@ -337,7 +337,7 @@ def test_an_epoch_that_was_interrupted_in_its_evaluation_has_its_losses_once():
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 3
 
 
-def test_a_state_that_was_saved_at_an_interrupt_holds_no_half_epoch(tmp_path):
+def test_a_state_saved_at_an_interrupt_holds_no_half_epoch(tmp_path):
     def run(folder: str, *callbacks: Any, **kwargs: Any) -> Trainer:
         saving = SaveTrainingStateCallback(tmp_path / folder)
         return train(make_trainer([saving, *callbacks], seed=1), epochs=3, size=8, **kwargs)

@@ -71,7 +71,7 @@ def alone():
     return result_of(fit(sharded_trainer("whole"), "whole", update=12))
 
 
-def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_path, job):
+def test_shards_or_a_whole_state_resume_on_any_process_count(tmp_path, job):
     expected = alone()
     job(2).run(saved, "fsdp", tmp_path, sharded="auto")
     saved("whole", tmp_path, sharded="auto")
@@ -212,7 +212,7 @@ def loaded(how: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp_fsdp", 4)])
-def test_a_sharded_model_reads_a_directory_and_is_saved_as_a_file(tmp_path, job, how, processes):
+def test_a_sharded_model_loads_a_directory_and_saves_one_file(tmp_path, job, how, processes):
     whole = dict(create_model().state_dict())
     names = {name: f"model-{number}.safetensors" for number, name in enumerate(whole)}
     for name, file in names.items():

@@ -154,7 +154,7 @@ def source_that_fails(how: str) -> tuple[str, int]:
     return "no error", trainer.progress.update
 
 
-def test_a_source_that_fails_on_one_process_ends_the_run_on_all_that_share_its_batches(two_ranks):
+def test_a_source_that_fails_on_one_process_ends_the_run_on_all(two_ranks):
     first, failed = two_ranks.run(source_that_fails, "tp")
     assert failed == ("OSError: the disk is gone", 4)
     assert first == ("OSError: Rank 1 failed: OSError: the disk is gone", 4)
@@ -281,7 +281,7 @@ def averaged_statistics() -> dict[str, Any]:
     return result_of(trainer) | {"average": mean, "states": states, "loss_of_average": loss}
 
 
-def test_statistics_of_a_sharded_model_are_averaged_and_evaluated_like_its_weights(two_ranks):
+def test_statistics_of_a_sharded_model_are_averaged_as_weights(two_ranks):
     first, second = two_ranks(averaged_statistics)
     assert equal(first["average"], second["average"])
     start, *later = first["states"]
@@ -311,7 +311,7 @@ def placed(source: Path | None, training: bool = True) -> dict[str, Any]:
     return {"before": before, "after": gathered(trainer.get_model().state_dict())}
 
 
-def test_a_model_from_the_meta_device_starts_like_one_that_is_not_sharded(tmp_path, two_ranks):
+def test_a_model_from_the_meta_device_starts_as_if_unsharded(tmp_path, two_ranks):
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     try:

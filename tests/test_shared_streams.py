@@ -206,7 +206,7 @@ def require_datasets() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cut", "forgetful cut", "blocks of cut", "mixture of cut"])
-def test_each_process_reads_its_part_of_a_stream_that_can_be_divided(two_ranks, tmp_path, kind):
+def test_each_process_reads_its_part_of_a_divisible_stream(two_ranks, tmp_path, kind):
     """31 numbers are 16 and 15: after five steps of three, the second process has none left."""
     whole = two_ranks.run(train_on, kind, tmp_path, size=31)
     every = [*range(31), *range(100, 131)] if kind.startswith("mixture") else [*range(31)]
@@ -245,7 +245,7 @@ def test_hugging_faces_streams_are_divided_by_their_shards(two_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["cut", "forgetful cut"])
-def test_a_divided_stream_is_completed_by_any_number_of_processes(two_ranks, job, tmp_path, kind):
+def test_any_number_of_processes_completes_a_divided_stream(two_ranks, job, tmp_path, kind):
     first = {}
     for processes in (1, 2, 3):
         folder = tmp_path / f"{processes}"
@@ -274,7 +274,7 @@ def test_a_divided_stream_is_completed_by_any_number_of_processes(two_ranks, job
 
 
 @pytest.mark.parametrize("kind", ["cut", "forgetful cut"])
-def test_what_is_left_of_divided_streams_has_the_noise_it_would_have_had(two_ranks, tmp_path, kind):
+def test_what_is_left_of_divided_streams_has_its_noise(two_ranks, tmp_path, kind):
     whole = two_ranks.run(train_on, kind, tmp_path, size=31)
     alone = train_on(kind, resume_from=tmp_path / "2", size=31)
     left = [torch.cat(result["seen"])[6:size].tolist() for result, size in zip(whole, (16, 15), strict=True)]
@@ -296,7 +296,7 @@ def random_steps(kind: str, folder: Any = None, resume_from: Any = None) -> torc
 
 
 @pytest.mark.parametrize("kind", ["cut", "shelf"])
-def test_random_numbers_of_steps_do_not_depend_on_how_far_batches_are_read_ahead(two_ranks, tmp_path, kind):
+def test_reading_ahead_changes_no_random_numbers_of_steps(two_ranks, tmp_path, kind):
     whole = two_ranks.run(random_steps, kind, tmp_path)
     assert not torch.equal(whole[0], whole[1])
     for update in (1, 3, 6):
@@ -421,7 +421,7 @@ def read_ahead() -> dict[str, Any]:
     return found
 
 
-def test_the_processes_read_further_ahead_the_smaller_the_batches(two_ranks):
+def test_the_smaller_the_batches_the_further_ahead_they_are_read(two_ranks):
     for rank, found in enumerate(two_ranks(read_ahead)):
         assert max(found["small"]["ahead"]) == 9
         assert max(found["large"]["ahead"]) == max(found["sparse"]["ahead"]) == 3
@@ -464,7 +464,7 @@ def streams_within_streams() -> Any:
     return found
 
 
-def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):
+def test_streams_are_evaluated_while_another_is_read(two_ranks):
     for found in two_ranks(streams_within_streams):
         for name in ("shelf", "cut", "own part"):
             assert equal(found[name, False], found[name, True]), name
@@ -501,7 +501,7 @@ def read_streams() -> Any:
     return results
 
 
-def test_a_stream_is_dealt_out_once_and_ranks_make_the_same_updates(ranks):
+def test_a_stream_is_dealt_out_once_in_equally_many_updates(ranks):
     results = ranks(read_streams)
     for size in (1, 7, 24):
         expected = regression_data(size).tensors[0].repeat(2, 1)
@@ -538,7 +538,7 @@ def streams_that_share_themselves_out() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["split", "reading", "reading from a dict", "shard", "webdataset", "pipe", "whole"])
-def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind):
+def test_self_sharding_streams_are_read_by_each_process(ranks, kind):
     found = [result["by stream"][kind] for result in ranks(streams_that_share_themselves_out)]
     assert_each_sample_once(found)
     assert bool(found[0]["printed"]) == (kind != "whole")
@@ -625,7 +625,7 @@ def streams_shared_out_wrongly() -> Any:
     return said
 
 
-def test_streams_that_are_not_shared_out_over_the_processes_are_refused(ranks):
+def test_streams_not_sharded_over_the_processes_are_refused(ranks):
     n = ranks.world_size
     for said in ranks(streams_shared_out_wrongly):
         assert ", ".join([f"part 0 of {n}"] * n) in said["the same on all"]

@@ -40,7 +40,7 @@ def require(kind: str) -> None:
         pytest.importorskip("torchdata.stateful_dataloader")
 
 
-def test_a_stream_whose_state_only_its_loader_can_ask_for_is_read_again(tmp_path):
+def test_a_stream_with_a_state_for_its_loader_only_is_reread(tmp_path):
     whole = train_on("for its loader", tmp_path)
     resumed = train_on("for its loader", resume_from=tmp_path / f"{BATCHES + 4}")
     assert same(resumed["seen"], whole["seen"][BATCHES + 4 :])
@@ -48,7 +48,7 @@ def test_a_stream_whose_state_only_its_loader_can_ask_for_is_read_again(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["shelf", "hugging face", "loader", pytest.param("workers", marks=pytest.mark.slow)])
-def test_a_stateful_source_resumes_to_the_same_bits_without_reading_again(tmp_path, kind):
+def test_a_stateful_source_resumes_without_reading_again(tmp_path, kind):
     require(kind)
     whole = train_on(kind, tmp_path)
     assert len(whole["seen"]) == 2 * BATCHES
@@ -68,7 +68,7 @@ def test_a_stateful_source_resumes_to_the_same_bits_without_reading_again(tmp_pa
         pytest.param("plain workers", "torchdata's StatefulDataLoader", marks=pytest.mark.slow),
     ],
 )
-def test_a_source_that_cannot_report_all_is_read_again_and_says_so(tmp_path, kind, reason):
+def test_a_source_that_cannot_report_all_is_read_again(tmp_path, kind, reason):
     require(kind)
     whole = train_on(kind, tmp_path)
     resumed = train_on(kind, resume_from=tmp_path / "4")
@@ -77,7 +77,7 @@ def test_a_source_that_cannot_report_all_is_read_again_and_says_so(tmp_path, kin
     assert reason in resumed["printed"]
 
 
-def test_a_stream_without_a_state_is_read_again_with_the_same_noise(tmp_path):
+def test_a_stream_without_a_state_is_reread_with_its_noise(tmp_path):
     whole = train_on("forgetful", tmp_path)
     resumed = train_on("forgetful", resume_from=tmp_path / "4")
     assert same(resumed["seen"], whole["seen"][4:])
@@ -86,7 +86,7 @@ def test_a_stream_without_a_state_is_read_again_with_the_same_noise(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shelf", "forgetful", "hugging face"])
-def test_a_stream_shuffled_in_blocks_reads_no_more_than_a_block_again(tmp_path, kind):
+def test_a_stream_shuffled_in_blocks_rereads_one_block_at_most(tmp_path, kind):
     require("shelf" if kind == "forgetful" else kind)
     whole = train_on(f"blocks of {kind}", tmp_path)
     numbers = [int(x) for batch in whole["seen"] for x in batch[:, 0]]
@@ -105,7 +105,7 @@ def test_a_stream_shuffled_in_blocks_reads_no_more_than_a_block_again(tmp_path, 
         assert len(resumed["read"]) == 26 * (2 - epoch) - before
 
 
-def test_a_stream_that_was_resumed_is_whole_for_an_evaluation_and_in_the_next_pass():
+def test_a_resumed_stream_is_whole_in_its_next_pass():
     """Hugging Face's streams return to a loaded state whenever they are read in the same epoch."""
     require("hugging face")
     stream = MixtureStream({"rows": hugging_face(8, [])})
@@ -121,7 +121,7 @@ def test_a_stream_that_was_resumed_is_whole_for_an_evaluation_and_in_the_next_pa
     assert sorted(row["x"] for row in islice(again, 8)) == [*range(8)]
 
 
-def test_an_evaluation_of_the_stream_that_was_resumed_counts_all_its_samples(tmp_path):
+def test_an_evaluation_of_the_resumed_stream_counts_all_samples(tmp_path):
     require("hugging face")
     counts = []
     for resume_from in (None, tmp_path / "3"):
@@ -169,7 +169,7 @@ def test_steps_may_count_anything_when_a_stream_is_read_again(tmp_path, factor):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_generator", [False, True])
-def test_workers_draw_the_same_numbers_when_a_stream_is_read_again(tmp_path, has_generator):
+def test_workers_draw_the_same_numbers_when_a_stream_is_reread(tmp_path, has_generator):
     seen = []
     for resume_from in (None, tmp_path / "8"):
         keeps, model = Keeps(), nn.Linear(2, 1)
@@ -196,7 +196,7 @@ def test_a_stateful_stream_continues_with_another_batch_size(tmp_path):
     [lambda stream: stream, lambda stream: ShuffledStream(stream, 4), lambda stream: MixtureStream({"a": stream})],
     ids=["alone", "shuffled", "mixture"],
 )
-def test_a_source_that_something_else_began_to_read_meanwhile_is_read_again(tmp_path, capsys, wrap):
+def test_a_source_that_something_else_began_to_read_is_reread(tmp_path, capsys, wrap):
     """A stream that is evaluated in the middle of an epoch reports the position of the evaluation."""
 
     class Copies(Shelf):  # each iteration has a position of its own, the latest is reported
@@ -253,7 +253,7 @@ def test_a_position_that_does_not_fit_is_an_error_that_says_so(tmp_path):
         train_on("loader", resume_from=tmp_path / "4")
 
 
-def test_a_stateful_dataloader_over_rows_is_divided_like_any_other(tmp_path):
+def test_a_stateful_dataloader_over_rows_is_divided_as_usual(tmp_path):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     from pytorch_accel_lite.data import shard
     from tests.test_data import numbers, rank_of, samples
@@ -277,12 +277,12 @@ def resumed_on(ranks: Any, kind: str, folder: Path, update: int) -> tuple[Any, A
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["shelf", "own part"])
-def test_a_stateful_source_continues_without_reading_again_on_several_processes(ranks, tmp_path, kind):
+def test_processes_continue_a_stateful_source_without_rereading(ranks, tmp_path, kind):
     check_resumed_on(ranks, tmp_path, kind)
 
 
 @pytest.mark.processes
-def test_a_split_stream_of_hugging_face_continues_without_reading_again(two_ranks, tmp_path):
+def test_processes_continue_hugging_faces_split_stream(two_ranks, tmp_path):
     require("split")
     check_resumed_on(two_ranks, tmp_path, "split")
 
@@ -299,7 +299,7 @@ def check_resumed_on(ranks, tmp_path, kind):
 
 
 @pytest.mark.processes
-def test_a_stateful_source_that_the_first_process_reads_continues_with_other_processes(ranks, tmp_path):
+def test_other_processes_continue_a_source_that_the_first_reads(ranks, tmp_path):
     train_on("shelf", tmp_path)
     resumed = ranks.run(train_on, "shelf", resume_from=tmp_path / "4")
     assert resumed[0]["read"] == [*range(12, 26), *range(26)]
@@ -308,7 +308,7 @@ def test_a_stateful_source_that_the_first_process_reads_continues_with_other_pro
 
 
 @pytest.mark.processes
-def test_parts_of_a_stateful_source_are_read_again_with_other_processes(two_ranks, job, tmp_path):
+def test_other_processes_read_a_stateful_sources_parts_again(two_ranks, job, tmp_path):
     two_ranks.run(train_on, "own part", tmp_path, size=36)
     resumed = job(3).run(train_on, "own part", resume_from=tmp_path / "3", size=36)
     assert "read again from Shelf: the training state holds no position" in resumed[0]["printed"]
@@ -316,7 +316,7 @@ def test_parts_of_a_stateful_source_are_read_again_with_other_processes(two_rank
 
 
 @pytest.mark.processes
-def test_a_stateful_part_that_has_run_out_still_repeats_its_last_batch(two_ranks, tmp_path):
+def test_a_stateful_part_that_has_run_out_repeats_its_last_batch(two_ranks, tmp_path):
     """The shares of 26 samples are 13 and 12 at a time of one: the second waits with zero weight.
 
     The state of update 12 is saved right after its last batch, when it does not wait yet.
@@ -325,7 +325,7 @@ def test_a_stateful_part_that_has_run_out_still_repeats_its_last_batch(two_ranks
 
 
 @pytest.mark.processes
-def test_a_part_of_hugging_face_that_has_run_out_still_repeats_its_last_batch(two_ranks, tmp_path):
+def test_a_hugging_face_part_that_ran_out_repeats_its_last_batch(two_ranks, tmp_path):
     """The parts of 13 samples in six shards have seven and six."""
     require("split")
     check_resumed_where_a_part_ends(two_ranks, "six shards", tmp_path, 13, (6, 7))

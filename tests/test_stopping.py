@@ -118,7 +118,7 @@ class StopsAt(TrainerCallback):
 
 
 @two_are_enough
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_at_the_same_update(ranks):
+def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_update(ranks):
     results = ranks(nan_on_one_rank)
     assert len({result["update"] for result in results}) == 1
     for result in results:
@@ -133,7 +133,7 @@ def stop_on_one_rank() -> Any:
     return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
 
 
-def test_a_stop_requested_by_one_rank_stops_all_at_the_same_update(ranks):
+def test_a_stop_requested_by_one_rank_stops_all_at_one_update(ranks):
     results = ranks(stop_on_one_rank)
     assert {result["reason"] for result in results} == {"rank asked for an end"}
     assert len({result["update"] for result in results}) == 1
@@ -248,7 +248,7 @@ def nan_while_ending() -> Any:
 
 
 @two_are_enough
-def test_what_is_found_while_a_run_ends_ends_it_and_not_the_next_evaluation(ranks):
+def test_what_is_found_while_a_run_ends_ends_that_run(ranks):
     assert nan_while_ending() == ("found while ending", True)
     assert ranks(nan_while_ending) == [("found while ending", True)] * ranks.world_size
 
@@ -288,5 +288,5 @@ def stop_before_others() -> Any:
 
 
 @two_are_enough
-def test_callbacks_after_one_that_stops_the_run_get_the_events_of_one_process(ranks):
+def test_callbacks_after_a_stop_get_the_events_of_one_process(ranks):
     assert ranks(stop_before_others) == [stop_before_others()] * ranks.world_size

@@ -119,7 +119,7 @@ def test_epochs_without_an_evaluation_have_empty_cells(capsys):
     assert len({line.index("1.00e-01") for line in body}) == 1
 
 
-def test_an_evaluation_within_an_epoch_is_a_row_in_the_columns_of_the_others(capsys):
+def test_an_evaluation_within_an_epoch_is_a_row_of_the_table(capsys):
     train(make_trainer(table(StepBasedEvaluationCallback(2))), epochs=2, eval_dataset=True)
     lines = printed(capsys)
     assert [line[:8].strip() for line in lines[2:7]] == ["step 2", "1/2", "step 1", "step 3", "2/2"]
@@ -155,7 +155,7 @@ def test_epochs_of_data_without_a_length_have_numbers_alone(capsys):
     assert lines[-1].startswith("Trained 2 epochs, 4 updates, in")
 
 
-def test_numbers_are_as_precise_as_each_other_and_what_is_no_number_is_left_out(capsys, monkeypatch):
+def test_numbers_in_the_table_are_equally_precise(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     given = {"large": 1234567.0, "small": 1.5e-5, "count": 12345, "tensor": torch.tensor(2 / 3), "none": float("nan")}
     words = {"text": "good", "many": torch.tensor([1, 2])}
@@ -170,7 +170,7 @@ def test_numbers_are_as_precise_as_each_other_and_what_is_no_number_is_left_out(
     assert row.split()[2:-2] == ["1.23e+06", "1.50e-05", "12,345", "0.6667", "nan"]
 
 
-def test_a_column_changes_its_format_once_and_nothing_moves_when_a_loss_grows(capsys):
+def test_a_columns_format_changes_once_when_a_loss_grows(capsys):
     losses = [0.5, 9999.99994, 24039.7578, 7.37e7, 3.0, 1e-7, -2.5e30]
 
     def record(trainer: Trainer, **kwargs: Any) -> None:
@@ -199,14 +199,14 @@ def test_a_metric_that_comes_later_is_a_column_at_the_right(capsys):
     assert [line.endswith("     0.2500") for line in body] == [True, True]
 
 
-def test_a_metric_that_could_be_recorded_but_is_not_has_no_column(capsys):
+def test_a_metric_that_is_not_recorded_has_no_column(capsys):
     train(make_trainer(table(ThroughputCallback())), epochs=2)
     head = re.split(" {2,}", printed(capsys)[0])
     assert head == ["epoch", "train loss", "samples_per_second", "lr", "time"]
 
 
 @pytest.mark.parametrize(("updates", "every"), [(45, 10), (420, 20)])
-def test_a_stream_has_rows_within_its_epoch_with_the_means_since_the_row_before(updates, every, capsys):
+def test_a_stream_has_rows_within_its_epoch_with_running_means(updates, every, capsys):
     seen: list[float] = []
     gather = listener(on_train_step_end=lambda t, batch_output, **_: seen.append(batch_output["loss"].item()))
     callbacks = table(gather, StepBasedEvaluationCallback(2 * every))
@@ -251,7 +251,7 @@ def test_rows_within_an_epoch_can_be_requested(capsys):
 # ----------------------------------------------------------------------------------------------- width
 
 
-def test_a_table_is_as_wide_as_its_terminal_and_says_where_the_rest_is(capsys, monkeypatch):
+def test_a_table_fits_its_terminal_and_says_where_the_rest_is(capsys, monkeypatch):
     def follow(trainer: Trainer) -> None:
         monkeypatch.setenv("COLUMNS", {1: "45", 2: "160"}.get(trainer.progress.epoch, "80"))
 
@@ -279,7 +279,7 @@ def test_metrics_can_be_chosen(capsys):
     assert re.split(" {2,}", printed(capsys)[0]) == ["epoch", "mae", "train loss", "lr", "time"]
 
 
-def test_metrics_that_will_not_be_recorded_are_refused_before_training():
+def test_metrics_that_will_not_be_recorded_are_refused():
     trainer = make_trainer(table(metrics=["eval_los_epoch"]))
     with pytest.raises(ValueError, match=r"ProgressTableCallback\(metrics=.*Did you mean 'eval_loss_epoch'\?"):
         train(trainer, eval_dataset=True)
@@ -291,7 +291,7 @@ def test_metrics_that_will_not_be_recorded_are_refused_before_training():
 # --------------------------------------------------------------------------------------------- summary
 
 
-def test_the_summary_says_where_things_are_that_the_run_has_written(tmp_path, monkeypatch, capsys):
+def test_the_summary_says_where_the_run_has_written_things(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     saving = [SaveBestModelCallback("best.pt"), SaveTrainingStateCallback("states", save_every_n_epochs=1)]
     train(make_trainer(table(*saving)), epochs=2, eval_dataset=True)
@@ -350,7 +350,7 @@ def test_the_reason_of_a_stop_comes_last(capsys):
     )
 
 
-def test_a_resumed_run_continues_with_its_numbers_and_its_best_epoch(tmp_path, capsys):
+def test_a_resumed_run_continues_its_numbers_and_its_best_epoch(tmp_path, capsys):
     def run(epochs: int, **kwargs: Any) -> list[str]:
         values = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.3}
         record = listener(
@@ -389,7 +389,7 @@ def test_an_interrupted_run_says_where_it_is_saved_last(tmp_path, monkeypatch, c
 # ------------------------------------------------------------------------------------- where it is shown
 
 
-def test_where_there_is_no_terminal_lines_and_the_summary_are_printed(tmp_path, monkeypatch, capsys):
+def test_without_a_terminal_lines_and_the_summary_are_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     callbacks = [ProgressTableCallback, StepBasedEvaluationCallback(2), SaveBestModelCallback("best.pt")]
     trainer = train(make_trainer(callbacks), epochs=2, eval_dataset=True)
@@ -421,7 +421,7 @@ def test_where_there_is_no_terminal_lines_and_the_summary_are_printed(tmp_path, 
         assert re.fullmatch(pattern, line)
 
 
-def test_a_stopped_epoch_has_its_times_and_the_rate_shown_is_that_of_its_last_update(capsys):
+def test_a_stopped_epoch_shows_its_times_and_its_last_rate(capsys):
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda update: 0.5**update)
     trainer = make_trainer([ProgressTableCallback, raises_at(5, StopTrainingError("enough"))])
     train(trainer, epochs=3, create_scheduler_fn=schedule)
@@ -435,7 +435,7 @@ def test_a_stopped_epoch_has_its_times_and_the_rate_shown_is_that_of_its_last_up
 
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
-def test_a_failed_run_shows_what_its_epochs_have_recorded_but_not_the_unfinished_one(error, always, capsys):
+def test_a_failed_run_shows_all_epochs_but_the_unfinished_one(error, always, capsys):
     def fail(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch == 2:
             raise error

@@ -116,7 +116,7 @@ def test_schedulers_from_timms_own_factory_give_timms_rates():
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
 @pytest.mark.parametrize(("evaluate", "metric"), [(True, "eval_loss_epoch"), (False, "train_loss_epoch")])
-def test_a_plateau_schedule_follows_the_evaluation_or_training_loss(evaluate, metric):
+def test_a_plateau_schedule_follows_evaluation_or_training_loss(evaluate, metric):
     create = partial(scheduler.PlateauLRScheduler, decay_rate=0.5, patience_t=0, mode="min", threshold=0.5)
     trainer = run(create, epochs=12, size=6, eval_dataset=make_data(3) if evaluate else None)
     losses = trainer.run_history.get_metric_values(metric)
@@ -126,7 +126,7 @@ def test_a_plateau_schedule_follows_the_evaluation_or_training_loss(evaluate, me
 
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
-def test_a_plateau_schedule_follows_evaluations_alone_where_not_every_epoch_ends_in_one():
+def test_a_plateau_schedule_follows_rare_evaluations_alone():
     create = partial(scheduler.PlateauLRScheduler, decay_rate=0.5, patience_t=0, mode="max")
     every = run(create, epochs=9, size=6, eval_dataset=make_data(3))
     every_other = run(create, epochs=9, size=6, eval_dataset=make_data(3), evaluate_every="2 epochs")
@@ -135,7 +135,7 @@ def test_a_plateau_schedule_follows_evaluations_alone_where_not_every_epoch_ends
 
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
-def test_a_plateau_schedule_does_not_follow_the_evaluation_of_an_earlier_run():
+def test_a_plateau_schedule_ignores_an_earlier_runs_evaluation():
     create = partial(scheduler.PlateauLRScheduler, decay_rate=0.5, patience_t=0, mode="min", threshold=0.0)
     trainer = run(None, epochs=1, size=6, eval_dataset=make_data(3))
     trainer.rates.clear()
@@ -145,7 +145,7 @@ def test_a_plateau_schedule_does_not_follow_the_evaluation_of_an_earlier_run():
     assert {tuple(rates) for rates in trainer.rates} == {(0.1, 0.02)}
 
 
-def test_a_limit_of_updates_gives_the_first_rates_of_the_schedule():
+def test_a_limit_of_updates_gives_a_schedules_first_rates():
     create = partial(scheduler.CosineLRScheduler, t_initial=12, warmup_t=3, warmup_lr_init=1e-4, t_in_epochs=False)
     trainer = run(create, epochs=None, max_num_train_steps=7, size=6)
     assert trainer.rates == rates_of_timms_script(create, 4, 3)[:7]
@@ -178,13 +178,13 @@ def test_a_torch_scheduler_in_a_timm_trainer_is_refused():
         train(trainer, create_scheduler_fn=partial(StepLR, step_size=1))
 
 
-def test_a_timm_scheduler_in_another_trainer_says_which_trainer_steps_it():
+def test_a_timm_scheduler_elsewhere_says_which_trainer_steps_it():
     timms = partial(scheduler.CosineLRScheduler, t_initial=9)
     with pytest.raises(TypeError, match=r"CosineLRScheduler.step needs an argument.*TrainerWithTimmScheduler"):
         train(make_trainer(), create_scheduler_fn=timms)
 
 
-def test_when_a_timm_scheduler_is_stepped_is_not_the_users_choice():
+def test_the_user_cannot_choose_when_a_timm_scheduler_is_stepped():
     with pytest.raises(ValueError, match=r"scheduler_interval='epoch': TrainerWithTimmScheduler steps.*Omit"):
         run(partial(scheduler.CosineLRScheduler, t_initial=9), scheduler_interval="epoch")
 

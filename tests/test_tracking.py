@@ -44,7 +44,7 @@ def test_a_new_history_is_empty_and_at_epoch_one():
     assert history.to_dict() == {}
 
 
-def test_values_come_back_in_the_order_in_which_they_were_recorded():
+def test_values_come_back_in_the_order_of_recording():
     history = InMemoryRunHistory()
     for value in (3, 1, 2):
         history.update_metric("score", value)
@@ -65,7 +65,7 @@ def test_any_value_can_be_recorded_and_comes_back_as_it_was():
 
 
 @pytest.mark.parametrize("method", ["get_latest_metric", "delete_metric"])
-def test_an_unknown_metric_is_an_error_that_lists_the_known_ones_with_the_closest(method):
+def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(method):
     history = filled()
     with pytest.raises(ValueError, match="'eval_loss'") as caught:
         getattr(history, method)("eval_loss")
@@ -74,13 +74,13 @@ def test_an_unknown_metric_is_an_error_that_lists_the_known_ones_with_the_closes
     assert "train_loss_epoch, eval_loss_epoch, accuracy" in message
 
 
-def test_an_unknown_metric_that_resembles_nothing_gets_no_suggestion():
+def test_an_unknown_metric_resembling_nothing_gets_no_suggestion():
     with pytest.raises(ValueError, match="'zebra'") as caught:
         filled().get_latest_metric("zebra")
     assert "Did you mean" not in str(caught.value)
 
 
-def test_a_metric_of_an_empty_history_is_an_error_that_says_nothing_was_recorded():
+def test_a_metric_of_an_empty_history_is_an_error():
     with pytest.raises(ValueError, match="nothing"):
         InMemoryRunHistory().get_latest_metric("loss")
 
@@ -133,13 +133,13 @@ def test_the_dict_is_a_copy():
     }
 
 
-def test_asking_for_the_values_of_an_unknown_metric_does_not_make_it_known():
+def test_asking_for_an_unknown_metric_does_not_make_it_known():
     history = InMemoryRunHistory()
     assert list(history.get_metric_values("mine")) == []
     assert list(history.get_metric_names()) == []
 
 
-def test_names_of_metrics_are_in_order_and_can_be_subtracted_like_a_set():
+def test_names_of_metrics_are_ordered_and_work_like_a_set():
     history = InMemoryRunHistory()
     history.update_metric("score", 3)
     history.update_metric("other", 4)
@@ -153,7 +153,7 @@ def test_names_of_metrics_are_in_order_and_can_be_subtracted_like_a_set():
     assert len(history.get_metric_names()) == 4
 
 
-def test_the_table_has_a_row_for_each_epoch_and_a_column_for_each_metric():
+def test_the_table_has_a_row_per_epoch_and_a_column_per_metric():
     table = filled().to_dataframe()
     assert table.index.name == "epoch"
     assert list(table.index) == [1, 2, 3]
@@ -187,7 +187,7 @@ def test_evaluating_after_a_run_adds_no_epoch_to_the_table():
     assert list(trainer.run_history.to_dataframe().index) == [1, 2]
 
 
-def test_a_second_run_that_keeps_the_history_continues_counting_epochs():
+def test_a_second_run_with_the_history_continues_its_epochs():
     trainer = train(make_trainer(), epochs=2)
     train(trainer, epochs=1, reset_run_history=False)
     assert list(trainer.run_history.to_dataframe().index) == [1, 2, 3]
@@ -195,7 +195,7 @@ def test_a_second_run_that_keeps_the_history_continues_counting_epochs():
     assert list(trainer.run_history.to_dataframe().index) == [1]
 
 
-def test_the_plot_has_a_panel_for_each_metric_with_train_and_eval_together(tmp_path):
+def test_the_plot_has_a_panel_for_each_metric(tmp_path):
     from matplotlib.figure import Figure
 
     path = tmp_path / "plots" / "curves.png"
@@ -371,7 +371,7 @@ def test_small_losses_are_not_lost_in_a_large_sum():
     assert float(tracker.total_loss) == 2**26 + 100
 
 
-def test_the_sums_stay_on_the_device_of_the_loss_without_being_read():
+def test_sums_of_losses_stay_on_the_device_without_being_read():
     tracker = LossTracker()
     for _ in range(2):
         tracker.update(torch.ones((), device="meta"), 4)  # a device that cannot be read
@@ -389,7 +389,7 @@ def test_a_loss_of_one_element_may_have_any_shape(weight):
     assert tracker.total_loss == 8.0
 
 
-def test_a_running_mean_keeps_no_graph_and_does_not_change_the_loss():
+def test_a_running_mean_keeps_no_graph():
     loss = torch.tensor(2.0, requires_grad=True) * 1
     tracker = LossTracker()
     tracker.update(loss, 5)
@@ -400,7 +400,7 @@ def test_a_running_mean_keeps_no_graph_and_does_not_change_the_loss():
     assert loss.item() == 2.0
 
 
-def test_a_loss_changed_in_place_afterwards_does_not_change_the_mean():
+def test_a_loss_changed_in_place_later_does_not_change_the_mean():
     loss = torch.tensor(2.0)
     tracker = LossTracker()
     tracker.update(loss, 1)
@@ -442,7 +442,7 @@ def test_progress_makes_the_round_trip_through_its_state():
     assert progress.update == 17
 
 
-def test_a_state_with_an_unknown_count_is_an_error_that_names_it_and_changes_nothing():
+def test_a_state_with_an_unknown_count_is_an_error_that_names_it():
     progress = Progress()
     with pytest.raises(KeyError, match="batches") as caught:
         progress.load_state_dict({"epoch": 1, "batches": 2})
@@ -560,7 +560,7 @@ def test_what_is_evaluated_after_a_run_is_none_of_its_values(is_reloaded):
     assert history.current_epoch == 3
 
 
-def test_an_evaluation_within_one_after_a_run_is_recorded_under_its_last_epoch_too():
+def test_nested_evaluations_after_a_run_have_its_last_epoch():
     x = torch.ones(4, 1)
     data = TensorDataset(x, x)
     inner = []

@@ -231,7 +231,7 @@ def test_losses_over_items_equal_one_process(ranks):
             assert run["history"]["train_loss_epoch"] == pytest.approx(one["history"]["train_loss_epoch"], abs=1e-10)
 
 
-def test_updates_and_learning_rates_do_not_depend_on_the_number_of_processes(ranks):
+def test_the_number_of_processes_changes_no_update_or_rate(ranks):
     for result in ranks(schedule):
         assert result == alone(schedule)
 
@@ -264,7 +264,7 @@ def losses_over_all_samples() -> Any:
     return results
 
 
-def test_losses_over_the_samples_of_all_processes_equal_one_process(ranks):
+def test_losses_over_all_samples_equal_those_of_one_process(ranks):
     for result in ranks(losses_over_all_samples):
         for key, run in result.items():
             one = alone(losses_over_all_samples)[key]
@@ -289,7 +289,7 @@ def losses_of_what_has_no_gradients() -> Any:
     return {"said": said, "lengths": gathers.lengths}
 
 
-def test_a_loss_of_what_was_gathered_without_gradients_is_an_error_that_says_so(ranks):
+def test_a_loss_of_gathered_values_without_gradients_is_an_error(ranks):
     for result in ranks(losses_of_what_has_no_gradients):
         constant, guarded = result["said"]
         assert "the result of trainer.gather(), which has no gradients. Pass with_gradients=True" in constant
@@ -376,7 +376,7 @@ def learned_loss() -> Any:
 
 
 @two_are_enough
-def test_parameters_of_the_loss_function_are_the_same_on_all_ranks(ranks):
+def test_ranks_have_the_same_parameters_of_the_loss_function(ranks):
     for result in ranks(learned_loss):
         assert torch.equal(result["scale"], ranks(learned_loss)[0]["scale"])
         assert abs(result["scale"] - alone(learned_loss)["scale"]) < 1e-10
@@ -413,7 +413,7 @@ def gradients_of_one_rank() -> Any:
     return results
 
 
-def test_a_gradient_that_one_rank_has_or_has_otherwise_is_averaged(ranks):
+def test_a_gradient_that_only_one_rank_has_is_averaged(ranks):
     n = ranks.world_size
     for result in ranks(gradients_of_one_rank):
         for (_, others), centres in result.items():

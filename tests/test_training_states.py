@@ -199,7 +199,7 @@ class OwnBatches(Trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
 @pytest.mark.parametrize("limit", [None, 3])
-def test_a_run_with_dropout_resumes_to_the_same_bits_from_any_data(tmp_path, kind, limit):
+def test_a_run_with_dropout_resumes_its_bits_from_any_data(tmp_path, kind, limit):
     """The generators are where they were, also after what came before was read again and dropped."""
 
     class Stream(IterableDataset):
@@ -283,7 +283,7 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
 @CAN_SHARD
 @pytest.mark.processes
 @pytest.mark.timeout(7200 if SOAK else 3600)
-def test_sigkill_of_a_sharded_run_with_remote_states_leads_to_the_same_bits(tmp_path, job):
+def test_a_killed_sharded_run_resumes_remote_states_bit_for_bit(tmp_path, job):
     """One or both of two processes, which write their shards in the background."""
 
     def run_whole(folder, **options):
@@ -311,7 +311,7 @@ def every_save_point(folder: Path, accumulation: int) -> Any:
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "accumulation"), [(3, 2), *([(2, 1), (2, 3), (3, 1)] if SOAK else [])])
-def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_path, job, processes, accumulation):
+def test_processes_resume_the_same_bits_from_every_save_point(tmp_path, job, processes, accumulation):
     runs = job(processes).run(every_save_point, tmp_path, accumulation)
     assert len(runs) == processes
     for whole, *resumed in runs:  # of each rank: its generators are its own
@@ -418,7 +418,7 @@ train(trainer, 9, train_dataset=Rows(make_data()), train_dataloader_kwargs={"num
     ("number", "saves", "code"),
     [(signal.SIGINT, True, -2), (signal.SIGTERM, True, 143), *([(signal.SIGINT, False, -2)] if SOAK else [])],
 )
-def test_a_program_that_a_signal_ends_says_last_how_to_resume_and_exits_as_shells_expect(tmp_path, number, saves, code):
+def test_a_program_ended_by_a_signal_says_last_how_to_resume(tmp_path, number, saves, code):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, number.name, *([str(tmp_path)] if saves else [])],
         env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,
@@ -443,7 +443,7 @@ def test_an_interrupt_shows_the_lines_of_the_user_only():
         assert names == [test_an_interrupt_shows_the_lines_of_the_user_only.__name__, "call", "__getitem__"]
 
 
-def test_workers_that_leave_signals_to_the_run_are_initialised_as_asked(tmp_path):
+def test_workers_shielded_from_signals_are_initialised_as_asked(tmp_path):
     class Marked(Rows):
         def __getitem__(self, index):
             x, y = super().__getitem__(index)
@@ -536,7 +536,7 @@ def test_a_finished_run_does_nothing_more_and_says_so(tmp_path, capsys):
     assert "Nothing left to do: the run had finished" in capsys.readouterr().out
 
 
-def test_a_finished_run_that_was_killed_too_soon_removes_its_old_states_when_resumed(tmp_path):
+def test_a_finished_run_removes_its_old_states_when_resumed(tmp_path):
     run(tmp_path)
     *_, newest = states(tmp_path)
     run(tmp_path, max_checkpoints=1)
@@ -570,7 +570,7 @@ def test_damage_is_found_and_the_state_before_is_used(tmp_path, name, damage, ca
     assert f"Resuming from '{before}'" in output
 
 
-def test_a_state_that_waited_for_its_successor_when_all_was_killed_gets_its_name_back(tmp_path, capsys):
+def test_a_state_killed_while_being_replaced_gets_its_name_back(tmp_path, capsys):
     run(tmp_path)
     newest = states(tmp_path)[-1]
     waiting = newest.with_name(f".{newest.name}.previous")
@@ -583,7 +583,7 @@ def test_a_state_that_waited_for_its_successor_when_all_was_killed_gets_its_name
     assert states(tmp_path)[-1] == newest
 
 
-def test_a_fresh_run_keeps_a_state_that_waited_for_its_successor_when_all_was_killed(tmp_path):
+def test_a_fresh_run_keeps_a_state_killed_while_being_replaced(tmp_path):
     run(tmp_path)
     last = states(tmp_path)[-1]
     last.rename(last.with_name(f".{last.name}.previous"))
@@ -633,7 +633,7 @@ def test_rotation_keeps_the_newest_and_foreign_files(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, None])
-def test_a_state_is_the_newest_even_if_the_clock_is_behind_that_of_those_before(keep, tmp_path, capsys):
+def test_the_newest_state_does_not_depend_on_the_clock(keep, tmp_path, capsys):
     def run(epochs: int) -> Trainer:
         saver = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1, max_checkpoints=keep)
         return train(make_trainer([saver], seed=0), epochs, resume_from="latest")
@@ -656,7 +656,7 @@ def test_a_state_is_the_newest_even_if_the_clock_is_behind_that_of_those_before(
         (False, True, "holds no schedule, so that of create_scheduler_fn starts from the beginning"),
     ],
 )
-def test_a_run_resumed_with_or_without_a_schedule_unlike_before_warns(first, second, match, tmp_path):
+def test_a_run_resumed_with_or_without_its_schedule_warns(first, second, match, tmp_path):
     def run(epochs: int, is_scheduled: bool) -> Trainer:
         decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9) if is_scheduled else None
         trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
@@ -715,7 +715,7 @@ def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path, first, se
         (torch.optim.AdamW, torch.optim.AdamW),
     ],
 )
-def test_a_state_fits_the_same_optimizer_however_it_is_derived_or_computed(tmp_path, first, second):
+def test_a_state_fits_the_same_optimizer_however_derived(tmp_path, first, second):
     train_with(first, tmp_path, 1)
     assert train_with(second, tmp_path, 2).progress.update == 6
 
@@ -738,7 +738,7 @@ def test_an_attribute_of_another_class_of_optimizers_is_refused(tmp_path):
         run(2)
 
 
-def test_a_state_that_does_not_know_the_class_of_its_optimizer_is_resumed(tmp_path):
+def test_a_state_without_its_optimizers_class_is_resumed(tmp_path):
     train_with(torch.optim.Adam, tmp_path, 1)
     (state,) = tmp_path.glob("update-*")
     shared = torch.load(state / "trainer.pt")
@@ -808,7 +808,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("is_other_first", [True, False])
-def test_a_run_whose_directory_is_removed_locks_it_again_before_its_next_state(tmp_path, is_other_first):
+def test_a_run_whose_directory_is_removed_locks_it_again(tmp_path, is_other_first):
     """Otherwise a second run gets in, and both save in one directory."""
     code = (
         "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import DirectoryStore\n"
@@ -852,7 +852,7 @@ def test_a_save_dir_that_is_a_file_is_an_error_before_training(tmp_path):
     assert trainer.progress.update == 0
 
 
-def test_a_state_whose_manifest_is_a_directory_is_skipped_as_damaged(tmp_path, capsys):
+def test_a_state_whose_manifest_is_a_directory_is_damaged(tmp_path, capsys):
     whole = run(tmp_path)
     *_, before, newest = states(tmp_path)
     (newest / "manifest.json").unlink()
@@ -863,7 +863,7 @@ def test_a_state_whose_manifest_is_a_directory_is_skipped_as_damaged(tmp_path, c
     assert f"Resuming from '{before}'" in output
 
 
-def test_of_states_that_are_links_rotation_leaves_nothing_behind_but_their_targets(tmp_path):
+def test_rotation_removes_links_to_states_but_not_their_targets(tmp_path):
     run(tmp_path, epochs=1, schedule=False)
     (tmp_path / "elsewhere").mkdir()
     for state in states(tmp_path):
@@ -878,7 +878,7 @@ def test_of_states_that_are_links_rotation_leaves_nothing_behind_but_their_targe
     assert len(os.listdir(tmp_path / "elsewhere")) == 4
 
 
-def test_a_run_that_could_not_begin_leaves_its_directory_to_others(tmp_path):
+def test_a_run_that_could_not_begin_leaves_its_directory_free(tmp_path):
     run(tmp_path, max_checkpoints=1)
     (state,) = states(tmp_path)
     DAMAGES["truncated"](state / "trainer.pt")
@@ -928,7 +928,7 @@ def on_two_processes(folder: Path) -> Any:
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path, job):
+def test_sharded_weights_are_saved_whole_and_resumed(tmp_path, job):
     expected, history = job(2).run(on_two_processes, tmp_path)[0]
     assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected)
     model = large_model()
@@ -954,7 +954,7 @@ def of_seven_samples(folder: Path) -> Any:
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_for_nothing(tmp_path, two_ranks):
+def test_a_sample_that_keeps_sharded_ranks_in_step_counts_zero(tmp_path, two_ranks):
     data, model = regression_data(7), large_model().eval()
     for weights, loss, worst, predictions in two_ranks.run(of_seven_samples, tmp_path):
         model.load_state_dict(weights)
@@ -967,9 +967,7 @@ def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_predictions_of_sharded_weights_are_known_as_those_of_the_same_weights_in_one_process(
-    tmp_path, two_ranks, capsys
-):
+def test_one_process_knows_the_predictions_of_sharded_weights(tmp_path, two_ranks, capsys):
     data, model = regression_data(7), large_model()
     weights = two_ranks.run(of_seven_samples, tmp_path)[0][0]
     for has_same, number in ((True, 0), (False, 7)):
@@ -1041,7 +1039,7 @@ def _predict_into(directory: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_folder_that_the_processes_do_not_share_is_an_error_before_anything_else(two_ranks):
+def test_a_folder_not_shared_by_the_processes_is_an_error(two_ranks):
     for rank, said in enumerate(two_ranks(saving_in_local_folders)):
         assert len(said) == 3
         for message, name in zip(said, ("save_dir='states'", "'.'", "directory='predictions'"), strict=True):
@@ -1166,7 +1164,7 @@ class StepsItself(Trainer):
 
 @pytest.mark.parametrize("trainer_class", [Trainer, StepsItself])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_run_interrupted_within_a_step_is_not_saved_only_between_them(tmp_path, trainer_class, accumulation):
+def test_an_interrupted_run_is_saved_only_between_its_steps(tmp_path, trainer_class, accumulation):
     class Interrupted(torch.optim.SGD):
         steps_left = -1
 
@@ -1213,7 +1211,7 @@ def test_a_run_interrupted_within_a_step_is_not_saved_only_between_them(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("update", [4, 6])
-def test_a_run_that_a_starting_event_stops_can_still_be_resumed_to_the_same_bits(tmp_path, capsys, event, update):
+def test_a_run_stopped_by_a_starting_event_resumes_its_bits(tmp_path, capsys, event, update):
     def stop(trainer, **kwargs):
         raise StopTrainingError("no time left")
 
@@ -1327,7 +1325,7 @@ def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_path, asynchronous):
+def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchronous):
     """Half-written files, syncs, renames, removals: from the first file to the end of the second rotation.
 
     At every seventeenth; ``make soak`` kills at each.
@@ -1352,7 +1350,7 @@ def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_pat
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.timeout(7200 if SOAK else 1800)
-def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tmp_path):
+def test_sigkill_of_rank_0_at_any_file_operation_changes_no_bits(tmp_path):
     """At every nineteenth; ``make soak`` kills at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
 
@@ -1403,7 +1401,7 @@ class FillsDisk(TrainerCallback):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_ends_the_run_and_the_last_state_is_whole_and_named(tmp_path, asynchronous, capsys):
+def test_a_full_disk_leaves_the_last_state_whole_and_names_it(tmp_path, asynchronous, capsys):
     fills = FillsDisk(9)  # where the next thing to be written is a state
     try:
         with pytest.raises(OSError, match="File too large") as caught:
@@ -1451,7 +1449,7 @@ def fail_while_a_state_is_written(folder: Path) -> str:
 
 
 @pytest.mark.processes
-def test_a_state_still_being_written_when_a_run_failed_is_not_reported_as_saved(tmp_path, two_ranks):
+def test_an_unfinished_state_of_a_failed_run_is_not_called_saved(tmp_path, two_ranks):
     said, _ = two_ranks.run(fail_while_a_state_is_written, tmp_path)
     assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in said
 
@@ -1473,7 +1471,7 @@ def test_a_run_may_continue_when_the_disk_is_full(tmp_path, capsys, asynchronous
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [0, 9000])
-def test_wherever_in_a_file_of_a_state_the_disk_is_full_a_run_may_continue(tmp_path, capsys, size, asynchronous):
+def test_a_run_may_continue_wherever_a_state_fills_the_disk(tmp_path, capsys, size, asynchronous):
     fills = FillsDisk(6, 8, size)
     try:
         run(tmp_path, extra=(fills,), asynchronous=asynchronous, continue_on_error=True)
@@ -1508,7 +1506,7 @@ def test_training_continues_while_a_state_is_written(tmp_path, monkeypatch):
     assert_same(run(tmp_path), result)
 
 
-def test_a_job_that_would_restart_with_addresses_of_dead_ranks_is_warned_of(monkeypatch):
+def test_a_restart_with_addresses_of_dead_ranks_is_warned_of(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.warns(UserWarning, match="Launch it with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP"):
@@ -1550,7 +1548,7 @@ def test_save_model_writes_weights_that_others_load(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "second"), [("pt", "other"), ("other", "format")])
-def test_tied_weights_may_have_any_names_and_their_file_is_no_secret(tmp_path, first, second):
+def test_tied_weights_may_have_any_names(tmp_path, first, second):
     def make() -> torch.nn.Module:
         module = torch.nn.Linear(5, 1).double()
         module.register_parameter(first, torch.nn.Parameter(torch.rand(3)))
@@ -1576,7 +1574,7 @@ def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
 
 
 @pytest.mark.parametrize("greater", [False, True])
-def test_the_best_k_models_are_kept_also_by_a_run_that_was_resumed(tmp_path, greater):
+def test_a_resumed_run_keeps_the_best_k_models_too(tmp_path, greater):
     class Scores(TrainerCallback):
         values = (3.0, 1.0, 5.0, float("nan"), 2.0, 4.0)
 

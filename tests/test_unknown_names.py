@@ -137,7 +137,7 @@ def test_other_names_of_evaluate(name):
     )
 
 
-def test_counts_of_lightning_and_transformers_are_those_of_the_progress():
+def test_counts_named_as_in_other_libraries_point_to_progress():
     trainer = make_trainer()
     advice = message(AttributeError, lambda: trainer.global_step)
     assert advice == "Trainer has no global_step. Read progress.update, the number of updates."
@@ -303,7 +303,7 @@ def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
     assert resumed.progress.update == 6
 
 
-def test_a_custom_create_scheduler_may_give_the_class_what_it_needs():
+def test_an_overridden_create_scheduler_may_pass_arguments():
     class Own(Trainer):
         def create_scheduler(self):
             return self.create_scheduler_fn(self.optimizer, step_size=2)

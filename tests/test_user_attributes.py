@@ -189,7 +189,7 @@ HELD = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("train", "result"), HELD.values(), ids=HELD)
-def test_what_users_hold_in_attributes_is_resumed_to_the_same_bits(train, result):
+def test_what_users_hold_in_attributes_resumes_to_the_same_bits(train, result):
     whole, *resumed = run_and_resume(train, result)
     assert len(resumed) >= 2
     assert all(same(whole, run) for run in resumed)
@@ -236,7 +236,7 @@ def test_attributes_are_restored_in_place(tmp_path):
     assert trainer.walk.noise.random() == Walk(1).noise.random()
 
 
-def test_attributes_that_the_run_creates_or_removes_or_that_change_type(tmp_path):
+def test_attributes_that_the_run_creates_or_retypes_are_restored(tmp_path):
     trainer = saved(tmp_path, made=[{"x": (1, 2.5, "z", None)}], was_none=deque([torch.ones(2)], maxlen=3))
     trainer.pair = [trainer.made, trainer.made]
     trainer.itself = [1]
@@ -332,7 +332,7 @@ def test_attributes_that_a_class_names_are_not_saved(tmp_path, capsys):
     assert (ledger.lines, ledger.count) == ([4, 5, 6], 6)
 
 
-def test_a_callback_may_leave_out_all_its_attributes_also_of_states_that_have_them(tmp_path):
+def test_a_callback_may_leave_out_attributes_that_states_have(tmp_path):
     def run(epochs: int, kind: type[Ledger]) -> Ledger:
         ledger = type("Ledger", (kind,), {})()
         saving = SaveTrainingStateCallback(tmp_path / "states", max_checkpoints=1)
@@ -371,7 +371,7 @@ def test_long_buffers_are_kept_as_few_tensors_and_equal(tmp_path):
         assert len(file.namelist()) < 40
 
 
-def test_random_generators_and_views_of_one_tensor_stay_what_they_are(tmp_path):
+def test_generators_and_views_of_a_tensor_stay_what_they_are(tmp_path):
     whole = torch.arange(6.0)
     trainer = saved(
         tmp_path,
@@ -458,7 +458,7 @@ def test_a_difference_is_said_once_and_a_moved_folder_never(tmp_path, capsys):
     assert (warming.factor, warming.heat, warming.folder) == (0.25, 7.0, Path("b"))
 
 
-def test_random_tensors_that_never_change_are_those_of_the_first_run(tmp_path, capsys):
+def test_constant_random_tensors_are_those_of_the_first_run(tmp_path, capsys):
     def train(epochs: int, seed: int) -> Holder:
         noise = torch.randn(4, generator=torch.Generator().manual_seed(seed))
         trainer = Holder([SaveTrainingStateCallback(tmp_path)], noise=noise)
@@ -509,7 +509,7 @@ def test_the_best_model_has_the_teacher_that_it_was_trained_with(tmp_path):
 
 
 @pytest.mark.parametrize("kind", shipped.SHIPPED, ids=lambda kind: kind.__name__)
-def test_a_shipped_callback_has_no_attributes_that_look_like_a_users(kind, tmp_path, monkeypatch):
+def test_a_shipped_callback_has_no_attributes_like_a_users(kind, tmp_path, monkeypatch):
     """Its constructor creates all of them, so those of a user's subclass can be told from ours."""
     monkeypatch.chdir(tmp_path)
     if kind is ModelSummaryCallback:

@@ -49,7 +49,7 @@ def test_the_oldest_versions_are_the_lower_bounds():
     assert pins == {name: bound for name, bound in bounds.items() if name not in NOT_INSTALLED_THERE}
 
 
-def test_the_extras_whose_lower_bounds_are_not_tested_are_those_that_the_page_names():
+def test_the_page_names_the_extras_with_untested_lower_bounds():
     extras = PROJECT["optional-dependencies"]
     [tested] = [it.extras for it in map(Requirement, extras["test"]) if it.name == PROJECT["name"]]
     assert {*extras} - tested - {"test", "all"} == {"ray", "bench"}

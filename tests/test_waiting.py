@@ -172,7 +172,7 @@ def test_processes_in_different_calls_say_where_they_are_and_end(tmp_path, monke
 
 
 @pytest.mark.processes
-def test_a_rank_that_catches_its_error_and_trains_again_ends_the_job(tmp_path, monkeypatch):
+def test_a_rank_that_catches_its_error_and_goes_on_ends_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
     output = tmp_path / "output"
     codes = in_forks(lambda rank: sweep(), output, 2)
@@ -254,7 +254,7 @@ def with_numbers_of_their_own() -> Any:
 
 
 @pytest.mark.filterwarnings("default:.*differ between the processes")
-def test_all_processes_decide_by_the_number_of_rank_0_with_a_warning(two_ranks):
+def test_all_processes_decide_by_the_number_of_rank_0(two_ranks):
     results = two_ranks(with_numbers_of_their_own)
     for best, epoch, last, rate, _ in results:
         assert (best, epoch, last) == (1.0, 3, 5)

@@ -92,7 +92,7 @@ def steps_of(trainer: Trainer, error: type[Exception], match: str, **kwargs: Any
 @pytest.mark.parametrize(
     ("values", "higher_is_better", "best"), [([1, 3, 2], True, 2), ([2, 1, 3], False, 2), ([3, 1, 2], True, 1)]
 )
-def test_the_best_model_is_the_best_by_what_the_metric_says_of_itself(values, higher_is_better, best, here):
+def test_the_best_model_is_the_best_by_its_metrics_direction(values, higher_is_better, best, here):
     callback = SaveBestModelCallback("best.pt", "score")
     train(make_trainer([scores(values, higher_is_better), callback]), epochs=3, eval_dataset=True)
     assert callback.best_metric_epoch == best
@@ -106,7 +106,7 @@ def test_a_run_whose_accuracy_rises_is_not_stopped(here):
     assert stopping.best_metric == pytest.approx(0.9)
 
 
-def test_the_averages_that_are_kept_are_the_best_by_what_the_metric_says(here):
+def test_the_kept_averages_are_the_best_by_their_metric(here):
     ema = ModelEmaCallback(0.5, watch_metric="ema_model_score", callbacks=[scores([1.0, 3.0, 2.0])])
     train(make_trainer([scores([1.0, 3.0, 2.0]), ema], seed=0), epochs=3, eval_dataset=True)
     assert ema.best_metric == 3.0
@@ -118,7 +118,7 @@ NESTED = ["on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_tr
 @pytest.mark.slow
 @pytest.mark.parametrize("event", NESTED)
 @pytest.mark.parametrize("every", [1, 2])
-def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watched(here, event, every):
+def test_an_evaluation_within_a_run_adds_no_watched_value(here, event, every):
     """The targets of the test data are the opposite, so the error of the best epoch is the largest there."""
     x, y = make_data(12).tensors
     data, test_data = TensorDataset(x, 3 + y), TensorDataset(x, -(3 + y))
@@ -147,7 +147,7 @@ def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watch
     assert watched("resumed", evaluates, resume_from=here / "nested/states/update-000000007") == plain
 
 
-def test_values_within_an_epoch_are_looked_at_although_evaluate_is_called_after_them(here):
+def test_calling_evaluate_hides_no_value_within_an_epoch(here):
     def evaluate_test_data(trainer, **kwargs):
         if trainer.current_run.data.eval_dataset is not test_data:
             trainer.evaluate(test_data)
@@ -159,7 +159,7 @@ def test_values_within_an_epoch_are_looked_at_although_evaluate_is_called_after_
     assert sorted(path.name for path in here.glob("best-*")) == [f"best-update{n:09d}.pt" for n in range(1, 7)]
 
 
-def test_a_metric_that_only_evaluations_within_a_run_record_may_be_watched(here):
+def test_a_metric_that_only_nested_evaluations_record_is_watched(here):
     best = SaveBestModelCallback("best.pt", "evaluation_loss")
     evaluates = listener(on_train_epoch_end=lambda trainer, **_: trainer.evaluate(make_data()))
     trainer = train(make_trainer([evaluates, best]), epochs=2, eval_dataset=True)
@@ -167,7 +167,7 @@ def test_a_metric_that_only_evaluations_within_a_run_record_may_be_watched(here)
 
 
 @pytest.mark.parametrize("where", WATCHERS)
-def test_an_argument_that_contradicts_the_metric_is_an_error_before_training(where, here):
+def test_an_argument_that_contradicts_the_metric_is_an_error(where, here):
     average = ModelEmaCallback(save_path="other.pt", prefix="other_", callbacks=[scores([1.0])])
     name = "other_score" if "Ema" in where else "score"
     trainer = make_trainer([average, scores([1.0]), WATCHERS[where](name, False)])
@@ -183,7 +183,7 @@ def test_of_losses_of_the_run_greater_values_are_never_better(here):
 
 
 @pytest.mark.parametrize("where", WATCHERS)
-def test_where_it_is_not_known_smaller_ones_are_better_and_a_warning_says_so(where, here):
+def test_smaller_is_better_with_a_warning_if_nothing_is_known(where, here):
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", float(t.progress.epoch)))
     watcher = WATCHERS[where]("mine")
     trainer = make_trainer([record, watcher], seed=0)
@@ -205,7 +205,7 @@ def test_of_a_metric_that_says_nothing_the_argument_decides(greater, best, here)
     assert callback.best_metric_epoch == best
 
 
-def test_a_loss_that_a_custom_callback_records_is_better_when_it_is_smaller(here):
+def test_a_loss_of_a_custom_callback_is_better_when_smaller(here):
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("my_loss", 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -226,7 +226,7 @@ def test_a_custom_callback_can_say_which_values_are_better(here):
     assert best.best_metric == 3.0
 
 
-def test_a_custom_callback_that_says_what_it_records_is_taken_at_its_word(here):
+def test_a_custom_callback_may_declare_what_it_records(here):
     class Records(TrainerCallback):
         def configure_run(self, trainer, request, **kwargs):
             request.metrics.record(self, {"mine": True})
@@ -265,7 +265,7 @@ def test_the_directions_of_a_collection_are_those_of_its_members(here):
 
 
 @pytest.mark.parametrize(("mode", "higher"), [("min", True), ("max", False)])
-def test_a_plateau_that_follows_a_metric_the_wrong_way_round_is_an_error(mode, higher):
+def test_a_plateau_of_the_wrong_direction_is_an_error(mode, higher):
     arguments = {"scheduler_interval": "epoch", "scheduler_metric": "score", "eval_dataset": True, "epochs": 2}
     right = {"min": "max", "max": "min"}[mode]
     trainer = make_trainer([scores([1.0, 2.0], higher)])
@@ -275,7 +275,7 @@ def test_a_plateau_that_follows_a_metric_the_wrong_way_round_is_an_error(mode, h
     train(trainer, create_scheduler_fn=partial(ReduceLROnPlateau, mode=right), **arguments)
 
 
-def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_the_epoch(here, capsys):
+def test_messages_name_the_direction_after_the_epochs_metrics(here, capsys):
     stopping = EarlyStoppingCallback(2, watch_metric="score")
     best = SaveBestModelCallback("best.pt", "score")
     metrics = scores([2 / 3, 1 / 3, 1 / 3])
@@ -327,7 +327,7 @@ def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
 
 
 @pytest.mark.parametrize("where", WATCHERS)
-def test_a_metric_that_nothing_records_is_named_before_the_first_batch(where, here):
+def test_a_metric_that_nothing_records_is_named_at_once(where, here):
     trainer = make_trainer([scores([1.0]), WATCHERS[where]("scroe", True)])
     expected = f"{where}'scroe'): the run will not record it. Did you mean 'score'? It records: train_loss_epoch, score"
     with pytest.raises(ValueError, match="scroe") as caught:
@@ -338,7 +338,7 @@ def test_a_metric_that_nothing_records_is_named_before_the_first_batch(where, he
 
 @pytest.mark.parametrize("name", ["eval_loss_epoch", "score", "intermediate_eval_loss"])
 @pytest.mark.parametrize("where", [where for where in WATCHERS if "Ema" not in where])
-def test_a_metric_of_evaluations_needs_an_eval_dataset_and_that_is_reported_at_once(where, name, here):
+def test_a_metric_of_evaluations_needs_an_eval_dataset(where, name, here):
     callbacks = [scores([1.0]), *([StepBasedEvaluationCallback(1)] if "intermediate" in name else [])]
     trainer = make_trainer([*callbacks, WATCHERS[where](name)])
     with pytest.raises(ValueError, match=r"train\(\) was given no eval_dataset\. Pass one") as caught:
@@ -363,12 +363,12 @@ def test_of_several_datasets_there_is_no_loss_without_their_name(here):
     assert steps_of(trainer, ValueError, "It records: train_loss_epoch, a_eval_loss_epoch", eval_dataset=data) == 0
 
 
-def test_an_evaluation_within_epochs_that_is_never_made_is_reported():
+def test_watching_evaluations_never_made_in_epochs_is_an_error():
     trainer = make_trainer([EarlyStoppingCallback(watch_metric="intermediate_eval_loss")])
     assert steps_of(trainer, ValueError, "'intermediate_eval_loss'.*will not record it", eval_dataset=True) == 0
 
 
-def test_what_a_custom_callback_may_record_is_not_refused_but_reported(here):
+def test_what_a_custom_callback_may_record_is_only_warned_of(here):
     record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("eval_loss_epoch", 1.0))
     best = SaveBestModelCallback("best.pt")
     with pytest.warns(UserWarning, match=r"unless Listener does\. train\(\) was given no eval_dataset"):
@@ -395,12 +395,12 @@ def test_a_loss_of_ones_own_may_record_training_losses(here):
     assert best.best_metric is not None
 
 
-def test_the_best_model_by_a_training_loss_is_said_to_be_of_the_end(here, capsys):
+def test_a_best_training_loss_is_said_to_be_of_the_epochs_end(here, capsys):
     train(make_trainer([SaveBestModelCallback("best.pt", "train_loss_epoch")]))
     assert "a mean over that epoch; the weights are those at its end" in capsys.readouterr().out
 
 
-def test_what_a_custom_trainer_or_its_loss_or_a_metric_may_record_is_not_refused(here):
+def test_what_a_custom_trainer_may_record_is_not_refused(here):
     class Records(Trainer):
         def train_epoch_end(self):
             self.run_history.update_metric("mine_loss", 1.0)
@@ -436,7 +436,7 @@ def test_all_that_shipped_callbacks_record_is_known_to_the_run(here):
 # ---------------------------------------------------------------------- a metric that did not come after all
 
 
-def test_a_metric_that_did_not_come_is_an_error_after_the_first_evaluation(here):
+def test_a_metric_that_did_not_come_is_an_error(here):
     own = listener(on_train_step_end=lambda t, **_: None)
     for where, make in WATCHERS.items():
         trainer = make_trainer([own, make("never", True)], seed=0)
@@ -446,7 +446,7 @@ def test_a_metric_that_did_not_come_is_an_error_after_the_first_evaluation(here)
         assert trainer.progress.epoch == 2
 
 
-def test_a_metric_that_a_later_callback_records_is_an_error_that_names_the_order(here):
+def test_a_metric_recorded_after_its_watcher_names_the_order(here):
     callbacks = SaveBestModelCallback("best.pt", "ema_model_eval_loss_epoch"), ModelEmaCallback(0.5, save_path=None)
     match = r"has not recorded it yet\. The callback that records it must come before the one that watches it\."
     with pytest.raises(ValueError, match=match):
@@ -469,7 +469,7 @@ def test_a_metric_of_several_numbers_is_not_for_a_schedule():
         train(trainer, eval_dataset=True, scheduler_metric="score", **plateau)
 
 
-def test_the_value_of_an_earlier_run_does_not_stand_for_one_that_did_not_come(here):
+def test_an_earlier_runs_value_does_not_stand_for_a_missing_one(here):
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", 1.0))
     stopping = EarlyStoppingCallback(watch_metric="mine", greater_is_better=True)
     trainer = train(make_trainer([record, stopping]), eval_dataset=True)
@@ -513,7 +513,7 @@ def test_a_run_that_is_stopped_in_order_is_reported_as_finished(capsys):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_that_is_interrupted_says_where_it_is_saved_and_how_to_resume_it(asynchronous, here, capsys):
+def test_an_interrupted_run_says_where_it_is_saved(asynchronous, here, capsys):
     def interrupt(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.update == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -542,7 +542,7 @@ def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
     assert caught.value.__notes__[-1].startswith("The run is saved in")  # below what happened
 
 
-def test_a_failing_evaluation_after_a_run_is_not_reported_as_saved(here, capsys):
+def test_a_failing_evaluation_after_a_run_is_not_called_saved(here, capsys):
     trainer = train(make_trainer([SaveTrainingStateCallback("states")]))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trainer.evaluate([(torch.zeros(3), torch.zeros(1))])

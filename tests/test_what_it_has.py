@@ -75,13 +75,12 @@ HELD = {
     "attributes of Accelerate's loaders": "test_dataloaders.py::"
     "test_loaders_have_the_sizes_that_those_of_accelerate_have",
     "equal batches on all processes, samples repeated": "test_dataloaders.py::"
-    "test_a_sampler_may_repeat_samples_so_that_all_processes_have_full_batches",
+    "test_a_sampler_may_repeat_samples_to_fill_batches",
     "saving into a buffer in memory": "test_checkpoint.py::test_an_open_file_holds_what_a_path_does",
-    "loading from a buffer in memory": "test_checkpoint.py::"
-    "test_an_open_file_is_written_and_read_from_its_position_and_stays_open",
+    "loading from a buffer in memory": "test_checkpoint.py::test_an_open_file_is_written_and_read_from_its_position",
     "a word when their lengths differ": "test_data.py::test_training_datasets_by_name_give_batches_by_name",
     "a batch that fails is skipped in a validation": "test_failures.py::"
-    "test_an_evaluation_leaves_out_what_fails_and_counts_the_others_once",
+    "test_an_evaluation_leaves_out_the_failed_batch_alone",
     "a batch that fails is skipped in a test": "test_testing.py::test_a_test_may_leave_out_what_fails_and_lists_it",
     "a whole script with the import renamed": "test_docs.py::test_both_sides_of_a_page_are_the_same_training",
     "the same script launched on two processes": "test_processes.py::"
@@ -100,10 +99,10 @@ HELD = {
     "a checkpoint saved once for all machines": "test_checkpoint.py::"
     "test_missing_folders_are_made_and_the_path_may_be_a_string",
     "checkpoints move between both libraries": "test_checkpoint.py::"
-    "test_the_ancestor_loads_our_file_with_optimizer_and_scheduler",
+    "test_the_ancestor_loads_our_file_with_its_optimizer",
     "the same over two processes": "test_processes.py::test_gather_takes_tensors_of_unequal_length",
     "a package with tests, examples, pages and a changelog": "test_docs.py::test_the_pages_have_code",
-    "few packages are needed": "test_imports.py::test_importing_costs_no_package_beyond_accelerate_torch_and_tqdm",
+    "few packages are needed": "test_imports.py::test_importing_costs_only_accelerate_torch_numpy_and_tqdm",
     "timm is needed only for its schedules": "test_imports.py::test_extras_are_imported_only_when_they_are_used",
     "training in a notebook": "test_notebooks.py::test_a_run_is_one_table_in_a_notebook",
     "several processes from a notebook": "test_processes.py::test_training_in_a_notebook_on_two_processes",
@@ -112,15 +111,15 @@ HELD = {
     "`accelerate launch --cpu --num_processes 2`": "test_processes.py::"
     "test_a_launch_that_accelerate_does_not_see_is_refused",
     "`accelerate launch --multi_gpu` on CPUs": "test_processes.py::"
-    "test_a_launched_run_exits_with_code_0_however_its_trainer_is_closed",
+    "test_a_launched_run_exits_with_0_however_it_is_closed",
     "the first example with the extra for plots": "test_extras.py::test_errors_name_what_to_install",
     "a context without exchange of gradients": "test_training.py::"
     "test_training_equals_one_process_with_the_whole_batch",
     "automatic mixed precision": "test_mixed_precision.py::test_the_argument_gives_the_bits_of_an_accelerator_with_it",
     "each sample once, on any number of processes": "test_data.py::"
-    "test_an_epoch_gives_every_sample_once_and_ranks_make_equal_updates",
-    "workers are seeded": "test_data.py::test_randomness_in_the_dataset_follows_from_seed_epoch_and_position",
-    "resuming with another batch size": "test_data.py::test_an_epoch_can_continue_from_every_position_with_other_sizes",
+    "test_an_epoch_gives_every_sample_once_with_equal_updates",
+    "workers are seeded": "test_data.py::test_random_transforms_follow_seed_epoch_and_position",
+    "resuming with another batch size": "test_data.py::test_an_epoch_can_continue_anywhere_with_other_sizes",
     "resuming with another number of samples is an error": "test_consistency.py::"
     "test_an_epoch_is_not_resumed_over_data_of_another_length",
     "an error ends all processes and names its rank": "test_processes.py::"
@@ -135,39 +134,31 @@ HELD = {
     "distributed, device and precision are set from outside": "test_processes.py::"
     "test_the_first_example_runs_unchanged_on_two_processes",
     "a switch between eager and compiled": "test_model_options.py::"
-    "test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names",
+    "test_a_model_compiled_in_place_trains_like_the_plain_one",
     "one file describes a run": "test_experiments.py::test_a_run_from_a_file_ends_in_the_bits_of_the_script",
     "the command line wins over the file": "test_experiments.py::"
-    "test_arguments_that_another_class_does_not_take_go_with_the_class",
-    "arguments of your own": "test_experiments.py::test_functions_without_types_and_with_further_arguments_make_parts",
+    "test_another_class_drops_the_arguments_it_does_not_take",
+    "arguments of your own": "test_experiments.py::test_functions_without_types_make_parts_of_an_experiment",
     "unknown options are named": "test_experiments.py::test_what_is_wrong_is_named_with_its_place_and_the_remedy",
-    "a folder for results, named like the file": "test_run_folders.py::"
-    "test_each_run_has_a_folder_of_its_own_unless_it_resumes_or_overwrites",
+    "a folder for results, named like the file": "test_run_folders.py::test_each_new_run_has_its_own_folder",
     "commands to train and to test": "test_testing.py::test_the_command_tests_as_the_file_says",
     "the settings are kept beside the results": "test_experiments.py::test_the_resolved_file_is_the_same_experiment",
     "mixed precision by an option": "test_experiments.py::test_an_accelerator_is_described_by_its_arguments",
-    "backend and address of the processes": "test_machines.py::"
-    "test_two_machines_without_a_shared_disk_give_the_bits_of_two_processes_on_one",
+    "backend and address of the processes": "test_machines.py::test_two_machines_have_the_bits_of_two_processes_on_one",
     "the number of GPUs": "test_idle_gpus.py::test_only_gpus_that_are_visible_are_chosen",
     "idle GPUs are chosen": "test_idle_gpus.py::test_the_gpus_with_the_least_in_use_are_chosen",
-    "each process draws numbers of its own": "test_data.py::"
-    "test_randomness_in_the_dataset_follows_from_seed_epoch_and_position",
-    "synchronised batch norm": "test_batch_norm.py::"
-    "test_conversion_keeps_the_model_its_parameters_buffers_modes_and_results",
+    "each process draws numbers of its own": "test_data.py::test_random_transforms_follow_seed_epoch_and_position",
+    "synchronised batch norm": "test_batch_norm.py::test_conversion_to_sync_batch_norm_keeps_model_and_results",
     "progress and numbers of batches agree over processes": "test_data.py::"
-    "test_the_same_global_batch_has_the_same_samples_on_any_number_of_processes",
-    "stopping is agreed over processes": "test_stopping.py::"
-    "test_a_stop_requested_by_one_rank_stops_all_at_the_same_update",
-    "curves": "test_callbacks.py::test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict",
-    "a description of how data are read": "test_callbacks.py::"
-    "test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict",
+    "test_a_global_batch_is_the_same_on_any_number_of_processes",
+    "stopping is agreed over processes": "test_stopping.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
+    "curves": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
+    "a description of how data are read": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
     "several models, and averages of them": "test_testing.py::test_averages_of_the_best_and_the_last",
-    "results are kept beside each model": "test_testing.py::"
-    "test_each_combination_has_its_results_and_the_tables_list_all",
-    "the n worst samples": "test_testing.py::test_samples_are_ranked_by_any_function_of_outputs_and_targets",
-    "several settings of inference": "test_testing.py::test_each_combination_has_its_results_and_the_tables_list_all",
-    "results by model, setting and dataset": "test_testing.py::"
-    "test_each_combination_has_its_results_and_the_tables_list_all",
+    "results are kept beside each model": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
+    "the n worst samples": "test_testing.py::test_samples_are_ranked_by_a_function_of_outputs_and_targets",
+    "several settings of inference": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
+    "results by model, setting and dataset": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
     "an interrupted test is resumed": "test_testing.py::test_a_killed_test_leaves_the_same_files_as_one_that_was_not",
 }
 #: Rows without a test: what is left out on purpose, and what only a GPU shows.

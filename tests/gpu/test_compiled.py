@@ -91,7 +91,7 @@ def test_cuda_graphs_train_as_the_loop_also_over_windows(accumulation):
     assert histories[1] == pytest.approx(histories[0], rel=5e-3)
 
 
-def test_a_compiled_step_evaluates_and_predicts_with_the_weights_it_trains():
+def test_a_compiled_step_evaluates_with_the_weights_it_trains():
     task = Task("transformer")
     results = []
     for options in (False, COMPILED or True):
@@ -116,7 +116,7 @@ def test_channels_last_gives_the_bits_of_the_loop_with_it(precision):
     assert same_weights(trainer.get_model(), model)
 
 
-def test_deterministic_runs_repeat_their_bits_and_leave_torchs_setting():
+def test_deterministic_runs_repeat_bits_and_keep_torchs_setting():
     task = Task("resnet")
     first, second = (fit(trainer_of(task, deterministic=True, seed=1), task, STEPS) for _ in range(2))
     assert same_weights(first.get_model(), second.get_model())
@@ -138,7 +138,7 @@ trainer.train(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), 1)
 
 @pytest.mark.skipif(not ON_GPU, reason="cuBLAS is that of a GPU")
 @pytest.mark.parametrize("config", [None, ":4096:8"])
-def test_deterministic_kernels_after_a_product_need_the_variable_of_cublas(config):
+def test_determinism_after_a_product_needs_the_cublas_variable(config):
     """Torch looks at it once, at the first product on the GPU; its error names it."""
     env = {name: value for name, value in environment().items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     env |= {} if config is None else {"CUBLAS_WORKSPACE_CONFIG": config}

@@ -132,7 +132,7 @@ def test_no_step_waits(how, kind, precision, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["all", "states"])
-def test_no_step_waits_with_everything_on_nor_while_states_are_saved(how, tmp_path):
+def test_no_step_waits_while_states_are_saved(how, tmp_path):
     trainer, watch = watched_trainer(task := Task("resnet"), CALLBACKS[how](tmp_path), seed=0, mixed_precision="bf16")
     with QUIET(io.StringIO()):
         fit(trainer, task, ALL, **ARGUMENTS.get(how, {}))

@@ -69,7 +69,7 @@ def test_clipping_acts_on_gradients_that_are_not_scaled(precision):
 
 
 @pytest.mark.parametrize("kind", ["resnet", "transformer"])
-def test_fused_and_default_optimizers_are_those_of_the_plain_loop(kind):
+def test_fused_and_default_optimizers_equal_the_plain_loop(kind):
     def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -80,7 +80,7 @@ def test_fused_and_default_optimizers_are_those_of_the_plain_loop(kind):
     assert same_weights(model, loop_by_hand(task, "bf16", fused))
 
 
-def test_batches_that_are_copied_on_a_side_stream_are_those_that_are_computed():
+def test_batches_copied_on_a_side_stream_are_those_computed():
     """A loader that copies each batch during the step before; what reads too early would see other numbers."""
     task = Task("resnet")
     batches = [tuple(map(pinned, batch)) for batch in task.batches(STEPS)]
@@ -107,7 +107,7 @@ class Overflows(Trainer):
         return output
 
 
-def test_an_update_whose_gradients_overflow_is_skipped_counted_and_reported(capsys):
+def test_an_update_with_overflowing_gradients_is_skipped(capsys):
     task, steps = Task("transformer"), 6
     model, rates, skipped, kept = task.model(), [], [], []
 

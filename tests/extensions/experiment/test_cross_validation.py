@@ -53,7 +53,7 @@ def result(tmp_path_factory) -> CrossValidation:
     return cross_validate(saving, DATA, splitters.KFold(3), save_dir=folder, **ARGUMENTS)
 
 
-def test_each_fold_is_trained_on_the_others_and_tested_on_its_samples(result):
+def test_each_fold_is_trained_on_others_and_tested_on_its_own(result):
     assert [fold.test_indices for fold in result.folds] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     fold = result.folds[1]
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
     assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
 
 
-def test_a_split_that_was_drawn_is_kept_when_it_is_resumed_and_replaced_when_not(tmp_path, capsys):
+def test_only_a_resumed_cross_validation_keeps_its_drawn_split(tmp_path, capsys):
     splitter = splitters.KFold(2, shuffle=True)
     arguments = ARGUMENTS | {"max_num_train_steps": 1, "save_dir": tmp_path, "seed": None}
     first = cross_validate(fold_trainer, DATA, splitter, **arguments)

@@ -164,7 +164,7 @@ def test_what_a_library_refuses_is_an_error_of_its_entry(file, capsys, arguments
     assert "Traceback" not in error
 
 
-def test_functions_without_types_and_with_further_arguments_make_parts(file):
+def test_functions_without_types_make_parts_of_an_experiment(file):
     arguments = [
         "--model",
         "tests.extensions.experiment.parts.create_model",
@@ -191,7 +191,7 @@ def test_an_argument_without_a_type_may_be_null_if_it_is_given(file):
     ]
 
 
-def test_further_arguments_do_not_hide_how_those_in_the_signature_are_changed(file):
+def test_kwargs_leave_named_arguments_changeable_by_element(file):
     file.write_text(FILE.replace("Net\n", "create_sized\n").replace("width: 5", "sizes: [5]\n    options: {a: 1}"))
     arguments = ["--model.sizes+", "6", "--model.options.a", "2", "--model.dropout", "0.5"]
     found = read(file, *arguments).config["model"]["init_args"]
@@ -236,7 +236,7 @@ def test_a_custom_trainer_may_make_its_model_and_optimizer(file):
     assert (trainer.seed, trainer.model.layers[0].out_features) == (1, 6)
 
 
-def test_callbacks_come_beside_the_default_ones_or_in_their_place(file):
+def test_callbacks_are_added_to_the_default_ones(file):
     file.write_text(FILE + "callbacks:\n  - EarlyStoppingCallback\n")
     more = [
         "--callbacks+=ProgressBarCallback",
@@ -285,7 +285,7 @@ def test_the_resolved_file_is_the_same_experiment(file):
     assert again.config["scheduler"]["init_args"]["total_steps"] == "NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH"
 
 
-def test_text_that_looks_like_a_number_stays_text_and_a_number_a_number(file):
+def test_text_that_looks_like_a_number_stays_text(file):
     texts = ["1e-3", "1E3", "1.5e3", ".5e3", "1_0e2", "007", "1:30", "null"]
     quoted = ", ".join(f"'{text}'" for text in texts)
     file.write_text(f"{FILE}output_dir: '1e-3'\n".replace("{size: 8}", f"{{names: [{quoted}]}}"))
@@ -311,7 +311,7 @@ def test_python_overrides_by_a_dict(file):
     assert found["model"]["class_path"] == "torch.nn.Identity"
 
 
-def test_arguments_that_another_class_does_not_take_go_with_the_class(file):
+def test_another_class_drops_the_arguments_it_does_not_take(file):
     file.write_text(FILE.replace("lr: 1e-2", "lr: 1e-2\n    betas: [0.8, 0.9]"))
     arguments = read(file, "--optimizer", "torch.optim.SGD").config["optimizer"]["init_args"]
     assert arguments["lr"] == 0.01
@@ -420,7 +420,7 @@ def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
         ("MultiplicativeLR", {"lr_lambda": "tests.extensions.experiment.parts.half"}, 0.01 / 2**21),
     ],
 )
-def test_schedulers_whose_types_torch_imports_for_type_checkers_only_work(file, scheduler, arguments, rate):
+def test_schedulers_with_types_for_type_checkers_only_work(file, scheduler, arguments, rate):
     overrides = {"scheduler": scheduler} | {f"scheduler.{name}": value for name, value in arguments.items()}
     experiment = Experiment.from_file(file, overrides)
     assert experiment.train().optimizer.param_groups[0]["lr"] == pytest.approx(rate)
@@ -594,7 +594,7 @@ def test_commands_without_a_file_refuse_other_options(capsys, arguments, error):
     assert run(*arguments, capsys=capsys) == (2, "", f"error: {error}\n")
 
 
-def test_checks_of_the_trainer_come_without_a_traceback_and_errors_of_the_user_with_one(file, capsys):
+def test_only_errors_of_the_user_come_with_a_traceback(file, capsys):
     assert run("train", file, "--train.num_epochs=0", capsys=capsys)[::2] == (
         2,
         "error: num_epochs=0 must be at least 1.\n",
@@ -620,7 +620,7 @@ def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
 # ---------------------------------------------------------------------------------------- the command line
 
 
-def test_an_interrupt_ends_without_a_traceback_and_says_last_how_to_resume(file, capsys):
+def test_an_interrupt_says_last_how_to_resume(file, capsys):
     arguments = [*STATES, "--callbacks+", "tests.extensions.experiment.parts.InterruptAt", "--callbacks.update", "2"]
     code, printed, errors = run("train", file, *arguments, "--output_dir=run", capsys=capsys)
     assert code == 130
@@ -631,7 +631,7 @@ def test_an_interrupt_ends_without_a_traceback_and_says_last_how_to_resume(file,
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differs(file, capsys):
+def test_a_stopped_experiment_resumes_to_the_bits_of_the_whole(file, capsys):
     whole = read(file, *STATES, "--output_dir=whole").train()
     crash = ["--callbacks+", "tests.extensions.experiment.parts.CrashAt", "--callbacks.update"]
     with pytest.raises(ZeroDivisionError):
@@ -655,7 +655,7 @@ def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differ
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_the_whole_one(file):
+def test_a_repeatedly_killed_run_ends_in_the_bits_of_the_whole(file):
     epochs = 16 if SOAK else 2
     options = [*STATES, "--callbacks.max_checkpoints=2", "--trainer.seed=1", f"--train.num_epochs={epochs}"]
     whole = read(file, *options, "--output_dir=whole").train()
@@ -755,7 +755,7 @@ MARKUP = re.compile(r"init_args|Namespace|0x|:\w+:`|``|`_")
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
-def test_help_shows_the_values_of_the_experiment_and_the_names_of_the_rest(file, capsys, monkeypatch, columns):
+def test_help_shows_the_values_of_the_experiment(file, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     code, printed, _ = run("train", file, "--help", capsys=capsys)
     assert (code, MARKUP.findall(printed)) == (0, [])
@@ -768,7 +768,7 @@ def test_help_shows_the_values_of_the_experiment_and_the_names_of_the_rest(file,
     assert run("train", "--help", file, capsys=capsys)[:2] == (0, printed)
 
 
-def test_help_describes_a_group_of_options_or_one_of_them_in_plain_text(file, capsys):
+def test_help_describes_a_group_of_options_or_one_in_plain_text(file, capsys):
     code, printed, _ = run("train", file, "--help", "optimizer", "--optimizer.lr", "0.5", capsys=capsys)
     assert (code, MARKUP.findall(printed)) == (0, [])
     assert "--optimizer.lr 0.5\n    learning rate" in printed
@@ -804,7 +804,7 @@ def test_help_describes_a_group_of_options_or_one_of_them_in_plain_text(file, ca
         (["evaluate", "FILE", "--wieghts", "best"], "evaluate does not take --wieghts. Did you mean 'weights'?"),
     ],
 )
-def test_what_is_misspelled_or_of_another_library_is_an_error_with_what_may_be_meant(file, capsys, arguments, meant):
+def test_a_misspelled_or_foreign_option_gets_a_suggestion(file, capsys, arguments, meant):
     code, _, errors = run(*(str(file) if word == "FILE" else word for word in arguments), capsys=capsys)
     assert code == 2
     assert meant in errors
@@ -855,7 +855,7 @@ def test_the_command_line_runs_as_a_module(file):
 
 
 @pytest.mark.programs
-def test_without_jsonargparse_the_error_names_the_command_that_installs_it(file):
+def test_an_experiment_without_jsonargparse_says_how_to_install(file):
     code = f"""
 from tests.launching import forget
 forget("jsonargparse", installed=False)
@@ -883,7 +883,7 @@ def test_the_commands_of_the_page_run_as_it_says(tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------ short forms
 
 
-def test_schedules_metrics_and_callbacks_by_name_are_those_of_python(file):
+def test_parts_given_by_name_are_those_of_python(file):
     file.write_text(
         FILE.replace(
             "trainer: {seed: 3}",

@@ -191,7 +191,7 @@ def test_a_run_with_a_metric_that_is_called_update_is_found(tmp_path):
     assert row["update"] == 7.0
 
 
-def test_a_metric_that_is_called_like_another_column_takes_none_away(tmp_path):
+def test_a_metric_named_like_another_column_hides_none(tmp_path):
     for number in (1, 2):
         run = tmp_path / f"{number}"
         run.mkdir()
@@ -206,7 +206,7 @@ def test_a_metric_that_is_called_like_another_column_takes_none_away(tmp_path):
     }
 
 
-def test_a_learning_rate_that_has_no_effect_is_said_and_does_not_count_as_a_difference(tmp_path, capsys):
+def test_a_learning_rate_without_effect_is_no_difference(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text(FILE + SCHEDULE)
     for name, rate in {"default": 1e-3, "other": 3e-4, "same": 0.01}.items():
         arguments = ["--optimizer.lr", str(rate), "--output_dir", str(tmp_path / name)]

@@ -46,7 +46,7 @@ def folders() -> list[str]:
     return sorted(path.name for path in Path("runs").iterdir())
 
 
-def test_each_run_has_a_folder_of_its_own_unless_it_resumes_or_overwrites(file, capsys):
+def test_each_new_run_has_its_own_folder(file, capsys):
     assert "Everything is in runs/small\n" in run("train", file, capsys=capsys)[1]
     first = contents("runs/small")
     printed = run("train", file, "--model.width=7", capsys=capsys)[1]
@@ -63,7 +63,7 @@ def test_each_run_has_a_folder_of_its_own_unless_it_resumes_or_overwrites(file, 
     )
 
 
-def test_an_untrained_experiment_releases_its_own_folder_from_any_directory(file, monkeypatch):
+def test_an_untrained_experiment_frees_its_folder_from_anywhere(file, monkeypatch):
     first = Experiment.from_file(file)
     assert first.output_dir == Path("runs/small")
     (file.parent / "elsewhere").mkdir()
@@ -77,7 +77,7 @@ def test_an_untrained_experiment_releases_its_own_folder_from_any_directory(file
     second.train()
 
 
-def test_a_command_means_the_newest_run_or_the_one_whose_folder_it_is_given(file, capsys):
+def test_a_command_means_the_newest_run_or_the_folder_given(file, capsys):
     run("train", file, capsys=capsys)
     run("train", file, "--model.width=7", capsys=capsys)
     assert run("evaluate", file, "--model.width=7", capsys=capsys)[0] == 0
@@ -106,7 +106,7 @@ def test_a_run_resumes_in_the_folder_that_its_state_is_in(file, capsys):
     assert contents("runs/small-run2") == later
 
 
-def test_a_folder_is_kept_from_the_moment_that_a_run_is_prepared_and_left_if_it_never_begins(file):
+def test_a_run_that_never_begins_leaves_no_folder(file):
     first, second = (Experiment.from_file(file) for _ in range(2))
     assert len(first.train_dataset) == 24
     assert not Path("runs").exists()

@@ -143,9 +143,7 @@ def test_the_comparison_of_the_page(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")
-def test_new_processes_share_the_gpus_and_come_to_the_same_bits_also_after_one_was_killed(
-    result, tmp_path, capfd, monkeypatch
-):
+def test_seeds_in_processes_have_the_same_bits_after_a_kill(result, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     compare_seeds(on_gpu, saving, seeds=2, save_dir=tmp_path)
@@ -260,7 +258,7 @@ def test_a_killed_comparison_continues_to_the_same_bits(result, tmp_path):
     assert found.values == result.values
 
 
-def test_a_comparison_that_is_interrupted_continues_with_the_same_command(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_comparison_continues_when_called_again(tmp_path, monkeypatch, capsys):
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)
     Path("plain.yaml").write_text(FILE)

@@ -60,7 +60,7 @@ def files(folder: str) -> dict[str, Any]:
     return found | {name: value.tolist() for name, value in predictions.items()}
 
 
-def test_each_combination_has_its_results_and_the_tables_list_all(trained):
+def test_each_combination_is_tested_and_listed_in_the_table(trained):
     data = {"small": parts.load_data(10), "large": parts.load_data(20)}
     rows = run_tests(trained, data, ["best", "last"], SETTINGS, worst=3, per_device_batch_size=4)
     assert [tuple(row.values())[:3] for row in rows[:3]] == [
@@ -134,7 +134,7 @@ def test_a_test_may_leave_out_what_fails_and_lists_it(trained, capsys):
     assert "Left out of the prediction" not in capsys.readouterr().out  # all are predicted
 
 
-def test_what_is_finished_is_skipped_until_its_checkpoint_changes(trained, capsys):
+def test_a_finished_test_is_skipped_until_its_checkpoint_changes(trained, capsys):
     data = parts.load_data(6)
     rows = run_tests(trained, data, worst=0)
     capsys.readouterr()
@@ -147,7 +147,7 @@ def test_what_is_finished_is_skipped_until_its_checkpoint_changes(trained, capsy
     assert read_predictions("tests/best/default/test/predictions").unique().numel() == 1
 
 
-def test_an_interruption_before_the_first_prediction_keeps_none_of_the_old_weights(trained):
+def test_an_interrupted_test_keeps_no_predictions_of_old_weights(trained):
     class Interrupt(TrainerCallback):
         def configure_run(self, trainer: Any, request: Any, **kwargs: Any) -> None:
             if request.kind == "prediction":
@@ -268,7 +268,7 @@ def test_averages_contain_what_is_learned_beside_the_model(tmp_path, monkeypatch
         tested("alone.safetensors")
 
 
-def test_averages_of_the_best_are_of_the_newest_run_in_the_folder(trained):
+def test_averages_of_the_best_are_of_the_newest_run(trained):
     data = parts.load_data()
     Path("best_model-epoch0002-mine.pt").touch()
     assert len(list(Path().glob("best_model-epoch*.pt"))) == 3
@@ -300,7 +300,7 @@ def test_several_callbacks_do_not_mix_their_models(tmp_path, monkeypatch):
         run_tests(trainer, data, ["average_best_3"])
 
 
-def test_the_last_weights_are_in_the_newest_state_of_all_callbacks(tmp_path, monkeypatch):
+def test_the_last_weights_are_in_the_newest_state_of_all(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = parts.load_data()
     newer = SaveTrainingStateCallback("newer", save_every_n_steps=1)
@@ -322,7 +322,7 @@ def test_the_last_weights_are_in_the_newest_state_of_all_callbacks(tmp_path, mon
         ({"inference": {"a": {"model.layer": 3}}}, "sets 'model.layer', but 'Net' object has no attribute 'layer'"),
     ],
 )
-def test_what_cannot_be_tested_is_refused_before_anything_is_written(trained, arguments, error):
+def test_what_cannot_be_tested_is_refused_before_any_writing(trained, arguments, error):
     with pytest.raises((FileNotFoundError, AttributeError, ValueError), match=error):
         run_tests(trained, parts.load_data(6), **arguments)
     assert not Path("tests").exists()
@@ -351,7 +351,7 @@ def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
         assert dict_of(folder).keys() == {*range(size)}
 
 
-def test_samples_are_ranked_by_any_function_of_outputs_and_targets(trained):
+def test_samples_are_ranked_by_a_function_of_outputs_and_targets(trained):
     data = parts.load_data(7)
     run_tests(trained, data, worst=3, worst_by=parts.absolute_error, per_device_batch_size=3)
     worst = json.loads(Path("tests/best/default/test/worst.json").read_text())
@@ -420,7 +420,7 @@ def dict_of(folder: Path) -> dict[int, torch.Tensor]:
     return dict(zip(indices, torch.cat([outputs for _, outputs in shards]), strict=True))
 
 
-def test_a_test_of_a_process_that_was_ahead_repeats_and_loses_no_sample(trained):
+def test_a_test_repeats_shards_that_one_process_had_not_written(trained):
     data = parts.load_data(12)
     options = {"worst": 0, "per_device_batch_size": 2, "shard_size": 2}
     run_tests(trained, data, **options)

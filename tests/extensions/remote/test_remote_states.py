@@ -85,7 +85,7 @@ def test_a_run_resumes_to_the_same_bits(folder):
 
 
 @pytest.mark.processes
-def test_ranks_upload_their_own_files_and_resume_to_the_same_bits(folder, two_ranks):
+def test_ranks_upload_their_own_files_and_resume_the_same_bits(folder, two_ranks):
     for whole, resumed in two_ranks.run(resume, folder):
         assert resumed["processes"] == 2
         assert_same(resumed, whole)

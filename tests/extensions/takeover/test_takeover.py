@@ -130,7 +130,7 @@ def test_pairs_that_die_while_predicting_leave_no_trace(run, undisturbed):
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=2)
 
 
-def test_a_second_death_while_the_first_is_handled_and_one_after_the_gradients(run, undisturbed):
+def test_a_second_death_during_takeover_changes_no_result(run, undisturbed):
     outcome = run(4, kills=kill(rank3="gradients:2", rank1="changed:1"), **ALL)
     check_equal(outcome, undisturbed, survivors=2)
 
@@ -146,7 +146,7 @@ def test_a_stopped_process_and_one_that_joins_are_replaced(run, undisturbed):
     assert [[left, came] for left, came, _ in outcome.changes] == [[[1], []], [[], [2]]]
 
 
-def test_an_error_of_one_process_is_named_and_a_job_with_too_few_processes_ends(run):
+def test_a_job_with_too_few_processes_names_the_error_and_ends(run):
     outcome = run(2, "--min-processes", "2", kills=kill(rank1="forward:3"))
     assert outcome.code == 128 + KILLED
     assert outcome.results == []
