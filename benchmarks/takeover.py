@@ -26,7 +26,7 @@ folder, width = Path(sys.argv[1]), int(sys.argv[2])
 class Note(TrainerCallback):
     def on_optimizer_step_end(self, trainer, **kwargs):
         with open(folder / str(os.getpid()), "a") as file:
-            file.write(f"{time.time()} {trainer.ranks.world_size}\\n")
+            file.write(f"{time.time()} {trainer.ranks.world_size} {trainer.goodput.seconds['takeover']}\\n")
 
 
 torch.manual_seed(0)
@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.takeover", description=__doc__)
     parser.add_argument("--width", type=int, default=256, help="of the layers; 1700 makes a model of 13 MB")
     parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--every", type=float, default=0.0, help="seconds between two kills; 0 for as soon as possible")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     program = folder / "program.py"
@@ -55,27 +56,38 @@ def main() -> None:
     try:
         wait_for(notes, begin, 4)
         started = time.time() - begin
-        seconds = [measure(notes) for _ in range(options.kills)]
+        killing = time.time()
+        seconds = [measure(notes, options.every) for _ in range(options.kills)]
+        spent, took = time.time() - killing, max(float(line[2]) for line in latest(notes))
     finally:
         job.send_signal(signal.SIGTERM)
         job.wait()
     slowest = max(seconds)
     print(f"From a SIGKILL to the next update: {statistics.median(seconds):.3f} s (median), {slowest:.3f} s (slowest)")
+    print(f"Takeovers took {took:.1f} s of {spent:.0f} s: {1 - took / spent:.1%} of the time was left for training")
     print(f"From a start to the first update, which is the least that a restart takes: {started:.1f} s")
+
+
+def latest(notes: Path) -> list[list[str]]:
+    """Return the latest notes of each process: the time, the number of processes, and the seconds of takeovers."""
+    lines = (line.split() for path in notes.iterdir() for line in path.read_text().splitlines()[-50:])
+    return [line for line in lines if len(line) == 3]  # one is being written
 
 
 def wait_for(notes: Path, since: float, processes: int) -> float:
     """Return the time of the first update, after a given time, that this number of processes made together."""
     while True:
-        lines = [line.split() for path in notes.iterdir() for line in path.read_text().splitlines()[-50:]]
-        times = [float(line[0]) for line in lines if line[1:] == [str(processes)]]
+        times = [float(line[0]) for line in latest(notes) if line[1] == str(processes)]
         if after := [time for time in times if time > since]:
             return min(after)
         time.sleep(0.01)
 
 
-def measure(notes: Path) -> float:
-    """Kill a process, and return the seconds until the next update; wait until another one has taken its place."""
+def measure(notes: Path, least: float) -> float:
+    """Kill a process, and return the seconds until the next update; wait until another one has taken its place.
+
+    :param least: how long to wait at least
+    """
     living = [path for path in notes.iterdir() if Path("/proc", path.name).exists()]
     before = len(list(notes.iterdir()))
     killed = time.time()
@@ -83,6 +95,7 @@ def measure(notes: Path) -> float:
     found = wait_for(notes, killed, 3) - killed
     while len(list(notes.iterdir())) == before:  # until another one has taken its place
         time.sleep(0.05)
+    time.sleep(max(killed + least - time.time(), 0.0))
     return found
 
 

@@ -7,12 +7,12 @@ besides its model; what batches consist of; and how results and errors look.
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import install_command, warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden, nested_in
-from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.checkpoint.files import FENCES
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
@@ -38,6 +38,7 @@ from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
 from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
+from pytorch_accel_lite.distributed.watch import is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import merge_outputs
 from pytorch_accel_lite.loop.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
@@ -71,16 +72,17 @@ __all__ = [
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
-    "DIVISIONS", "Division", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_WRITERS",
-    "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
+    "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
+    "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
     # Kinds of steps, and what they do not work with.
     "Conflict", "FEATURES", "Feature", "GradientWindow", "PlainStep", "ShardedStep", "as_returned", "as_weight",
     "backward", "merge_outputs",
     # Steps that are divided into a fixed number of shares.
-    "LossTracker", "LossTrackers", "Share", "Shares", "are_sharded", "concatenate_if_possible",
-    "deterministic_kernels", "mesh_infos", "shard_dim", "split",
+    "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels",
+    "mesh_infos", "shard_dim", "split",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "capture_generators", "is_waiting", "open_trainers", "restore_generators", "use_ranks",
+    "MACHINERY", "ControlGroup", "capture_generators", "is_about_lost_process", "is_waiting", "open_trainers",
+    "restore_generators", "use_ranks",
     # What stores are written with.
     "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
     "read_verified", "write_files",

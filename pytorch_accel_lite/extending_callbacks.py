@@ -3,7 +3,7 @@
 Each of them is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
 """
 
-from pytorch_accel_lite.base.bars import Bar, NotebookBar, NotebookOutput, TerminalBar
+from pytorch_accel_lite.base.bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.devices import (
     AsyncCopy,
     DeviceTimer,
@@ -88,6 +88,6 @@ __all__ = [
     "fingerprints", "load_plain", "model_fingerprints", "open_store", "parse_location", "sharded_like", "state_name",
     "without_compile", "write_bytes",
     # Terminals and notebooks.
-    "Bar", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture", "format_duration",
-    "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",
+    "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
+    "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",
 ]  # fmt: skip

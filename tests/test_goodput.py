@@ -91,6 +91,7 @@ WHOLE = {
     "data": 12.0,
     "evaluation": 20.0,
     "saving": 4 * 0.5,
+    "takeover": 0.0,
     "lost": 0.0,
     "down": 0.0,
 }

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
+from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import is_overridden
@@ -103,6 +104,7 @@ class MetricsCallback(TrainerCallback):
         self.transform = transform or default_transform
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
+        self._trainer: TrainerLike | None = None
         #: The copies of each collection that are updated, by the number of a share; itself without shares.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
@@ -118,6 +120,8 @@ class MetricsCallback(TrainerCallback):
         request.metrics.record(self, directions, in_evaluation=True, and_others=and_others)
         if self.train_metrics is not None:
             request.metrics.record(self, {f"train_{name}": higher for name, higher in directions.items()})
+        has_shares = self.train_metrics is not None and trainer.division.is_fixed
+        trainer.callback_handler.set_listening(self, has_shares, "on_backward_end")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._ranks = trainer.data_ranks
@@ -128,19 +132,25 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is not None:
             self._reset(trainer, self.train_metrics)
 
+    def on_backward_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
+        """Add a share: before the update, of which it is a part if a process is lost."""
+        if self.train_metrics is None or not trainer.division.is_fixed:
+            return
+        output: BatchOutput = recursively_apply(torch.Tensor.detach, batch_output)
+        if self._pending:
+            self._complete(trainer, batch, output)
+        self._update(self._copies_of(self.train_metrics)[trainer.division.current], batch, output)
+
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        if self.train_metrics is None:
+        if self.train_metrics is None or trainer.division.is_fixed:
             return
         if self._pending:
             self._complete(trainer, batch, batch_output)
-        if not trainer.division.is_fixed:
-            self._update(self.train_metrics, batch, batch_output)
-            return
-        copies = self._copies_of(self.train_metrics)
-        for number, (share, output) in trainer.division.outputs.items():
-            self._update(copies[number], share.data, output)
+        self._update(self.train_metrics, batch, batch_output)
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.train_metrics is not None:
@@ -199,12 +209,35 @@ class MetricsCallback(TrainerCallback):
 
     def _reset(self, trainer: TrainerLike, metrics: MetricCollection) -> None:
         metrics.to(trainer.device).reset()
-        shares = trainer.division.shares
-        copies = {} if shares is None else {number: metrics.clone() for number in shares.local}
-        self._copies[id(metrics)] = copies or {0: metrics}
+        self._trainer = trainer
+        self._copies[id(metrics)] = {} if trainer.division.is_fixed else {0: metrics}
 
     def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:
-        return self._copies.get(id(metrics), {0: metrics})
+        """Return the copies of the shares of this process, which may have been others before."""
+        copies = self._copies.setdefault(id(metrics), {0: metrics})
+        if self._trainer is None or not self._trainer.division.is_fixed:
+            return copies
+        shares = self._trainer.division.shares
+        return {} if shares is None else {number: self._copy_of(metrics, number) for number in shares.local}
+
+    def _copy_of(self, metrics: MetricCollection, number: int) -> MetricCollection:
+        copies = self._copies[id(metrics)]
+        if number not in copies:
+            copies[number] = metrics.clone()
+            copies[number].reset()
+        return copies[number]
+
+    def states_of_shares(self) -> list[StateDict]:
+        """Return the training metrics of the shares of this process, which others keep, too."""
+        if self.train_metrics is None or self._trainer is None or not self._trainer.division.is_fixed:
+            return []
+        return [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
+
+    def load_states_of_shares(self, states: Sequence[StateDict], first: int) -> None:
+        """Load the training metrics of other shares, of which the first has this number."""
+        for number, state in enumerate(states, first):
+            assert self.train_metrics is not None
+            _load_state(self._copy_of(self.train_metrics, number), state)
 
     def _update(self, metrics: MetricCollection, batch: BatchData, batch_output: BatchOutput) -> None:
         if batch_output["batch_size"] == 0:  # a filler batch, which only keeps the processes in step
@@ -228,7 +261,7 @@ class MetricsCallback(TrainerCallback):
         with warnings.catch_warnings():
             # A process without samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            _merge_over_ranks(metrics, list(self._copies_of(metrics).values()), trainer.data_ranks)
+            _merge_over_ranks(metrics, lambda: list(self._copies_of(metrics).values()), trainer.data_ranks)
             values = metrics.compute()
         for name in values if self.only is None else self.only:
             if name not in values:
@@ -318,17 +351,23 @@ def _load_state(metrics: MetricCollection, states: StateDict) -> None:
         by_name[name].to(device)  # torchmetrics keeps the tensors of a state where they are
 
 
-def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection], ranks: Ranks) -> None:
+def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[MetricCollection]], ranks: Ranks) -> None:
     """Merge the states of all shares of all processes, in order, into the metrics of each.
 
     Unlike torchmetrics' own synchronisation, this works if a process has no samples and states are lists.
+
+    :param shares: returns those of this process
     """
-    if ranks.world_size == 1 and shares[0] is metrics:
+    if ranks.world_size == 1 and shares()[0] is metrics:
         return
-    local = [
-        [dict(part.metric_state) if part.update_called else None for part in _metrics_in(share)] for share in shares
-    ]
-    gathered = chain.from_iterable(ranks.all_gather_object(local))
+
+    def local() -> list[list[StateDict | None]]:
+        return [
+            [dict(part.metric_state) if part.update_called else None for part in _metrics_in(share)]
+            for share in shares()
+        ]
+
+    gathered = chain.from_iterable(ranks.repeatable(lambda: ranks.all_gather_object(local())))
     for part, *states in zip(_metrics_in(metrics), *gathered, strict=True):
         part.distributed_available_fn = _never  # so that compute() does not merge them again
         present = [state for state in states if state is not None]

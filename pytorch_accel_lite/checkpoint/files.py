@@ -36,6 +36,8 @@ _SECONDS_TO_APPEAR = 3.0  # on a shared disk
 _SECONDS_UNTIL_STALE = 600  # a process that is still writing a temporary file has modified it more recently
 #: The entry of a checkpoint with the fingerprints of weights that were left out.
 FROZEN = "frozen_weights"
+#: Called before a file or a state takes its place. Raises an error where this process may not write any more.
+FENCES: list[Callable[[], None]] = []
 # Needed to load numpy numbers, but not allowed by torch by default; they run no code from a file.
 _NUMPY_NUMBERS: list[Any] = [
     np.dtype,
@@ -156,6 +158,12 @@ def hidden_name(name: str, suffix: str) -> str:
     return f".{name}.{suffix}"
 
 
+def check_fences() -> None:
+    """Check that this process may write: the others of its job may have gone on without it."""
+    for check in FENCES:
+        check()
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path that is synced and replaces ``target``, or is removed when the block fails."""
@@ -168,6 +176,7 @@ def replacing(target: Path) -> Iterator[Path]:
             temporary.touch(exist_ok=False)
             yield temporary
             sync(temporary)
+            check_fences()
             temporary.replace(target)
     except BaseException:
         with suppress(OSError):  # of a disk that cannot be written at all

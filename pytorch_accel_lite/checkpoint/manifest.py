@@ -143,6 +143,7 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
     "stopped_by": _is_text_or_none,
     "epoch_phase": _is_integer,
     "first_epoch": _is_integer,
+    "generation": _is_integer,
     "folder": lambda value: isinstance(value, str),
 }
 

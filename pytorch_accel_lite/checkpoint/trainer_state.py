@@ -201,6 +201,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
         "epoch_phase": 0 if run.end.reason is None else int(run.epoch_phase),
         "interrupted": run.end.pause is not None,
         "world_size": trainer.accelerator.num_processes,
+        "generation": trainer.ranks.generation,
         "seed": trainer.seed,
         "data_seed": run.data.seed,
         "first_epoch": run.data.first_epoch,

@@ -25,6 +25,7 @@ from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
+    check_fences,
     hidden_name,
     load_plain,
     naming,
@@ -161,6 +162,7 @@ def _commit(temporary: Path, directory: Path, entries: list[JsonObject], metadat
         (temporary / MANIFEST).write_text(manifest_text(entries, metadata))
     sync(temporary / MANIFEST)
     sync(temporary)
+    check_fences()
     previous = previous_path(directory)
     if os.path.lexists(directory):
         remove(previous)

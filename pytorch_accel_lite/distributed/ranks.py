@@ -74,11 +74,13 @@ class Ranks:
     :ivar device_group: the process group of those for tensors on a device; ``None`` for that of the job
     :ivar replicas: number of processes that share each batch, as in tensor parallelism
     :ivar is_first_sharer: whether this process is the first of those with which it shares batches
+    :ivar generation: how often the processes of a job that outlives them have changed, from 1; 0 in others
     :ivar allows_threads: whether a thread may communicate while the main one does
     :ivar is_watched: whether each process looks after those for which it waits
     """
 
     replicas = 1
+    generation = 0
     allows_threads = True
     is_watched = True
     is_first_sharer = True

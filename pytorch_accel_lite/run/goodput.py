@@ -15,27 +15,32 @@ class Timed(Protocol):
     seconds_waited: float
 
 
-_KINDS = ("training", "data", "evaluation", "saving", "starting", "lost", "down")
+_KINDS = ("training", "data", "evaluation", "saving", "starting", "takeover", "lost", "down")
+_TAKEOVERS = "takeovers"  # their number, beside the seconds in states
 
 
-def describe_fractions(fractions: Mapping[str, float]) -> str:
-    """Return the fractions of a ``Goodput`` in words, the largest first."""
+def describe_fractions(fractions: Mapping[str, float], takeovers: float = 0) -> str:
+    """Return the fractions of a ``Goodput`` in words, the largest first, and the number of takeovers."""
     shares = sorted(fractions.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {share:.1%}" for kind, share in shares if share >= 0.0005)
+    count = f" ({takeovers:.0f} takeover{'s' * (takeovers > 1)})" if takeovers else ""
+    return ", ".join(f"{kind} {share:.1%}" for kind, share in shares if share >= 0.0005) + count
 
 
 class Goodput:
     """How the time since the first start of a job has been spent. Saved in training states, so it covers restarts.
 
     ``training`` is what remains when all else is subtracted: waiting for ``data``, ``evaluation``, ``saving`` as far as
-    training waits for it, ``starting`` until the first step, training that was ``lost`` in an interruption and has to
-    be repeated, and the time during which the job was ``down``.
+    training waits for it, ``starting`` until the first step, the ``takeover`` of what lost processes computed, with
+    what is done again, training that was ``lost`` in an interruption and has to be repeated, and the time during which
+    the job was ``down``.
 
     :ivar used: what else the job has used, such as energy, by a name with its unit
+    :ivar takeovers: how often the job has gone on without processes that it has lost, or with new ones
     """
 
     def __init__(self) -> None:
         self.used: dict[str, float] = {}
+        self.takeovers = 0
         self._earlier: dict[str, float] = {}  # seconds of earlier attempts
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._nested = 0.0  # seconds counted within the current block
@@ -67,14 +72,16 @@ class Goodput:
         return bool(self._earlier)
 
     def __str__(self) -> str:
-        return describe_fractions(self.fractions)
+        return describe_fractions(self.fractions, self.takeovers)
 
     def __repr__(self) -> str:
         return f"Goodput({self})"
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return the seconds and the fractions of each kind, and what else was used."""
-        return {"seconds": self.seconds, "fractions": self.fractions} | ({"used": self.used} if self.used else {})
+        """Return the seconds and the fractions of each kind, and what else was used; with takeovers, their number."""
+        others = {"used": self.used} if self.used else {}
+        others |= {"counts": {_TAKEOVERS: float(self.takeovers)}} if self.takeovers else {}
+        return {"seconds": self.seconds, "fractions": self.fractions, **others}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -97,6 +104,16 @@ class Goodput:
                 self._seconds[kind] += elapsed - self._nested
             self._nested = outer + elapsed
 
+    def note_takeover(self, seconds: float) -> None:
+        """Count a change of the processes.
+
+        :param seconds: since the beginning of what is done again
+        """
+        self.takeovers += 1
+        if self._end is None:
+            self._seconds["takeover"] += seconds
+            self._nested += seconds
+
     @contextmanager
     def training(self, loader: Timed) -> Iterator[None]:
         """Count the steps of an epoch; everything before the first epoch counts as starting.
@@ -115,12 +132,13 @@ class Goodput:
             self._loader = None
 
     def state_dict(self) -> dict[str, float]:
-        """Return the seconds of each kind."""
-        return self.seconds
+        """Return the seconds of each kind, and the number of takeovers."""
+        return self.seconds | {_TAKEOVERS: float(self.takeovers)}
 
     def resume(self, state: Mapping[str, float], saved_at: float) -> None:
         """Continue from a state; since the time at which it was saved, the job was down."""
         down = max(time.time() - saved_at - (time.monotonic() - self._begin), 0.0)
+        self.takeovers += int(state.get(_TAKEOVERS, 0))
         self._earlier = dict(state) | {"down": state.get("down", 0.0) + down}
 
     def note_sign_of_life(self, saved_at: float, alive_at: float) -> None:

@@ -256,6 +256,9 @@ class Step:
     def begin(self, trainer: TrainerLike) -> None:
         """Prepare for the first batch of a training run, rather than of a trial."""
 
+    def end(self, trainer: TrainerLike) -> None:
+        """Called after the last batch of a training run that has not failed, before its ending events."""
+
     def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
         """Return the optimizer of the current update, without the others if they are updated one by one."""
         return trainer.optimizer

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
@@ -47,16 +48,17 @@ data:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] = MappingProxyType({})) -> int:
     """Run the command line.
 
     :param arguments: by default those of this process
+    :param others: what other commands do, by their names, for the help
     :return: the exit code: 0; 1 if a check has failed; 2 for what is wrong in the file or in the arguments, and 130
         after Ctrl-C, both without a traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
-    (parser, commands), options = _parser(), argparse.Namespace(command=None)
+    (parser, commands), options = _parser(others), argparse.Namespace(command=None)
     try:
         _check_command(sys.argv[1:] if arguments is None else arguments, commands)
         options, rest = parser.parse_known_args(arguments)
@@ -120,7 +122,7 @@ def _is_user_error(error: Exception) -> bool:
     return was_raised_by_us(error) and not any(note.startswith("In ") for note in _notes_of(error))
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+def _parser(others: Mapping[str, str]) -> tuple[argparse.ArgumentParser, Collection[str]]:
     """Return the parser of the command line, and the names of its commands."""
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite",
@@ -166,6 +168,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     _add_arguments_of_seeds(add("compare-seeds", _compare_seeds, text, file=False))
     state = add("inspect", _inspect, "show a training state, or list what is in a folder", file=False)
     state.add_argument("path", help="the directory or the URL of a state; or a folder of states, of a run, or of runs")
+    for name, text in others.items():
+        commands.add_parser(name, help=text)
     return parser, commands.choices
 
 

@@ -1,11 +1,19 @@
 """Logical processes: runs that give the same bits on any number of real ones, for ``Trainer(logical_processes=8)``."""
 
 from pytorch_accel_lite.extending import DIVISIONS, KINDS
+from pytorch_accel_lite.extensions.logical.kept_shares import KeepsShares
 from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses, logical_of_trainer
 from pytorch_accel_lite.extensions.logical.logical_step import LogicalStep, LogicalWindow
 from pytorch_accel_lite.extensions.logical.shared_losses import SharedLossTrackers
 
-__all__ = ["LogicalProcesses", "LogicalStep", "LogicalWindow", "SharedLossTrackers", "logical_of_trainer"]
+__all__ = [
+    "KeepsShares",
+    "LogicalProcesses",
+    "LogicalStep",
+    "LogicalWindow",
+    "SharedLossTrackers",
+    "logical_of_trainer",
+]
 
 DIVISIONS["logical_processes"] = LogicalProcesses
 KINDS.append(LogicalStep)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.extending import Ranks, are_sharded, mesh_infos, shard_dim, split
+from pytorch_accel_lite.extending import Ranks, mesh_infos, shard_dim, split
+from pytorch_accel_lite.extending_callbacks import are_sharded
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, view_as_bytes
 
 if TYPE_CHECKING:

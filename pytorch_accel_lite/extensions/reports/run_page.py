@@ -131,8 +131,12 @@ def training_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Batch size", batch_size),
         ("Precision", "float32" if config.get("mixed_precision") == "no" else str(config.get("mixed_precision"))),
         ("Seed", str(config.get("seed"))),
-        ("Time", describe_fractions(record["goodput"]["fractions"]) if "goodput" in record else ""),
+        ("Time", _describe_time(record.get("goodput", {}))),
     ]
+
+
+def _describe_time(goodput: Mapping[str, Any]) -> str:
+    return describe_fractions(goodput.get("fractions", {}), goodput.get("counts", {}).get("takeovers", 0))
 
 
 def _how_to_resume(record: Mapping[str, Any]) -> str:

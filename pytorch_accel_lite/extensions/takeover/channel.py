@@ -1,9 +1,10 @@
-"""A connection between two processes of this machine, for messages in JSON."""
+"""A connection between two processes, for messages in JSON."""
 
 from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from typing import Any
 
 
@@ -17,13 +18,19 @@ class Channel:
         self._connection = connection
         self._received = b""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this end has not been closed."""
+        return self._connection.fileno() >= 0
+
     def fileno(self) -> int:
         """Return the descriptor, to wait for messages."""
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message."""
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        """Send a message. If the other end is lost, it is: that is noticed when nothing is received."""
+        with suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived, or ``None`` if the other end is closed. Waits if nothing has."""

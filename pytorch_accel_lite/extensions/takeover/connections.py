@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Mapping
 from contextlib import suppress
 
+_SIOCGIFADDR = 0x8915
 _DESCRIPTORS = "/proc/self/fd"
 
 
@@ -19,6 +22,23 @@ def open_sockets() -> dict[int, str]:
             if target.startswith("socket:"):
                 found[int(name)] = target
     return found
+
+
+def interface_to(host: str) -> str | None:
+    """Return the network interface by which this machine reaches another one, or ``None`` for itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+                if address == own and not address.startswith("127."):
+                    return name
+    return None
 
 
 def opened_since(before: Mapping[int, str]) -> dict[int, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
+import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -12,6 +15,8 @@ import torch.distributed as dist
 _stores: Any = dist  # its type stubs lack the stores
 _PATIENCE = timedelta(seconds=60)
 _LATEST = "takeover/latest"
+_POLLING = 0.02
+_PART = 1 << 24  # bytes of a text
 
 
 @dataclass(frozen=True)
@@ -20,11 +25,13 @@ class Generation:
 
     :param number: counted from 1
     :param members: their numbers, by rank. A process that replaces another one has a number of its own.
+    :param machines: the number of the machine of each
     :param came: those that were not there before, and have to be given the state of the run
     """
 
     number: int
     members: list[int]
+    machines: list[int] = field(default_factory=list)
     came: list[int] = field(default_factory=list)
 
 
@@ -43,9 +50,9 @@ class JobStore:
         return cls(_stores.TCPStore("127.0.0.1", 0, None, True, _PATIENCE, wait_for_workers=False))
 
     @classmethod
-    def connect(cls, port: int) -> JobStore:
-        """Connect to the store of a job on this machine."""
-        return cls(_stores.TCPStore("127.0.0.1", port, None, False, _PATIENCE, wait_for_workers=False))
+    def connect(cls, host: str, port: int) -> JobStore:
+        """Connect to the store of a job."""
+        return cls(_stores.TCPStore(host, port, None, False, _PATIENCE, wait_for_workers=False))
 
     @property
     def port(self) -> int:
@@ -56,6 +63,11 @@ class JobStore:
         """Begin a generation."""
         self.store.set(f"takeover/generation/{generation.number}", json.dumps(asdict(generation)))
         self.store.set(_LATEST, str(generation.number))
+
+    def wait_for_first(self) -> None:
+        """Wait until the job begins, however long that takes."""
+        while not self.store.check([_LATEST]):
+            time.sleep(_POLLING)
 
     def latest(self) -> Generation:
         """Return the latest generation, waiting for the first."""
@@ -86,6 +98,29 @@ class JobStore:
         """Return a text, or ``None`` if it has not been set."""
         key = f"takeover/{key}"
         return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def put_folder(self, key: str, folder: str) -> None:
+        """Keep the files of a folder, for processes that may be on other machines."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.add(folder, ".")
+        content = packed.getvalue()
+        starts = range(0, len(content), _PART)
+        for number, start in enumerate(starts):
+            self.store.set(f"takeover/{key}/{number}", content[start : start + _PART])
+        self.say(key, str(len(starts)))
+
+    def get_folder(self, key: str, folder: str) -> None:
+        """Write what ``put_folder()`` keeps to a folder."""
+        count = int(self.said(key) or 0)
+        content = b"".join(self.store.get(f"takeover/{key}/{number}") for number in range(count))
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            archive.extractall(folder, filter="data")
+
+    def drop_folder(self, key: str) -> None:
+        """Forget what ``put_folder()`` keeps."""
+        for number in range(int(self.said(key) or 0)):
+            self.store.delete_key(f"takeover/{key}/{number}")
 
     def count(self, key: str, more: int = 0) -> int:
         """Add to a number, and return it."""

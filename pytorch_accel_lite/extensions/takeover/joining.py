@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -22,35 +21,81 @@ def stay_apart() -> None:
     """Let this process run its program alone until it joins the others, without writing what their first one writes."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    change_state(vars(PartialState(cpu=True)), rank=1, world_size=1)
+    change_state(vars(PartialState(cpu=True)), rank=1, local_rank=1, world_size=1)
 
 
 def wait_for_state(membership: Membership) -> str:
-    """Return the state from which this process joins the others, once they have saved it."""
-    membership.store.say(f"ready/{membership.number}")
-    while (said := membership.store.said(f"state/{membership.number}")) is None:
+    """Return the state from which this process joins the others, or that with which they have ended this training.
+
+    :raises SystemExit: if they end
+    """
+    store, number, training = membership.store, membership.number, membership.trainings
+    store.say(f"ready/{number}", str(training))
+    while True:
+        if (said := store.said(f"state/{number}")) is not None:
+            membership.joins, is_near, directory = json.loads(said)
+            return str(directory) if is_near else _fetch(membership, f"sent/{number}/{membership.joins}")
+        if store.said(f"ended/{training}") is not None:
+            return _fetch(membership, f"ended/{training}")
+        if store.said("ending") is not None:
+            raise SystemExit(f"Process {number} ends: the others have reached the end of the program.")
         time.sleep(_POLLING)
-    membership.joins, directory = json.loads(said)
-    return str(directory)
+
+
+def _fetch(membership: Membership, key: str) -> str:
+    membership.fetched = _temporary()
+    membership.store.get_folder(key, membership.fetched.name)
+    return membership.fetched.name
+
+
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None, ignore_cleanup_errors=True)
 
 
 def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
-    """Save a state for the processes that come, between two updates, and enter their generation with them."""
-    assert membership.generation is not None
+    """Save a state for the processes that come, between two updates, and enter their generation with them.
+
+    Those that have yet to follow the trainings before this one are let in later.
+    """
+    generation = membership.generation
+    assert generation is not None
+    membership.begun_at = time.monotonic()
     ranks, store = trainer.ranks, membership.store
     follows = ranks.broadcast_object(store.latest)
-    folder = ranks.broadcast_object(lambda: tempfile.mkdtemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None))
-    try:
+    training = str(membership.trainings)
+    if not ranks.broadcast_object(lambda: all(store.said(f"ready/{n}") == training for n in follows.came)):
+        return
+    with _temporary() as own:
+        folder = ranks.broadcast_object(lambda: own)
         if follows.came:
             directory = os.path.join(folder, "state")
             run.window.filled, run.window.is_in_step = 0, False
             trainer.save_training_state(directory)
-            for newcomer in follows.came if membership.rank == 0 else ():
-                store.say(f"state/{newcomer}", json.dumps([follows.number, directory]))
-        if membership.generation.number < follows.number:  # no process has been lost meanwhile
+            machines = dict(zip(follows.members, follows.machines, strict=True))
+            tells = membership.rank == 0 and membership.generation is generation
+            for newcomer in follows.came if tells else ():
+                is_near = machines[newcomer] == machines[membership.number]
+                if not is_near:
+                    store.put_folder(f"sent/{newcomer}/{follows.number}", directory)
+                store.say(f"state/{newcomer}", json.dumps([follows.number, is_near, directory]))
+        if generation.number < follows.number and membership.generation is generation:  # no process has been lost
             enter(run, membership)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for newcomer in follows.came if membership.rank == 0 else ():
+            store.drop_folder(f"sent/{newcomer}/{follows.number}")
+
+
+def keep_end(trainer: TrainerLike, membership: Membership) -> None:
+    """Keep the state with which a training has ended for processes that come during a later one."""
+
+    def keep() -> None:
+        with _temporary() as own:
+            directory = os.path.join(trainer.ranks.broadcast_object(lambda: own), "state")
+            trainer.save_training_state(directory)
+            if membership.rank == 0:
+                membership.store.put_folder(f"ended/{membership.trainings}", directory)
+            trainer.ranks.barrier()
+
+    trainer.ranks.repeatable(keep)
 
 
 def enter(run: Run, membership: Membership) -> None:
@@ -59,7 +104,7 @@ def enter(run: Run, membership: Membership) -> None:
     membership.join(membership.joins)
     try:
         membership.agree()
-        membership.tell_of_change()
+        membership.tell_of_change(membership.begun_at)
     except RuntimeError as error:
         membership.recover(error)
     run.control.realign()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
-from pytorch_accel_lite.extending import MACHINERY, ControlGroup
+from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 from pytorch_accel_lite.extensions.takeover.watcher import Watcher
@@ -41,10 +42,12 @@ class Change(NamedTuple):
 
     :param left: the former ranks of those that are gone
     :param came: the ranks of those that are new
+    :param seconds: how long it took, with what is done again
     """
 
     left: list[int]
     came: list[int]
+    seconds: float
 
 
 class Membership:
@@ -60,26 +63,31 @@ class Membership:
     :ivar completed: number of actions that are complete
     :ivar outcome: what the latest one leaves to a process that has missed its last collective
     :ivar trainings: number of trainings that this process has begun
+    :ivar is_open: whether other processes may come
+    :ivar fetched: holds the state from which this process has resumed, if it comes later
+    :ivar begun_at: when this process has begun the action in which it is
     :ivar is_in_action: whether an action is under way, of which all communication is a part
     :ivar is_in_update: whether that is an update of the weights
     :ivar redivide: called with each generation, before anything is repeated
     :ivar announce: called with what has changed, once the processes have agreed on what to repeat
     """
 
-    def __init__(self, number: int, port: int) -> None:
+    def __init__(self, number: int, host: str, port: int) -> None:
         self.number = number
-        self.port = port
-        self.store = JobStore.connect(port)
+        self.store = JobStore.connect(host, port)
         self.generation: Generation | None = None
         self.joins: int | None = None
-        self.rank = 0
-        self.world_size = 1
+        self.rank = self.local_rank = 0
+        self.world_size = self.local_world_size = 1
         self.completed = self.trainings = 0
         self.outcome: Any = None
+        self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
-        self.watcher = Watcher(number, port)
+        self.watcher = Watcher(number, host, port)
+        self.is_open = self.store.said("open") is not None
+        self.fetched: tempfile.TemporaryDirectory[str] | None = None
         self._tried = 0  # the latest generation that could not be connected
         self._announced: list[int] = []
         self._capacity = _CAPACITY
@@ -92,17 +100,25 @@ class Membership:
         :param only: the one for which this process has a state, if it comes later
         :raises SystemExit: if this process is not among them
         """
+        if self.generation is None:
+            self.store.wait_for_first()
         while (generation := self._enter(only)) is None:
             pass
         before, self.generation = self.generation, generation
-        self.rank, self.world_size = generation.members.index(self.number), len(generation.members)
+        self._find_place(generation)
         self._capacity = _CAPACITY
         self._change_environment()
         self.joins = None
         if before is None:
-            self._announced = generation.members
+            self._announced = [member for member in generation.members if member not in generation.came]
             self.watcher.begin(lambda: self.completed)
         self.redivide()
+
+    def _find_place(self, generation: Generation) -> None:
+        self.rank, self.world_size = generation.members.index(self.number), len(generation.members)
+        machine = generation.machines[self.rank]
+        self.local_rank = generation.machines[: self.rank].count(machine)
+        self.local_world_size = generation.machines.count(machine)
 
     def _enter(self, only: int | None) -> Generation | None:
         """Connect with the members of the latest generation; return it unless another one has followed meanwhile."""
@@ -111,8 +127,9 @@ class Membership:
         if number <= (self._tried if self.generation is None else max(self._tried, self.generation.number)):
             time.sleep(_POLLING)
             return None
-        if self.number not in generation.members or only not in (None, number):
-            raise SystemExit(f"Process {self.number} ends: the others have gone on without it.")
+        if only not in (None, number):
+            self._end()
+        self._check(generation)
         self.store.arrive(generation, self.number)
         while not self.store.have_arrived(generation):
             if self.store.latest().number > number:
@@ -128,6 +145,21 @@ class Membership:
             self.store.count("asked", 1)
             return None
         return generation
+
+    def check(self) -> None:
+        """Before this process writes, end it if the others have gone on without it.
+
+        Its machine may have stood still or been cut off for long without noticing.
+        """
+        if self.generation is not None:
+            self._check(self.store.latest())
+
+    def _check(self, latest: Generation) -> None:
+        if self.number not in latest.members:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        raise SystemExit(f"Process {self.number} ends: the others have gone on without it.")
 
     def _connect(self, generation: Generation) -> None:
         before = open_sockets()
@@ -150,13 +182,17 @@ class Membership:
 
     def _change_environment(self) -> None:
         """Tell Accelerate, and programs that ask the environment, what the processes are now."""
-        rank, size = self.rank, self.world_size
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        names = {"RANK": self.rank, "LOCAL_RANK": self.local_rank}
+        names |= {"WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.local_world_size}
         os.environ.update({name: str(value) for name, value in names.items()})
         for state in (vars(PartialState)["_shared_state"], vars(AcceleratorState)["_shared_state"]):
             state = getattr(state, "_storage", state)
             if state:
-                change_state(state, rank, size)
+                self.change_state(state)
+
+    def change_state(self, state: dict[str, Any]) -> None:
+        """Change what Accelerate knows of this process."""
+        change_state(state, self.rank, self.local_rank, self.world_size)
 
     # ----------------------------------------------------------------------------------------- actions
 
@@ -169,7 +205,7 @@ class Membership:
             return action()
         while True:
             undo = _do_nothing if keep is None else keep()
-            self.is_in_action = True
+            self.is_in_action, self.begun_at = True, time.monotonic()
             try:
                 result, stop = _attempt(action)
                 self._meet()
@@ -216,12 +252,15 @@ class Membership:
 
     def leave(self) -> None:
         """End together with the others: after that, this process is alone."""
+        if self.generation is None:  # it has come too late
+            return
         with suppress(RuntimeError):  # the others have ended
             self.do(_do_nothing)
         self.store.say("ending")  # before the connections end, which others may be yet to leave
         self.watcher.stop()
         self.disconnect()
-        self.rank, self.world_size = 0, 1
+        self.rank = self.local_rank = 0
+        self.world_size = self.local_world_size = 1
 
     # ---------------------------------------------------------------------------------------- recovery
 
@@ -233,6 +272,7 @@ class Membership:
             be repeated
         :raises Exception: the error, if no process is lost
         """
+        noticed_at = time.monotonic()
         if not self._has_lost_one(error):
             raise error
         while True:
@@ -241,7 +281,7 @@ class Membership:
             with suppress(RuntimeError):  # another one is lost
                 is_done = self.agree()
                 break
-        self.tell_of_change()
+        self.tell_of_change(noticed_at if is_done else self.begun_at)
         return is_done
 
     def agree(self) -> bool:
@@ -259,22 +299,28 @@ class Membership:
         self.completed, self.outcome = latest, outcomes[counts.index(latest)]
         return True
 
-    def tell_of_change(self) -> None:
-        """Announce what has changed since the last time."""
+    def tell_of_change(self, since: float) -> None:
+        """Announce what has changed since the last time.
+
+        :param since: when that has begun, or what is done again
+        """
         assert self.generation is not None
         before, now = self._announced, self.generation.members
         self._announced = now
+        if before == now:  # connected again, or one that was to come has not
+            return
         self.announce(
             Change(
                 [rank for rank, member in enumerate(before) if member not in now],
                 [rank for rank, member in enumerate(now) if member not in before],
+                time.monotonic() - since,
             )
         )
 
     def _has_lost_one(self, error: Exception) -> bool:
         """Whether a generation follows that lacks a member of this one, as it should once a connection is lost."""
         assert self.generation is not None
-        is_of_connection = "gloo" in str(error).lower() or "Connection" in str(error)
+        is_of_connection = is_about_lost_process(error) or "gloo" in str(error).lower() or "Connection" in str(error)
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
             self.disconnect()  # so that all others notice, too
@@ -290,9 +336,9 @@ class Membership:
             time.sleep(_POLLING)
 
 
-def change_state(state: dict[str, Any], rank: int, world_size: int) -> None:
+def change_state(state: dict[str, Any], rank: int, local_rank: int, world_size: int) -> None:
     """Change what Accelerate knows of this process."""
-    state.update(process_index=rank, local_process_index=rank, num_processes=world_size)
+    state.update(process_index=rank, local_process_index=local_rank, num_processes=world_size)
     if world_size > 1:
         state.update(distributed_type=DistributedType.MULTI_CPU, backend="gloo")
 

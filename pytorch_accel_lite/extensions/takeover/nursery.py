@@ -1,6 +1,6 @@
 """A process that has imported everything, of which those of a job are copies: they begin in milliseconds.
 
-It has no threads, and none of torch's: a copy of those would hang.
+There is one on each machine of the job. It has no threads, and none of torch's: a copy of those would hang.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.extensions.takeover import worker
@@ -20,10 +22,15 @@ from pytorch_accel_lite.extensions.takeover.channel import Channel
 
 #: What torch, and programs, import when they first need it, which takes seconds.
 IMPORTED_LATE = "torch._dynamo", "torch.distributed.nn", "torchmetrics"
+_BEAT = 0.25  # seconds between two signs of life
+
+
+class LostSupervisorError(Exception):
+    """The supervisor has not been heard of for so long that the others may have gone on without this machine."""
 
 
 class Nursery:
-    """Starts processes as told through a channel, and tells how they end.
+    """Starts and kills processes as told through a channel, and tells what they do and how they end.
 
     :param channel: the connection to the supervisor
     """
@@ -33,20 +40,56 @@ class Nursery:
         self._children: dict[int, tuple[int, int]] = {}  # numbers and ids, by descriptors that tell when they end
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
+        self._heard_at = time.monotonic()
+        self._lease: float | None = None  # seconds without a word from the supervisor, after which all ends
+        self._is_over: int | None = None
 
-    def serve(self) -> dict[str, Any] | None:
-        """Start processes until the supervisor ends. In each of them, return what it is to do."""
-        while True:
-            for descriptor, _ in self._poll.poll():
+    def serve(self) -> dict[str, Any] | int:
+        """Start processes until the job ends, and return its exit code. In each of them, return what it is to do.
+
+        :raises LostSupervisorError: if the connection is lost; the processes have been killed
+        """
+        next_beat = 0.0
+        while self._is_over is None:
+            if time.monotonic() > next_beat:
+                next_beat = time.monotonic() + _BEAT
+                self._say_what_they_compute()
+            for descriptor, _ in self._poll.poll(1000 * _BEAT):
                 if descriptor in self._children:
                     self._bury(descriptor)
-                    continue
-                orders = self._channel.receive()
-                if orders is None:
-                    return None
-                for order in orders:
-                    if self._start(order):
-                        return order
+                elif (order := self._obey()) is not None:
+                    return order
+            if self._lease is not None and time.monotonic() - self._heard_at > self._lease:
+                self._lose_supervisor()
+        return self._is_over
+
+    def _obey(self) -> dict[str, Any] | None:
+        """Do what the supervisor says. In a process that it starts, return what that is to do."""
+        try:
+            orders = self._channel.receive()
+        except OSError:
+            orders = None
+        if orders is None:
+            self._lose_supervisor()
+        self._heard_at = time.monotonic()
+        for order in orders or ():
+            if "number" in order:
+                if self._start(order):
+                    return order
+            elif "kill" in order:
+                self._kill(order["kill"], order["signal"])
+            elif "code" in order:
+                self._is_over = order["code"]
+            else:
+                self._lease = order.get("lease", self._lease)
+        return None
+
+    def _lose_supervisor(self) -> None:
+        for _, process in self._children.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        raise LostSupervisorError
 
     def _start(self, order: dict[str, Any]) -> bool:
         """Start a process; return whether this is it."""
@@ -60,33 +103,65 @@ class Nursery:
         descriptor = os.pidfd_open(process)
         self._children[descriptor] = order["number"], process
         self._poll.register(descriptor, select.POLLIN)
-        self._channel.send(number=order["number"], process=process)
         return False
+
+    def _kill(self, number: int, with_signal: int) -> None:
+        for child, process in self._children.values():
+            if child == number:
+                os.kill(process, with_signal)
 
     def _bury(self, descriptor: int) -> None:
         number, process = self._children.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
         _, status = os.waitpid(process, 0)
-        self._channel.send(number=number, code=os.waitstatus_to_exitcode(status))
+        with suppress(ProcessLookupError, PermissionError):  # what it has started itself, such as workers
+            os.killpg(process, signal.SIGKILL)
+        self._channel.send(ended=number, code=os.waitstatus_to_exitcode(status))
+
+    def _say_what_they_compute(self) -> None:
+        """Tell how long each process has computed. It is also the sign that this machine is there."""
+        computed = {number: _cpu_seconds(process) for number, process in self._children.values()}
+        self._channel.send(computed=computed)
+
+
+def _cpu_seconds(process: int) -> float:
+    """Return the time that a process has computed, as the system says."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def prepare() -> None:
+    """Import what the processes need, once for all."""
+    for name in IMPORTED_LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def begin(order: dict[str, Any]) -> None:
+    """Be the process that an order asks for, and run its program."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    worker.die_with_parent()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    worker.run(worker.Order(**order))
 
 
 def main(arguments: Sequence[str]) -> None:
     """Serve the supervisor, with the descriptor of the channel to it as the argument."""
     worker.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in IMPORTED_LATE:
-        with suppress(ImportError):
-            importlib.import_module(name)
-    order = Nursery(Channel(socket.socket(fileno=int(arguments[0])))).serve()
-    if order is None:
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    worker.die_with_parent()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    worker.run(order["number"], order["port"], order["comes_later"], order["program"])
+    prepare()
+    with suppress(LostSupervisorError):
+        order = Nursery(Channel(socket.socket(fileno=int(arguments[0])))).serve()
+        if not isinstance(order, int):
+            begin(order)
 
 
 if __name__ == "__main__":

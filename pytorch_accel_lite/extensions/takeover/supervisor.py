@@ -9,19 +9,40 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from pytorch_accel_lite.extensions.takeover.channel import Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 from pytorch_accel_lite.extensions.takeover.silent_processes import Progress, find_silent
+from pytorch_accel_lite.extensions.takeover.worker import Order
 
 _TICK_MS = 20
 _SECONDS_TO_DIE = 1.0  # in which the end of a process follows the error that the others have had of it
 _SECONDS_TO_END = 30.0  # after a signal
 _SECONDS_BETWEEN_LOOKS = 0.5
+_BEAT = 0.25  # seconds between two signs of life
 _FORWARDED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
+_LOCAL = "127.0.0.1"
+
+
+@dataclass(eq=False)
+class Machine:
+    """A machine of the job, or a part of one: what has come by one ``launch --join``.
+
+    :ivar number: counted from 0
+    :ivar channel: the connection to its nursery
+    :ivar host: the address of the supervisor, as seen from there
+    :ivar is_local: whether it ends with the supervisor
+    :ivar heard_at: when it has last given a sign of life
+    """
+
+    number: int
+    channel: Channel
+    host: str
+    is_local: bool
+    heard_at: float
+    name: str = ""
 
 
 @dataclass(eq=False)
@@ -29,13 +50,13 @@ class Process:
     """A process of the job.
 
     :ivar number: counted from 0
-    :ivar id: of the system; 0 until it is known
+    :ivar machine: where it is
     :ivar is_member: whether it is in a generation
-    :ivar progress: how far it has got
+    :ivar progress: how far it has got, once its machine has started it
     """
 
     number: int
-    id: int = 0
+    machine: Machine
     is_member: bool = False
     progress: Progress | None = None
 
@@ -44,35 +65,45 @@ class Supervisor:
     """Starts the processes of a job and supervises them.
 
     :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
-    :param processes: how many to start
+    :param processes: how many to start on this machine
+    :param begins_with: how many there have to be, those of other machines included, before the first ones begin
+    :param address: the host and the port at which other machines may join
     :param replaces: whether another process is started for each that is lost
     :param min_processes: end the job when fewer are left
     :param max_failures: end the job when more processes have failed
-    :param patience: seconds after which a process is ended for which others wait, and which does nothing
+    :param patience: seconds after which a process is ended for which others wait, and which does nothing, and a machine
+        is lost that gives no sign of life
     """
 
     def __init__(
         self,
         program: Sequence[str],
         processes: int,
+        begins_with: int | None = None,
+        address: tuple[str, int] | None = None,
         replaces: bool = False,
         min_processes: int = 1,
         max_failures: int | None = None,
         patience: float = 60.0,
     ) -> None:
         self._program = list(program)
+        self._size = processes
+        self._begins_with = processes if begins_with is None else begins_with
+        self._address = address
         self._replaces = replaces
         self._min_processes = min_processes
         self._max_failures = max_failures
         self._patience = patience
-        self._size = processes
+        self._machines: dict[int, Machine] = {}  # by the descriptors of their channels
         self._processes: dict[int, Process] = {}
         self._generation = Generation(0, [])
         self._started = 0
+        self._joined = 0
         self._failures = 0
         self._code = 0
         self._is_ending = False
-        self._next_look = 0.0
+        self._next_look = self._next_beat = 0.0
+        self._signals: list[int] = []
         self._stop: tuple[float, int] | None = None  # when a signal has asked for the end, and which
         self._asked = 0
         self._asked_at = 0.0
@@ -81,58 +112,113 @@ class Supervisor:
     def run(self) -> int:
         """Run the job and return its exit code."""
         for number in _FORWARDED:
-            signal.signal(number, self._forward)
+            signal.signal(number, lambda number, frame: self._signals.append(number))
         self._begin()
-        while self._processes:
-            for _ in self._poll.poll(_TICK_MS):
-                self._listen()
+        while self._processes or not (self._generation.number or self._is_ending or self._stop):
+            for descriptor, _ in self._poll.poll(_TICK_MS):
+                self._listen(descriptor)
             self._look()
+        for machine in self._machines.values():
+            machine.channel.send(code=self._code)
         return self._code
 
     # -------------------------------------------------------------------------------- starting processes
 
     def _begin(self) -> None:
+        self._store = JobStore.create()
+        self._poll = select.poll()
+        self._listener: socket.socket | None = None
+        if self._replaces or self._address is not None:
+            self._store.say("open")
+        if self._address is not None:
+            self._listener = socket.create_server(self._address)
+            self._poll.register(self._listener, select.POLLIN)
+            host, port = self._listener.getsockname()[:2]
+            _say(f"others can join: python -m pytorch_accel_lite launch --join {host}:{port} --processes N")
+        if self._size:
+            machine = self._add_machine(self._start_nursery(), self._own_host, is_local=True)
+            self._start(machine, self._size)
+
+    @property
+    def _own_host(self) -> str:
+        """The address of the supervisor for the processes on its machine."""
+        return self._address[0] if self._address is not None and self._address[0] not in ("", "0.0.0.0") else _LOCAL
+
+    def _start_nursery(self) -> Channel:
         own, other = socket.socketpair()
         command = [sys.executable, "-m", "pytorch_accel_lite.extensions.takeover.nursery", str(other.fileno())]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         self._nursery = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, start_new_session=True)
         other.close()
-        self._channel = Channel(own)
-        self._store = JobStore.create()
-        self._poll = select.poll()
-        self._poll.register(self._channel, select.POLLIN)
-        for _ in range(self._size):
-            self._start(comes_later=False)
-        self._publish([*self._processes])
+        return Channel(own)
 
-    def _start(self, comes_later: bool) -> None:
-        number, self._started = self._started, self._started + 1
-        self._processes[number] = Process(number)
-        port, program = self._store.port, self._program
-        self._channel.send(number=number, port=port, comes_later=comes_later, program=program)
+    def _add_machine(self, channel: Channel, host: str, is_local: bool) -> Machine:
+        machine = Machine(self._joined, channel, host, is_local, time.monotonic())
+        self._joined += 1
+        self._machines[channel.fileno()] = machine
+        self._poll.register(channel, select.POLLIN)
+        if self._patience and not is_local:
+            machine.channel.send(lease=self._patience / 2)
+        return machine
 
-    def _listen(self) -> None:
-        """Read what the nursery says."""
-        messages = self._channel.receive()
-        if messages is None:
-            _say("the process that starts the others has ended, so the job cannot go on.")
-            self._code = self._code or 1
-            self._processes.clear()
+    def _start(self, machine: Machine, count: int = 1) -> None:
+        """Start processes on a machine, and begin the job once there are enough."""
+        for _ in range(count):
+            number, self._started = self._started, self._started + 1
+            self._processes[number] = Process(number, machine)
+            comes_later = self._generation.number > 0
+            machine.channel.send(**asdict(Order(number, machine.host, self._store.port, comes_later, self._program)))
+        if not self._generation.number and len(self._processes) >= self._begins_with:
+            for process in self._processes.values():  # which have waited for those of other machines
+                process.progress = None
+            self._publish([*self._processes])
+
+    def _listen(self, descriptor: int) -> None:
+        """Read what machines say, or let one in."""
+        if self._listener is not None and descriptor == self._listener.fileno():
+            connection, _ = self._listener.accept()
+            self._add_machine(Channel(connection), connection.getsockname()[0], is_local=False)
             return
+        machine = self._machines[descriptor]
+        try:
+            messages = machine.channel.receive()
+        except OSError:
+            messages = None
+        if messages is None:
+            self._lose_machine(machine, "has left")
+            return
+        machine.heard_at = time.monotonic()
         for message in messages:
-            number = message["number"]
-            if "code" in message:
-                self._end(self._processes.pop(number), message["code"])
-                continue
-            self._processes[number].id = message["process"]
-            if self._stop is not None:
-                self._kill(self._processes[number], self._stop[1])
+            if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
+                self._end(process, message["code"])
+            elif "processes" in message:
+                machine.name = str(message["name"])
+                self._start(machine, int(message["processes"]))
+            for number, seconds in message.get("computed", {}).items():
+                if (computing := self._processes.get(int(number))) is not None:
+                    computing.progress = computing.progress or Progress(time.monotonic())
+                    computing.progress.computed = seconds
 
     # -------------------------------------------------------------------------------- when processes end
 
+    def _lose_machine(self, machine: Machine, how: str) -> None:
+        """Go on without a machine, whose processes end, too."""
+        self._poll.unregister(machine.channel)
+        del self._machines[machine.channel.fileno()]
+        machine.channel.close()
+        lost = [process for process in self._processes.values() if process.machine is machine]
+        if machine.is_local and not self._is_ending:
+            _say("the process that starts the others has ended, so the job cannot go on.")
+            self._code, self._is_ending = self._code or 1, True
+            self._processes.clear()
+        for process in lost:
+            self._processes.pop(process.number, None)
+        if lost and not self._is_ending and self._stop is None:
+            self._lose(lost, 1, f"{', '.join(map(self._rank_of, lost))} on {machine.name}, which {how}")
+
     def _end(self, process: Process, code: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # what it has started itself, such as workers
-            os.killpg(process.id, signal.SIGKILL)
+        if code == 0 and not process.is_member and process.number not in self._generation.members:
+            return  # it has come too late
         if code == 0 or self._stop is not None:
             self._is_ending = True
             self._code = self._code or _as_exit_code(code)
@@ -141,69 +227,70 @@ class Supervisor:
             return
         if self._is_ending and not process.is_member:
             return
-        self._failures += 1
-        self._lose(process, code)
-
-    def _lose(self, process: Process, code: int) -> None:
-        """Let the others go on without a process, or end the job."""
-        if self._store.have_arrived(self._generation):
-            self._settle()
-        rank = self._rank_of(process)
         reason = self._store.said(f"failed/{process.number}")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        what = f"{rank} {how}{f' ({reason})' if reason else ''}"
+        self._lose([process], code, f"{self._rank_of(process)} {how}{f' ({reason})' if reason else ''}")
+
+    def _lose(self, processes: Sequence[Process], code: int, what: str) -> None:
+        """Let the others go on without some processes, or end the job."""
+        if not self._generation.number and self._address is not None:  # others are awaited
+            _say(f"{what}.")
+            return
+        if self._store.have_arrived(self._generation):
+            self._settle()
+        self._failures += len(processes)
         members = [number for number in self._generation.members if number in self._processes]
         left = sum(self._processes[number].is_member for number in members)
-        why = ""
-        if self._is_ending:
-            why = "others have reached the end of the program"
-        elif self._max_failures is not None and self._failures > self._max_failures:
-            why = f"{self._failures} processes have failed (--max-failures {self._max_failures})"
-        elif left < self._min_processes:
-            why = f"{left} processes are left (--min-processes {self._min_processes})" if left else "none is left"
-        if why:
+        if why := self._why_to_end(left):
             _say(f"{what}. The job ends: {why}.")
             self._code = self._code or _as_exit_code(code)
             self._is_ending = True
-            for other in self._processes.values():
-                self._kill(other, signal.SIGKILL)
+            self._kill(self._processes.values(), signal.SIGKILL)
             return
-        if process.number in self._generation.members:
-            self._publish([number for number in members if self._has_settled(number)])
+        if any(process.number in self._generation.members for process in processes):
+            self._publish([number for number in members if self._processes[number].is_member])
         self._note_change(what)
-        if self._replaces and self._store.said("closed") is None:
-            self._start(comes_later=True)
+        for process in processes:
+            if self._replaces and process.machine.channel.is_open:
+                self._start(process.machine)
+
+    def _why_to_end(self, left: int) -> str:
+        """Return why the job ends when so many members are left; nothing if it does not."""
+        if self._is_ending:
+            return "others have reached the end of the program"
+        if self._max_failures is not None and self._failures > self._max_failures:
+            return f"{self._failures} processes have failed (--max-failures {self._max_failures})"
+        if left < self._min_processes:
+            return f"{left} processes are left (--min-processes {self._min_processes})" if left else "none is left"
+        return ""
 
     def _end_newcomers(self) -> None:
-        for other in self._processes.values():
-            if not other.is_member:
-                self._kill(other, signal.SIGKILL)
+        self._kill([other for other in self._processes.values() if not other.is_member], signal.SIGKILL)
 
-    def _kill(self, process: Process, number: int) -> None:
-        if process.id:
-            with suppress(ProcessLookupError):
-                os.kill(process.id, number)
+    def _kill(self, processes: Iterable[Process], number: int) -> None:
+        for process in processes:
+            if process.machine.channel.is_open:
+                process.machine.channel.send(kill=process.number, signal=number)
 
-    def _forward(self, number: int, frame: object) -> None:
+    def _forward(self, number: int) -> None:
         """Pass a signal on to all processes. What follows it is the end of the job."""
         ends = number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if ends and self._stop is None:
             self._stop = time.monotonic(), number
-        for process in list(self._processes.values()):
-            self._kill(process, number if process.is_member or not ends else signal.SIGKILL)
+            self._code = self._code if self._generation.number else 128 + number
+        for process in self._processes.values():
+            self._kill([process], number if process.is_member or not ends else signal.SIGKILL)
 
     # -------------------------------------------------------------------------------- generations
 
     def _publish(self, members: Sequence[int], came: Sequence[int] = ()) -> None:
-        self._generation = Generation(self._generation.number + 1, [*members, *came], list(came))
+        every = [*members, *came]
+        machines = [self._processes[number].machine.number for number in every]
+        self._generation = Generation(self._generation.number + 1, every, machines, list(came))
         self._store.publish(self._generation)
         self._asked, self._asked_at = self._store.count("asked"), 0.0
         for number in members:
             self._processes[number].is_member = True
-
-    def _has_settled(self, number: int) -> bool:
-        """Whether a process has been a member before, rather than one that is yet to come in."""
-        return self._processes[number].is_member
 
     def _rank_of(self, process: Process) -> str:
         members = self._generation.members
@@ -212,10 +299,12 @@ class Supervisor:
     def _look(self) -> None:
         """Do what is due."""
         now = time.monotonic()
+        while self._signals:
+            self._forward(self._signals.pop(0))
         if self._stop is not None and now - self._stop[0] > _SECONDS_TO_END:
-            for process in self._processes.values():
-                self._kill(process, signal.SIGKILL)
-        if self._is_ending or self._stop is not None:
+            self._kill(self._processes.values(), signal.SIGKILL)
+        self._look_after_machines(now)
+        if self._is_ending or self._stop is not None or not self._generation.number:
             return
         if self._changed_at is not None and self._store.have_arrived(self._generation) and self._generation.members:
             begin, what = self._changed_at
@@ -230,6 +319,23 @@ class Supervisor:
             self._next_look = now + _SECONDS_BETWEEN_LOOKS
             self._end_silent(now)
 
+    def _look_after_machines(self, now: float) -> None:
+        """Give other machines a sign of life, and go on without those that give none.
+
+        One that has not been heard of for half of the patience gets none itself. It then ends its processes within the
+        other half, so that they are gone when the others go on.
+        """
+        others = [machine for machine in self._machines.values() if not machine.is_local]
+        if not self._patience or now < self._next_beat:
+            return
+        self._next_beat = now + _BEAT
+        for machine in others:
+            silent = now - machine.heard_at
+            if silent < self._patience / 2:
+                machine.channel.send(beat=True)
+            elif silent > self._patience + 2 * _BEAT:
+                self._lose_machine(machine, f"gave no sign of life for {self._patience:.0f} s")
+
     def _end_silent(self, now: float) -> None:
         """Kill the processes that do nothing while others wait for them."""
         generation = self._generation
@@ -237,16 +343,14 @@ class Supervisor:
         progress: dict[int, Progress] = {}
         for number in generation.members:
             process = self._processes.get(number)
-            if process is None or not process.id:
+            if process is None or process.progress is None:
                 continue
-            if process.progress is None:
-                process.progress = Progress(process.id, now)
             process.progress.note(self._store.said(f"progress/{number}"), now)
             if are_all_there or not self._store.has_arrived(generation, number):
                 progress[number] = process.progress
         for number in find_silent(progress, now, self._patience, are_all_there):
             self._store.say(f"failed/{number}", f"it did nothing for {self._patience:.0f} s while others waited for it")
-            self._kill(self._processes[number], signal.SIGKILL)
+            self._kill([self._processes[number]], signal.SIGKILL)
 
     def _settle(self) -> None:
         """Count those that have come in among the members: all have arrived."""
@@ -255,12 +359,20 @@ class Supervisor:
                 self._processes[number].is_member = True
 
     def _let_in(self) -> None:
-        """Begin a generation with new processes that are ready."""
+        """Begin a generation with new processes that are ready, as many as the run has work for."""
         members = self._generation.members
         ready = [n for n in self._processes if n not in members and self._store.said(f"ready/{n}") is not None]
-        if ready and self._store.said("closed") is None:
-            self._publish(members, ready)
-            self._note_change(f"{len(ready)} new process{'es' * (len(ready) > 1)} joined")
+        if not ready:
+            return
+        most = int(self._store.said("most") or len(self._processes))
+        room = max(most - len(members), 0)
+        if too_many := ready[room:]:
+            _say(f"{_new(len(too_many))} not let in: the run has {most} logical processes.")
+            for number in too_many:
+                self._kill([self._processes.pop(number)], signal.SIGKILL)
+        if ready[:room]:
+            self._publish(members, ready[:room])
+            self._note_change(f"{_new(room if len(ready) > room else len(ready))} joined")
 
     def _note_change(self, what: str) -> None:
         """Note what has happened, to be said once the others go on."""
@@ -283,6 +395,10 @@ def _as_exit_code(code: int) -> int:
 
 def _counted(count: int) -> str:
     return "One process continued" if count == 1 else f"{count} processes continued"
+
+
+def _new(count: int) -> str:
+    return f"{count} new process{'es' * (count > 1)}"
 
 
 def _say(text: str) -> None:

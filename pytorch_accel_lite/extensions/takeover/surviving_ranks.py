@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from pytorch_accel_lite.extending import MACHINERY, Ranks, TrainerLike, open_trainers
 from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
-from pytorch_accel_lite.extensions.takeover.membership import Change, Membership, change_state
+from pytorch_accel_lite.extensions.takeover.membership import Change, Membership
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
@@ -38,6 +38,7 @@ class SurvivingRanks(Ranks):
         membership = self.membership
         self.rank, self.world_size = membership.rank, membership.world_size
         self.members = range(self.world_size)
+        self.generation = 0 if membership.generation is None else membership.generation.number
         if self.world_size > 1:
             self._control = membership.control
 
@@ -47,7 +48,7 @@ class SurvivingRanks(Ranks):
         for ranks in cls._all:
             ranks.follow()
         for trainer in survivors():
-            change_state(vars(trainer.accelerator.state), cls.membership.rank, cls.membership.world_size)
+            cls.membership.change_state(vars(trainer.accelerator.state))
             assert isinstance(trainer.division, LogicalProcesses)  # see survivors()
             trainer.division.divide(trainer.ranks)
             for run in trainer.open_runs:
@@ -58,6 +59,7 @@ class SurvivingRanks(Ranks):
     def announce(cls, change: Change) -> None:
         """Tell the trainers that the processes have changed."""
         for trainer in survivors():
+            trainer.current_run.goodput.note_takeover(change.seconds)
             if change.came:
                 for run in trainer.open_runs:
                     run.control.realign()
@@ -68,6 +70,7 @@ class SurvivingRanks(Ranks):
         return False
 
     def state_to_join(self) -> str | None:
+        self.membership.trainings += 1
         return wait_for_state(self.membership) if self.membership.generation is None else None
 
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
@@ -115,5 +118,10 @@ def survivors() -> list[TrainerLike]:
             raise RuntimeError(
                 f"A process was lost, and {type(trainer).__name__} cannot go on without it: its results depend on the "
                 "number of processes. Create it with a seed and logical_processes=."
+            )
+        if trainer.is_sharded:
+            raise RuntimeError(
+                f"A process was lost, and {type(trainer).__name__} cannot go on without it: its model is sharded, and "
+                "no other process has the shards of the lost one. Start the job again with resume_from='latest'."
             )
     return trainers

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, capture_generators, restore_generators
-from pytorch_accel_lite.extensions.logical import LogicalStep, LogicalWindow, SharedLossTrackers
-from pytorch_accel_lite.extensions.takeover.joining import enter, let_in
+from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
+from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in
 from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
+#: A state of a callback, for one logical process.
+StateDict: TypeAlias = dict[str, Any]
 
-class _Sums(NamedTuple):
-    """The running losses of the logical processes of one process, which the others keep in case it is lost."""
+
+class _Kept(NamedTuple):
+    """What one process keeps of its logical processes, and the others, too, in case it is lost.
+
+    :param first: number of the first of them
+    :param losses: the running losses of each
+    :param of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
+    :param is_wanted: whether it knows of others that are to be let in
+    """
 
     first: int
-    by_number: list[dict[str, tuple[float, float]]]
+    losses: list[dict[str, tuple[float, float]]]
+    of_callbacks: list[list[StateDict]]
     is_wanted: bool
 
 
@@ -26,7 +38,7 @@ class _Before(NamedTuple):
     """What an update that is interrupted has changed."""
 
     progress: dict[str, int]
-    sums: _Sums
+    kept: _Kept
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
     generators: dict[str, Any]
 
@@ -34,14 +46,16 @@ class _Before(NamedTuple):
 class SurvivingWindow(LogicalWindow):
     """An accumulation window that ends when all processes have its gradients.
 
-    With them, the processes exchange the running losses of their shares. Nothing else of an update communicates, and
+    With them, the processes exchange what they keep of their shares. Nothing else of an update communicates, and
     nothing before that changes what all of them have in common.
 
     :ivar trackers: the running losses of the epoch
+    :ivar keepers: the callbacks that keep something of each logical process
     :ivar is_wanted: whether other processes are to be let in before the next update
     """
 
     trackers: SharedLossTrackers | None = None
+    keepers: Sequence[KeepsShares] = ()
     is_wanted = False
 
     def finish(self, optimizer: Any) -> Any:
@@ -49,7 +63,7 @@ class SurvivingWindow(LogicalWindow):
         membership = SurvivingRanks.membership
         try:
             factor = super().finish(optimizer)
-            outcome = membership.exchange(self.sums_of_shares(membership))
+            outcome = membership.exchange(self.of_shares(membership))
         except RuntimeError as error:
             if not membership.recover(error):
                 raise RepeatError from error
@@ -60,22 +74,30 @@ class SurvivingWindow(LogicalWindow):
         self._keep(outcome, membership)
         return factor
 
-    def sums_of_shares(self, membership: Membership) -> _Sums:
-        """Return the running losses of the shares of this process."""
+    def of_shares(self, membership: Membership) -> _Kept:
+        """Return what is kept of the shares of this process."""
         assert self.trackers is not None
-        by_number, wanted = self.trackers.local_sums(), membership.watcher.is_wanted
-        return _Sums(self.trackers.first_local, by_number, wanted)
+        of_callbacks = [keeper.states_of_shares() for keeper in self.keepers]
+        return _Kept(self.trackers.first_local, self.trackers.local_sums(), of_callbacks, membership.watcher.is_wanted)
 
-    def _keep(self, outcome: Sequence[_Sums], membership: Membership) -> None:
-        """Keep the losses of all shares."""
+    def load(self, kept: _Kept) -> None:
+        """Take over what is kept of the shares of a process."""
         assert self.trackers is not None
+        self.trackers.load_sums(kept.losses, kept.first)
+        for keeper, states in zip(self.keepers, kept.of_callbacks, strict=True):
+            keeper.load_states_of_shares(states, kept.first)
+
+    def _keep(self, outcome: Sequence[_Kept], membership: Membership) -> None:
+        """Keep what is of the shares of other processes, or has been."""
+        assert self.trackers is not None
+        are_others = len(outcome) != membership.world_size
         local = self.trackers.first_local
-        for sums in outcome:
-            if sums.first != local or len(outcome) != membership.world_size:
-                self.trackers.load_sums(sums.by_number, sums.first)
-        if len(outcome) != membership.world_size:
+        for kept in outcome:
+            if are_others or kept.first != local:
+                self.load(kept)
+        if are_others:
             self.trackers.add_up_local()
-        self.is_wanted = any(sums.is_wanted for sums in outcome)
+        self.is_wanted = any(kept.is_wanted for kept in outcome)
 
 
 class SurvivingStep(LogicalStep):
@@ -88,16 +110,17 @@ class SurvivingStep(LogicalStep):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         self._generation = SurvivingRanks.membership.generation
-        self._lets_in = False
 
     def begin(self, trainer: TrainerLike) -> None:
-        """Let other processes in during the first training of the program, which they begin with, too."""
+        """Say for how many processes there is work."""
         super().begin(trainer)
+        SurvivingRanks.membership.store.say("most", str(self._logical.count))
+
+    def end(self, trainer: TrainerLike) -> None:
+        """Keep the state of the end for processes that come later."""
         membership = SurvivingRanks.membership
-        self._lets_in = membership.trainings == 0
-        membership.trainings += 1
-        if not self._lets_in:
-            membership.store.say("closed")
+        if membership.is_open and membership.generation is not None:
+            keep_end(trainer, membership)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
@@ -112,7 +135,7 @@ class SurvivingStep(LogicalStep):
         window, membership = self._window, SurvivingRanks.membership
         if membership.generation is None:
             enter(run, membership)
-        elif window.is_wanted and self._lets_in:
+        elif window.is_wanted:
             window.is_wanted = False
             let_in(trainer, run, membership)
         if self._generation is not membership.generation:
@@ -120,15 +143,17 @@ class SurvivingStep(LogicalStep):
             raise RepeatError
         assert isinstance(run.loss_trackers, SharedLossTrackers)
         window.trackers = run.loss_trackers
+        window.keepers = [callback for callback in trainer.callback_handler if isinstance(callback, KeepsShares)]
         self._find_buffers()
         buffers = self._buffers()
         self._before = _Before(
             run.progress.state_dict(),
-            window.sums_of_shares(membership),
+            copy.deepcopy(window.of_shares(membership)),
             [(buffer, buffer.detach().clone()) for buffer in buffers],
             capture_generators(),
         )
         membership.is_in_update = membership.is_in_action = True
+        membership.begun_at = time.monotonic()
 
     def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
         """After the loss of a process, restore what was before the update, which is then repeated."""
@@ -153,7 +178,7 @@ class SurvivingStep(LogicalStep):
         trackers = run.loss_trackers
         assert isinstance(trackers, SharedLossTrackers)
         run.progress.load_state_dict(before.progress)
-        trackers.load_sums(before.sums.by_number, before.sums.first)
+        self._window.load(before.kept)
         trackers.unweighed.clear()
         trackers.add_up_local()
         with torch.no_grad():

@@ -24,12 +24,12 @@ class Watcher(threading.Thread):
     :ivar is_wanted: whether a generation follows that has all members of this one, to be entered after an update
     """
 
-    def __init__(self, number: int, port: int) -> None:
+    def __init__(self, number: int, host: str, port: int) -> None:
         super().__init__(name="pytorch_accel_lite.takeover", daemon=True)
         self.is_wanted = False
         self._number = number
         self._port = port
-        self._store = JobStore.connect(port)
+        self._store = JobStore.connect(host, port)
         self._generation: Generation | None = None
         self._sockets: dict[int, str] = {}
         self._watched = threading.get_ident()
@@ -59,12 +59,15 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         """Look until the process ends."""
         next_beat = 0.0
-        while not self._is_over.wait(_PAUSE):
+        pause = _PAUSE
+        while not self._is_over.wait(pause):
+            pause = _BEAT  # if the store cannot be reached
             with suppress(RuntimeError):
                 self._look()
                 if time.monotonic() > next_beat:
                     next_beat = time.monotonic() + _BEAT
                     self._say_how_far()
+                pause = _PAUSE
 
     def _look(self) -> None:
         generation = self._generation

@@ -8,13 +8,14 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
-from pytorch_accel_lite.extending import replace_step, use_ranks
+from pytorch_accel_lite.extending import FENCES, replace_step, use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
+from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
@@ -31,30 +32,48 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(number: int, port: int, comes_later: bool, program: Sequence[str]) -> None:
-    """Be a process of a job, and run its program.
+@dataclass(frozen=True)
+class Order:
+    """What a process is to be.
 
+    :param number: its number in generations
+    :param host: where the store of the job is, as seen from its machine
+    :param port: that of the store
+    :param comes_later: whether it joins others that have begun
     :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
     """
+
+    number: int
+    host: str
+    port: int
+    comes_later: bool
+    program: list[str]
+
+
+def run(order: Order) -> None:
+    """Be a process of a job, and run its program."""
     torch.set_num_threads(1)
-    os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    membership = SurvivingRanks.membership = Membership(number, port)
+    os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR=order.host, MASTER_PORT=str(order.port))
+    if (interface := interface_to(order.host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    membership = SurvivingRanks.membership = Membership(order.number, order.host, order.port)
     membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
     use_ranks(SurvivingRanks)
     replace_step(LogicalStep, SurvivingStep)
+    FENCES.append(membership.check)
     sys.excepthook = _report_to(membership)
-    if comes_later:
+    if order.comes_later:
         stay_apart()
     else:
         membership.join()
     atexit.register(_leave, membership)
-    first, *arguments = program
+    first, *arguments = order.program
     if first == "-m":
         sys.argv = arguments
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [*program]
+        sys.argv = [*order.program]
         sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
         runpy.run_path(first, run_name="__main__")
 

@@ -13,15 +13,32 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks import MetricsFileCallback, ModelEmaCallback, SaveBestModelCallback
+from pytorch_accel_lite.callbacks import (
+    MetricsCallback,
+    MetricsFileCallback,
+    ModelEmaCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+)
 
 CONFIG: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(CONFIG["folder"])
 #: What this process is to do to itself, by the point at which it is: a signal, at ``"event:count"``.
 MINE: dict[str, int] = CONFIG.get("kills", {}).get(os.environ.get("RANK", "new"), {})
+
+
+def reach(point: str) -> None:
+    """Do at a point what is asked for there. A process that comes later does it only once."""
+    if point not in MINE:
+        return
+    mark = FOLDER / f"reached.{os.environ.get('RANK', 'new')}.{point}"
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), MINE[point])
 
 
 class Victim(TrainerCallback):
@@ -32,11 +49,11 @@ class Victim(TrainerCallback):
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.changes: list[Any] = []
+        self.training = 0
 
     def reach(self, event: str) -> None:
         number = self.counts[event] = self.counts.get(event, 0) + 1
-        if f"{event}:{number}" in MINE:
-            os.kill(os.getpid(), MINE[f"{event}:{number}"])
+        reach(f"{event}:{number}")
 
     def on_processes_changed(self, trainer, *, left, came, **kwargs):
         self.changes.append([left, came, trainer.ranks.world_size])
@@ -57,7 +74,7 @@ class Victim(TrainerCallback):
         self.reach("update")
         if CONFIG.get("marks"):
             with open(FOLDER / f"updates.{os.getpid()}", "a") as file:
-                file.write(f"{time.time()} {trainer.progress.update} {trainer.ranks.world_size}\n")
+                file.write(f"{self.training} {trainer.progress.update} {trainer.ranks.world_size}\n")
 
     def on_train_step_end(self, trainer, **kwargs):
         self.reach("step")
@@ -73,6 +90,27 @@ class Victim(TrainerCallback):
 
     def on_training_run_epoch_end(self, trainer, **kwargs):
         self.reach("saving")
+
+    def on_training_run_start(self, trainer, **kwargs):
+        self.reach("starting")
+
+    def on_predict_step_end(self, trainer, **kwargs):
+        self.reach("prediction")
+
+
+class Stateful(TrainerCallback):
+    """Is asked for its state whenever one is saved."""
+
+    saves_attributes = False
+    count = 0
+
+    def state_dict(self):
+        self.count += 1
+        reach(f"state:{self.count}")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
 
 
 class Network(nn.Module):
@@ -107,6 +145,7 @@ def digest(values: Any) -> str:
 
 
 def main() -> None:
+    reach("beginning")
     torch.manual_seed(0)
     model = Network()
     x = torch.randn(CONFIG.get("samples", 203), 8, generator=torch.Generator().manual_seed(1))
@@ -118,33 +157,37 @@ def main() -> None:
             SaveBestModelCallback(str(FOLDER / "best.pt"), "eval_loss_epoch"),
             ModelEmaCallback(save_path=str(FOLDER / "average.pt")),
             MetricsFileCallback(str(FOLDER / "metrics.jsonl"), every="2 updates"),
+            SaveTrainingStateCallback(str(FOLDER / "states"), save_every_n_steps=5, max_checkpoints=2),
+            Stateful(),
         ]
+    if CONFIG.get("metrics"):
+        callbacks.append(MetricsCallback({"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)}, train=True))
     if CONFIG.get("shows"):
         callbacks += get_default_callbacks()
         if "RunLogCallback" in shipped.__all__:  # otherwise its extension has been deleted
             callbacks.append(shipped.RunLogCallback(str(FOLDER / "log")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = Logging(
-        model,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        callbacks,
-        metrics=["accuracy"] if CONFIG.get("metrics") else None,
-        seed=0,
-        logical_processes=CONFIG.get("logical", 4),
+        model, nn.CrossEntropyLoss(), optimizer, callbacks, seed=0, logical_processes=CONFIG.get("logical", 4)
     )
-    trainer.train(
-        data,
-        num_epochs=CONFIG.get("epochs", 2),
-        eval_dataset=TensorDataset(x[:53], x[:53, :3].argmax(1)),
-        per_device_batch_size=4,
-        gradient_accumulation_steps=CONFIG.get("accumulation", 1),
-        gradient_clip_norm=1.0,
-        create_scheduler_fn="cosine",
-        train_dataloader_kwargs={"num_workers": CONFIG.get("workers", 0)},
-        eval_dataloader_kwargs={"num_workers": 0},
-        **CONFIG.get("train", {}),
-    )
+
+    def train() -> None:
+        victim.training += 1
+        trainer.train(
+            data,
+            num_epochs=CONFIG.get("epochs", 2),
+            eval_dataset=TensorDataset(x[:53], x[:53, :3].argmax(1)),
+            per_device_batch_size=4,
+            gradient_accumulation_steps=CONFIG.get("accumulation", 1),
+            gradient_clip_norm=1.0,
+            create_scheduler_fn="cosine",
+            train_dataloader_kwargs={"num_workers": CONFIG.get("workers", 0)},
+            eval_dataloader_kwargs={"num_workers": 0},
+            **CONFIG.get("train", {}),
+        )
+
+    for _ in range(CONFIG.get("trainings", 1)):
+        train()
     predicted = trainer.predict(TensorDataset(x[:37]), dataloader_kwargs={"num_workers": 0})
     state = [value for states in optimizer.state_dict()["state"].values() for value in states.values()]
     result = {
@@ -154,7 +197,9 @@ def main() -> None:
         "progress": trainer.progress.state_dict(),
         "predicted": digest([predicted]),
     }
+    goodput = trainer.goodput
     own = {"changes": victim.changes, "rank": trainer.ranks.rank, "world_size": trainer.ranks.world_size}
+    own |= {"takeovers": goodput.takeovers, "seconds": goodput.seconds["takeover"], "time": str(goodput)}
     (FOLDER / f"result.{os.getpid()}.json").write_text(json.dumps({"result": result, **own}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import PATIENCE, SOAK, WarmPython, environment
+from tests.launching import PATIENCE, SOAK, WarmPython, environment, run_module
 
 PROGRAM = Path(__file__).with_name("program.py")
 LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]
@@ -27,12 +28,13 @@ KILLED = int(signal.SIGKILL)
 
 @dataclass
 class Outcome:
-    """What has come out of a job: the exit code, its output, and what each process that has ended wrote down."""
+    """What has come out of a job: the exit code, its output, what each process that has ended wrote down, its page."""
 
     code: int
     output: str
     written: list[dict[str, Any]]
     files: dict[str, Any]
+    page: str
 
     @property
     def results(self) -> list[Any]:
@@ -47,7 +49,8 @@ class Outcome:
 def begin(folder: Path, processes: int, *options: str, **config: Any) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
     arguments = json.dumps({"folder": str(folder), **config})
-    command = [*LAUNCH, "--processes", str(processes), *options, str(PROGRAM), arguments]
+    counted = ["--processes", str(processes)] if processes else []
+    command = [*LAUNCH, *counted, *options, str(PROGRAM), arguments]
     return WarmPython(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
 
 
@@ -58,7 +61,8 @@ def end(job: subprocess.Popen[str], folder: Path) -> Outcome:
         job.kill()
     written = [json.loads(path.read_text()) for path in sorted(folder.glob("result.*.json"))]
     files = {path.name: torch.load(path) for path in sorted(folder.glob("*.pt"))}
-    return Outcome(job.returncode, output, written, files)
+    page = "".join(path.read_text() for path in folder.glob("log/*.html"))
+    return Outcome(job.returncode, output, written, files, page)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     return run_job
 
 
-ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107}
+WITHIN = {"evaluate_every": "3 updates"}
+ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107, "train": WITHIN}
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +105,29 @@ def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
 
 
 def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed):
-    kills = kill(rank2="forward:6", rank0="evaluation:3", rank1="saving:1")
-    outcome = run(4, kills=kills, **ALL)
+    kills = kill(rank2="forward:6", rank0="evaluation:3", rank1="state:2")
+    outcome = run(4, kills=kills, shows=True, **ALL)
     check_equal(outcome, undisturbed, survivors=1)
     assert [world_size for _, _, world_size in outcome.changes] == [3, 2, 1]
     said = [line for line in outcome.output.splitlines() if line.startswith("launch:")]
     assert len(said) == 3
     assert all("was killed by SIGKILL. " in line for line in said)
     assert "One process continued after" in said[-1]
+    (written,) = outcome.written
+    assert written["takeovers"] == 3
+    assert written["seconds"] > 0
+    assert written["time"].endswith("(3 takeovers)")
+    assert "(3 takeovers)" in outcome.page
+
+
+def test_kills_while_starting_and_predicting_leave_no_trace(run, undisturbed):
+    kills = kill(rank2="beginning", rank1="starting:1", rank3="prediction:1")
+    check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=1)
+
+
+def test_pairs_that_die_while_predicting_leave_no_trace(run, undisturbed):
+    kills = kill(rank3="prediction:1", rank1="changed:1")
+    check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=2)
 
 
 def test_a_second_death_during_takeover_changes_no_result(run, undisturbed):
@@ -115,13 +135,14 @@ def test_a_second_death_during_takeover_changes_no_result(run, undisturbed):
     check_equal(outcome, undisturbed, survivors=2)
 
 
-def test_a_stopped_process_is_replaced_by_one_given_its_state(run, undisturbed):
-    kills = {"1": {"backward:5": int(signal.SIGSTOP)}}
+def test_a_stopped_process_and_one_that_joins_are_replaced(run, undisturbed):
+    kills = {"1": {"backward:5": int(signal.SIGSTOP)}, **kill(new="starting:1")}
     outcome = run(3, "--replace", "--patience", "4", kills=kills, pause=0.05, samples=1003)
     assert outcome.code == 0, outcome.output
     whole = run(1, samples=1003)
     assert outcome.results == whole.results * len(outcome.results)
     assert "did nothing for 4 s while others waited for it" in outcome.output
+    assert outcome.output.count("was killed by SIGKILL") == 2
     assert [[left, came] for left, came, _ in outcome.changes] == [[[1], []], [[], [2]]]
 
 
@@ -161,13 +182,85 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
     assert "Create it with a seed and logical_processes=" in outcome.output
 
 
+def test_more_processes_than_logical_ones_are_an_error(run):
+    outcome = run(3, logical=2)
+    assert outcome.code == 1
+    assert "logical_processes=2: there are 3 processes" in outcome.output
+    assert outcome.results == []
+
+
+def test_the_help_of_the_command_line_lists_the_command():
+    done = run_module("pytorch_accel_lite", "--help")
+    assert re.search(r"\blaunch\b", done.stdout + (done.stderr or ""))
+
+
+@dataclass
+class Fault:
+    """Faults of one kind, for a long time of them.
+
+    :param count: how many runs have one
+    :param draw: returns who is hit at which points, and by what
+    :param options: of the command
+    """
+
+    count: int
+    draw: Callable[[random.Random], dict[str, dict[str, int]]]
+    options: tuple[str, ...] = ()
+
+
+def hits(drawn: random.Random, *points: str, most: int, by: int = KILLED) -> dict[str, dict[str, int]]:
+    """Which processes are hit, one after another: a point for each."""
+    ranks = drawn.sample(["0", "1", "2", "3"], len(points))
+    numbers = [point if point in ONCE else f"{point}:{drawn.randint(1, most)}" for point in points]
+    return {rank: {number: by} for rank, number in zip(ranks, numbers, strict=True)}
+
+
+ONCE = ("beginning", "starting:1", "changed:1")
+STEPS = ("forward", "backward", "gradients", "update", "step")
+FAULTS = {
+    "saving": Fault(20, lambda drawn: hits(drawn, "state", most=3)),
+    "evaluating": Fault(20, lambda drawn: hits(drawn, drawn.choice(["evaluation", "evaluated"]), most=2)),
+    "predicting": Fault(20, lambda drawn: hits(drawn, "prediction", most=2)),
+    "starting": Fault(20, lambda drawn: hits(drawn, drawn.choice(["beginning", "starting:1"]), most=1)),
+    "joining": Fault(
+        20,
+        lambda drawn: (
+            hits(drawn, drawn.choice(STEPS), most=3)
+            | {"new": {drawn.choice(["beginning", "starting:1", "forward:1", "update:1"]): KILLED}}
+        ),
+        ("--replace",),
+    ),
+    "pairs": Fault(20, lambda drawn: hits(drawn, drawn.choice(STEPS), "changed:1", most=8)),
+    "anywhere": Fault(70, lambda drawn: hits(drawn, *drawn.choices(STEPS, k=drawn.randint(1, 3)), most=8)),
+    "stopped": Fault(
+        10,
+        lambda drawn: hits(drawn, drawn.choice(STEPS), most=8, by=int(signal.SIGSTOP)),
+        ("--patience", "5", "--replace"),
+    ),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="kills for long")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
+    """FAULTS in the environment is how many there are of each kind, instead of two hundred in all."""
+    fault = FAULTS[kind]
+    for number in range(int(os.environ.get("FAULTS", fault.count))):
+        folder = tmp_path / str(number)
+        kills = fault.draw(random.Random(f"{kind}{number}"))
+        outcome = end(begin(folder, 4, *fault.options, **ALL, kills=kills, workers=number % 2), folder)
+        assert outcome.code == 0, (kills, outcome.output)
+        check_equal(outcome, undisturbed, survivors=len(outcome.results))
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="kills for long")
 @pytest.mark.parametrize("options", [(), ("--replace",)])
 def test_random_kills_leave_no_trace(tmp_path, run, options):
     config = {**ALL, "samples": 803, "pause": 0.004, "marks": True}
     whole = run(1, **config)
-    for number in range(40):
+    for number in range(int(os.environ.get("FAULTS", 40))):
         drawn = random.Random(f"{options}{number}")
         folder = tmp_path / str(number)
         job = begin(folder, 4, *options, **config)
@@ -176,15 +269,16 @@ def test_random_kills_leave_no_trace(tmp_path, run, options):
             time.sleep(0.01)
         for _ in range(3):
             time.sleep(drawn.uniform(0.1, 1.5))
-            living = [path.suffix[1:] for path in folder.glob("updates.*") if _lives(path.suffix[1:])]
+            living = [path.suffix[1:] for path in folder.glob("updates.*") if lives(path.suffix[1:])]
             if len(living) > 1:
                 os.kill(int(drawn.choice(living)), signal.SIGKILL)
         outcome = end(job, folder)
         assert outcome.code == 0, outcome.output
-        assert outcome.results == whole.results * len(outcome.results), number
+        check_equal(outcome, whole, survivors=len(outcome.results))
 
 
-def _lives(process: str) -> bool:
+def lives(process: str) -> bool:
+    """Whether a process has not ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
