@@ -57,6 +57,8 @@ def undisturbed(folder: Path, **config: Any) -> Outcome:
 LONG = {"samples": 803, "pause": 0.03, "marks": True, "metrics": True}
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="takes most of a minute: make soak")
 def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
     config = {**LONG, "trainings": 2, "epochs": 1}
     job = begin(tmp_path / "job", 2, "--listen", "127.0.0.1:0", **config)
@@ -84,6 +86,8 @@ def test_a_rank_of_torchrun_outlives_its_process(tmp_path):
     assert outcome.results == whole.results
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="takes most of a minute: make soak")
 def test_a_task_may_be_killed_with_its_processes(tmp_path):
     """As with srun --kill-on-bad-exit=0, which lets the other tasks live."""
     job = begin(tmp_path / "job", 0, "--listen", "127.0.0.1:0", "--begin-with", "3", **LONG)
