@@ -63,8 +63,11 @@ from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.combinations import FEATURES
-from pytorch_accel_lite.steps.features import KINDS, Conflict, Feature
+from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
+from pytorch_accel_lite.steps.compiled import COMPILED
+from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
+from pytorch_accel_lite.steps.features import FP16, KINDS, Conflict, Feature
+from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
@@ -75,8 +78,8 @@ __all__ = [
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
     "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
     # Kinds of steps, and what they do not work with.
-    "Conflict", "FEATURES", "Feature", "GradientWindow", "PlainStep", "ShardedStep", "as_returned", "as_weight",
-    "backward", "merge_outputs",
+    "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
+    "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
     # Steps that are divided into a fixed number of shares.
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels",
     "mesh_infos", "shard_dim", "split",

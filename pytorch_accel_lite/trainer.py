@@ -1,4 +1,4 @@
-"""The trainer: what users pass, call and override. What it does is in ``engine``."""
+"""The trainer: what users pass, call and override. What it does is in the layers below; begin at ``loop/fit.py``."""
 
 from __future__ import annotations
 

@@ -239,6 +239,7 @@ def test_workers_are_measured_against_the_standard_loader():
     assert [float(memory) > 0 for *_, memory in rows] == ["in this process" not in name for name, *_ in rows]
 
 
+@of_a_soak
 def test_evaluations_and_predictions_are_measured_against_loops():
     done = launch([sys.executable, "-m", "benchmarks.evaluation", "--quick", "--rounds", "1"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}

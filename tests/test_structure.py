@@ -1,4 +1,4 @@
-"""The house: rooms in a staircase, and the public interface."""
+"""The layers of the package, and its public interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACADE = {
     "pytorch_accel_lite.data",
 }
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
-ROOMS = (
+LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "plotting", "data", "run", "checkpoint",
     "loop", "steps", "callbacks", "trainer",
 )  # fmt: skip
@@ -66,20 +66,20 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 EDGES = {(name, imported) for name, path in FILES.items() for imported, _ in imports(path)} - EXCEPTIONS
 
 
-def room(module: str) -> str:
+def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_a_room_imports_only_rooms_below_it():
+def test_a_layer_imports_only_layers_below_it():
     climbing = [
         (name, imported)
         for name, imported in EDGES
-        if room(name) in ROOMS
+        if layer_of(name) in LAYERS
         and not extension(imported)
-        and room(imported) not in ROOMS[: ROOMS.index(room(name)) + 1]
+        and layer_of(imported) not in LAYERS[: LAYERS.index(layer_of(name)) + 1]
     ]
     assert climbing == []
-    assert {room(name) for name in FILES} - {*ROOMS} <= {"", "__main__", "extensions"} | PUBLIC_PATHS
+    assert {layer_of(name) for name in FILES} - {*LAYERS} <= {"", "__main__", "extensions"} | PUBLIC_PATHS
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -101,7 +101,7 @@ def test_no_two_files_have_one_name():
 
 def extension(module: str) -> str:
     """The folder of an extension that a module is in, if any."""
-    return module.split(".")[2] if room(module) == "extensions" and module.count(".") > 1 else ""
+    return module.split(".")[2] if layer_of(module) == "extensions" and module.count(".") > 1 else ""
 
 
 def test_only_the_facade_names_extensions():
@@ -124,7 +124,7 @@ def test_extensions_use_only_what_users_can_import():
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             if not module.startswith(f"{PACKAGE.name}."):
                 continue
-            if room(module) in public:
+            if layer_of(module) in public:
                 assert {alias.name for alias in node.names} <= {*importlib.import_module(module).__all__}, path
                 assert module.count(".") == 1, (path, module)
             elif extension(module) in NEEDED.get(extension(name), ()):

@@ -25,6 +25,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     names_beside_model,
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.capturing import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
@@ -46,7 +47,6 @@ from pytorch_accel_lite.checkpoint.pretrained import (
     write_own_form,
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
-from pytorch_accel_lite.checkpoint.trainer_state import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_learned
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (

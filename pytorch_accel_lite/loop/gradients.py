@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from pytorch_accel_lite.run.settings import TrainerRunConfig
 from pytorch_accel_lite.run.state import TrainerLike
 
 NOTHING = nullcontext()
+#: Returns the total norm of gradients.
+NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]
 
 
 def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[None]:
@@ -57,8 +59,7 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
             run.window.clipped_ids, run.window.clipped = ids, _in_model_order(clipped, trainer.model)
         clipped = run.window.clipped
     if are_sharded(clipped) or trainer.division.is_fixed:
-        norm_of = norm_by_rows if trainer.division.is_fixed else total_norm_of_shards
-        run.step.gradient_norm = clip_shards(accelerator, clipped, value, norm, norm_of)
+        run.step.gradient_norm = clip_shards(accelerator, clipped, value, norm, _norm_function(trainer, clipped))
         return
     if value is not None:
         accelerator.clip_grad_value_(clipped, value)
@@ -99,14 +100,16 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
         optimized = optimized_parameters(run.step.optimizer_to_update(trainer))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
-        if trainer.division.is_fixed:
-            run.step.gradient_norm = norm_by_rows(gradients)
-        elif are_sharded(optimized):
-            run.step.gradient_norm = total_norm_of_shards(gradients)
-        else:
-            run.step.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+        run.step.gradient_norm = _norm_function(trainer, optimized)(gradients)
     norm: torch.Tensor = run.step.gradient_norm
     return norm
+
+
+def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
+    """Return what computes the total norm of the gradients of some parameters."""
+    if trainer.division.is_fixed:
+        return norm_by_rows
+    return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
 
 
 def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -165,7 +168,7 @@ def clip_shards(
     parameters: Iterable[torch.nn.Parameter],
     value: float | None,
     norm: float | None,
-    norm_of: Callable[[Iterable[torch.Tensor]], torch.Tensor],
+    norm_of: NormFunction,
 ) -> torch.Tensor | None:
     """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it.
 

@@ -17,9 +17,9 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.checkpoint.capturing import check_history, find_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, record_settings
-from pytorch_accel_lite.checkpoint.trainer_state import check_history, find_state
 from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader import LoaderKwargs
@@ -174,7 +174,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool
         run.data.ranks,
         run.device,
         run.data.seed,
-        training or (trainer.is_sharded and not trainer.division.is_fixed),
+        fill=training or (trainer.is_sharded and not trainer.division.is_fixed),
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=trainer.division.shares,

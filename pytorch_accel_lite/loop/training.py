@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
-from pytorch_accel_lite.checkpoint.trainer_state import finish_restoring
+from pytorch_accel_lite.checkpoint.capturing import finish_restoring
 from pytorch_accel_lite.checkpoint.user_attributes import describe_left_out, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -70,16 +70,6 @@ def train(trainer: TrainerLike, run: Run) -> None:
     warn_of_weights(trainer, run)
 
 
-def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
-    """Warn of weights that are not finite at the end of a run."""
-    if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
-        warn_outside(
-            f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
-            "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
-            "and train again, or resume from an earlier state."
-        )
-
-
 def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
     begin_epoch(run)
@@ -117,22 +107,6 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     run.progress.epochs_completed = run.progress.epoch
     trainer.call_event("on_epoch_checkpoint")
     run.control.sync(now=True, can_save=True)
-
-
-@contextmanager
-def _reading(run: Run, source: Source) -> Iterator[None]:
-    """Let a run read other training batches in a block, if they are not those that it reads anyway."""
-    own = run.data.train_loader
-    if source is own:
-        yield
-        return
-    run.data.train_loader = source
-    try:
-        yield
-    finally:
-        if run.data.train_loader is not source:
-            run.data.train_loader.stop_workers()
-        run.data.train_loader = own
 
 
 def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
@@ -214,21 +188,6 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
     return True
 
 
-def _check_length(run: Run, loader: Source, length: int | None) -> None:
-    """Check that an epoch had batches, and warn if a stream has ended before its length, which schedules rely on."""
-    steps = run.progress.step
-    if not steps:
-        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    # One that divides itself among the processes may have the length of all data.
-    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
-    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop a last batch
-        warn_outside(
-            f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
-            "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "
-            "define none, and pass max_num_train_steps."
-        )
-
-
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
     step, window = run.progress.step, run.window
@@ -274,6 +233,50 @@ def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
+
+
+# ------------------------------------------------------------------- what the loop does at its ends
+
+
+@contextmanager
+def _reading(run: Run, source: Source) -> Iterator[None]:
+    """Let a run read other training batches in a block, if they are not those that it reads anyway."""
+    own = run.data.train_loader
+    if source is own:
+        yield
+        return
+    run.data.train_loader = source
+    try:
+        yield
+    finally:
+        if run.data.train_loader is not source:
+            run.data.train_loader.stop_workers()
+        run.data.train_loader = own
+
+
+def _check_length(run: Run, loader: Source, length: int | None) -> None:
+    """Check that an epoch had batches, and warn if a stream has ended before its length, which schedules rely on."""
+    steps = run.progress.step
+    if not steps:
+        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
+    # One that divides itself among the processes may have the length of all data.
+    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
+    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop a last batch
+        warn_outside(
+            f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
+            "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "
+            "define none, and pass max_num_train_steps."
+        )
+
+
+def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
+    """Warn of weights that are not finite at the end of a run."""
+    if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
+        warn_outside(
+            f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
+            "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
+            "and train again, or resume from an earlier state."
+        )
 
 
 def _describe_states(trainer: TrainerLike, run: Run) -> None:

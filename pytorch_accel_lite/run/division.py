@@ -77,9 +77,9 @@ class Division:
         """Restore the result of ``capture()``, once everything else is restored."""
 
 
-#: What makes a division of the processes, the seed and the value of the argument of a trainer that asks for it, by the
+#: What makes a division of the value of the argument of a trainer that asks for it, the processes and the seed, by the
 #: name of that argument. An extension adds its own.
-DIVISIONS: dict[str, Callable[[Ranks, int | None, int], Division]] = {}
+DIVISIONS: dict[str, Callable[[int, Ranks, int | None], Division]] = {}
 
 
 def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | None) -> Division:
@@ -92,7 +92,7 @@ def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | 
         return Division()
     if argument not in DIVISIONS:
         raise ValueError(f"{argument}={value!r} {is_not_there(ARGUMENTS[argument])}")
-    return DIVISIONS[argument](ranks, seed, value)
+    return DIVISIONS[argument](value, ranks, seed)
 
 
 def numbers_of_shares(division: Division) -> dict[str, int | None]:

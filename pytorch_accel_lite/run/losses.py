@@ -1,4 +1,4 @@
-"""The progress of a run, and running means of losses."""
+"""Running means of losses, and of values that a program logs."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compiled import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.failed_batches import GuardedStep
-from pytorch_accel_lite.steps.features import FP16, KINDS, SHARDED, Feature
+from pytorch_accel_lite.steps.features import KINDS, Feature
 from pytorch_accel_lite.steps.manual import ManualStep
 
 KINDS.extend((GuardedStep, ManualStep, ReplayingStep))
@@ -15,10 +15,6 @@ KINDS.extend((GuardedStep, ManualStep, ReplayingStep))
 def all_features() -> list[Feature]:
     """Return what may not work together with something else."""
     return [*(feature for kind in KINDS for feature in kind.features), COMPILED, CHECKPOINTED]
-
-
-#: What the kinds of steps of an extension may conflict with, by the names that messages have.
-FEATURES = {feature.name: feature for feature in (*all_features(), FP16, SHARDED)}
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:

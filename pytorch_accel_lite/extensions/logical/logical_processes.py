@@ -31,8 +31,8 @@ class LogicalProcesses(Division):
     A step of a logical process depends only on its number, not on the process that computes it: it has its own share
     of the data, its own random numbers, and the buffers as they were before the step.
 
-    :param seed: that of the trainer
     :param value: number of logical processes
+    :param seed: that of the trainer
     :ivar shares: those of this process
     :ivar is_computing: whether the forward or backward pass of one of them is under way in training
     :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
@@ -42,7 +42,7 @@ class LogicalProcesses(Division):
     argument = "logical_processes"
     shares: Shares
 
-    def __init__(self, ranks: Ranks, seed: int | None, value: int) -> None:
+    def __init__(self, value: int, ranks: Ranks, seed: int | None) -> None:
         super().__init__()
         count = check_positive_int(self.argument, value)
         if seed is None:

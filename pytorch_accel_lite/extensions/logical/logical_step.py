@@ -13,7 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.extending import (
-    FEATURES,
+    CLOSURE,
+    COMPILED,
+    FP16,
+    MANUAL,
+    MICROBATCHES,
+    RECOMPUTED,
+    SKIPPED_BATCHES,
     Batch,
     BatchOutput,
     Conflict,
@@ -61,12 +67,12 @@ LOGICAL = Feature(
     lambda trainer, run: isinstance(trainer.division, LogicalProcesses),
     (
         Conflict(
-            FEATURES["auto_microbatch=True"],
+            MICROBATCHES,
             "where memory runs out, and so the last bits, would depend on the machine. Use more logical processes with "
             "smaller batches, of which one at a time is in memory",
         ),
         Conflict(
-            FEATURES["SkipFailedBatchesCallback"],
+            SKIPPED_BATCHES,
             "the shares before the one that fails are part of sums already. Let the dataset return another sample in "
             "place of one that cannot be read",
         ),
@@ -75,21 +81,18 @@ LOGICAL = Feature(
             "its gradients are not reduced once per share. Shard the model with fully_shard (FSDP2), or replicate it",
         ),
         Conflict(
-            FEATURES["an overridden train_step"],
+            MANUAL,
             "its updates would come before the gradients of other logical processes. Override "
             "calculate_train_batch_loss, which several optimizers can share",
         ),
-        Conflict(FEATURES["mixed_precision='fp16'"], "its scaling depends on overflows of a process. Use bf16"),
+        Conflict(FP16, "its scaling depends on overflows of a process. Use bf16"),
         Conflict(_SYNC_BATCH_NORM, "it mixes the batches of real processes. Use BatchNorm, or GroupNorm"),
         Conflict(_SPARSE, "they have no fixed size to exchange. Use sparse=False"),
     ),
     excludes=(
-        Conflict(FEATURES["an optimizer that needs a closure (LBFGS)"], _ONCE),
-        Conflict(FEATURES["recompute_gradients()"], _ONCE),
-        Conflict(
-            FEATURES["compile_step"],
-            "torch does not promise the same bits for compiled code, which logical processes promise",
-        ),
+        Conflict(CLOSURE, _ONCE),
+        Conflict(RECOMPUTED, _ONCE),
+        Conflict(COMPILED, "torch does not promise the same bits for compiled code, which logical processes promise"),
     ),
 )
 
@@ -261,9 +264,9 @@ class LogicalStep(PlainStep):
             names = ("loss", "batch_size", "num_items_in_batch")
             outputs = tuple({name: output[name] for name in names if name in output} for output in outputs)
         output = merge_outputs(outputs)
-        run.loss_trackers.measure(batch, output["batch_size"])
+        run.loss_trackers.measure(batch, output["batch_size"])  # of what was logged before the first share
         run.batch = batch._replace(data=data)
-        run.loss_trackers.measure(run.batch, output["batch_size"])
+        run.loss_trackers.measure(run.batch, output["batch_size"])  # of what callbacks log from now on
         if not batch.is_filler:  # the loss of any share may be the one that is not finite
             loss = output["loss"]
             run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss

@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.weights import full_state_dict
 from pytorch_accel_lite.utils import format_bytes
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, SOAK
 from tests.ranks import world_size
 from tests.sharded import mesh_of
 from tests.tasks import Blocks, equal, image_model, largest_difference, quiet_trainer, regression_data, weights
@@ -135,7 +135,8 @@ def on_ranks(how: str) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=CAN_SHARD)])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", [*["ddp"] * SOAK, pytest.param("fsdp", marks=CAN_SHARD)])
 def test_several_processes_give_the_same_bits_with_it(how, two_ranks):
     for kept, checkpointed, compiled in two_ranks.run(on_ranks, how):
         assert equal(checkpointed, kept)

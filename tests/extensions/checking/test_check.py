@@ -22,6 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.checking import ProgramError, doubt
 from pytorch_accel_lite.data import OwnShard
+from tests.launching import some_of
 from tests.tasks import Stream, quiet_trainer, regression_data, same, small_model
 
 CLASSES, WORDS, PAD = 5, 20, 0
@@ -1057,7 +1058,8 @@ def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
     assert found.advice
 
 
-@pytest.mark.parametrize("name", needing_logical(RIGHT, "logical processes"))
+@pytest.mark.soak
+@pytest.mark.parametrize("name", some_of(needing_logical(RIGHT, "logical processes")))
 def test_right_programs_raise_no_alarm_and_are_left_as_they_were(name):
     torch.manual_seed(0)
     program = RIGHT[name]()

@@ -74,6 +74,8 @@ def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
     assert outcome.results == whole.results * 4
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="takes a quarter of a minute: make soak")
 def test_a_rank_of_torchrun_outlives_its_process(tmp_path):
     config = {**LONG, "samples": 203, "kills": kill(rank1="forward:6")}
     job = begin(tmp_path / "job", 0, "--listen", "127.0.0.1:0", "--begin-with", "2", **config)
