@@ -78,10 +78,10 @@ def test_a_part_that_hangs_is_ended_and_the_others_run(tmp_path, monkeypatch, ca
     )
     commands = {"benchmark a": hangs, "tests": "print('tried')", "benchmark b": "raise SystemExit(3)"}
     monkeypatch.setattr(command, "PATIENCE", 0.2)
-    parts = [command.Part(name, [sys.executable, "-c", code], 1.0) for name, code in commands.items()]
+    parts = [command.Part(name, [sys.executable, "-c", code], 5.0) for name, code in commands.items()]
     monkeypatch.setattr(command, "parts", lambda *_: parts)
     done = command.run_parts(True, tmp_path, time.monotonic() + 60)
-    assert [part["outcome"] for part in done] == ["ended after its 1 seconds", "passed", "exit code 3"]
+    assert [part["outcome"] for part in done] == ["ended after its 5 seconds", "passed", "exit code 3"]
     assert [part["output"].strip() for part in done] == ["hangs", "tried", ""]
     assert "benchmark b: exit code 3" in capsys.readouterr().out
 

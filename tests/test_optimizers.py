@@ -290,7 +290,7 @@ def test_the_bar_and_the_table_show_the_rate_of_each(capsys):
     shrinking = {"matrix": partial(ExponentialLR, gamma=0.2)}
     trainer.train(DATA, 2, per_device_batch_size=13, create_scheduler_fn=shrinking)
     out = capsys.readouterr().out
-    assert re.findall(r"lr_matrix ([^,]*), lr_rest ([^,\s]*)", out)[-1] == ("8e-05", "0.02")
+    assert re.findall(r"lr_matrix ([^,]*), lr_rest ([^,\s]*)", out)[-1] == ("0.0004", "0.02")
     head = next(line for line in out.splitlines() if line.startswith("epoch"))
     assert re.split(" {2,}", head) == ["epoch", "train loss", "lr_matrix", "lr_rest", "time"]
     assert next(line for line in out.splitlines() if line.startswith("2/2")).split()[2:4] == ["4.00e-04", "2.00e-02"]

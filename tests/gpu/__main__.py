@@ -162,7 +162,7 @@ class Running:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # the system may not be able to end what waits for a device
-            self._process.wait(PATIENCE)
+            self._process.wait(10.0)
 
 
 def run_parts(rehearses: bool, folder: Path, deadline: float) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_range
-from pytorch_accel_lite.extending_callbacks import StateDict
+from pytorch_accel_lite.extending_callbacks import BatchData, BatchOutput, StateDict
 from pytorch_accel_lite.extensions.energy.meters import Meter, find_meters
 
 _JOULES = 3.6e6  # in a kilowatt-hour
@@ -61,7 +61,9 @@ class EnergyCallback(TrainerCallback):
                 "is no GPU whose counter NVML (package nvidia-ml-py) reads."
             )
 
-    def on_train_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+    def on_train_step_end(
+        self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
+    ) -> None:
         """Read the counters now and then."""
         if time.monotonic() - self._read_at >= _SECONDS:
             self._read()
