@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import barrier
 
-from tests.launching import CAN_SHARD, ROOT, launch, run_module, run_script
+from tests.launching import CAN_SHARD, ROOT, SOAK, launch, run_module, run_script
 from tests.ranks import shared_folder
 
 pytestmark = pytest.mark.programs
@@ -127,7 +127,8 @@ def test_a_search_may_choose_among_names(tmp_path):
     assert re.search(r"\n  optimizer: Adam", output)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")
 def test_a_killed_elastic_run_ends_in_the_same_bits():
     command = [sys.executable, "examples/elastic.py", "--epochs", "1", "--processes", "2", "1"]
     output = launch(command, warm=True).stdout

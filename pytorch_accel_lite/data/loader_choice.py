@@ -53,12 +53,12 @@ def with_batch_size(data: Source, size: int) -> Source:
 
 
 def shard(
-    source: Source, ranks: Ranks, device: torch.device, seed: int | None, fill: bool, **options: Any
+    source: Source, ranks: Ranks, device: torch.device, seed: int | None, training: bool, **options: Any
 ) -> ShardedLoader:
     """Return a loader that yields this process's share of any source of batches.
 
     :param source: a ``DataLoader``, or any other iterable of batches (see ``OwnShard``)
-    :param fill: whether every process must take the same number of steps, as in training; otherwise one may take fewer
+    :param training: whether every process must take the same number of steps; in evaluation, a process may take fewer
     :param options: further ``LoaderOptions``
     """
     if isinstance(source, ShardedLoader):
@@ -68,7 +68,7 @@ def shard(
             f"A dataloader must be an iterable of batches, not {type(source).__name__}: see what your "
             "create_train_dataloader or create_eval_dataloader returns."
         )
-    resolved = LoaderOptions(seed, fill, **options)
+    resolved = LoaderOptions(seed, training, **options)
     # Including torchdata's StatefulDataLoader, which has the same options.
     packages = ("torch", "torchdata")
     is_own = type(source) is not DataLoader and isinstance(source, DataLoader)

@@ -174,7 +174,7 @@ def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool
         run.data.ranks,
         run.device,
         run.data.seed,
-        fill=training or (trainer.is_sharded and not trainer.division.is_fixed),
+        training=training or (trainer.is_sharded and not trainer.division.is_fixed),
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=trainer.division.shares,
