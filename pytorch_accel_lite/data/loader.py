@@ -40,11 +40,11 @@ class LoaderOptions:
     :param yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can
         be indexed
     :param shares: which of a fixed number of shares in a step this process reads; ``None`` for one of its own
-    :param evens_shares: give a process that has fewer shares in a step than others filler batches for those that it
-        lacks, so that all compute as many
     :param first_epoch: what the ``set_epoch`` of the user's samplers and datasets is given in the first epoch
     :param divides: let each process read a part of a stream that can be divided, in an order of its own; otherwise, the
         batches of all processes follow the order of the stream
+    :param evens_shares: give a process that has fewer shares in a step than others filler batches for those that it
+        lacks, so that all compute as many
     """
 
     seed: int | None = None
@@ -53,9 +53,9 @@ class LoaderOptions:
     channels_last: bool = False
     yields_failures: bool = False
     shares: Shares | None = None
-    evens_shares: bool = False
     divides: bool = False
     first_epoch: int = 0
+    evens_shares: bool = False
 
     def reported_epoch(self, epoch: int) -> int:
         """Return what ``set_epoch`` is given in an epoch; the first is number 1, and before it is 0."""
