@@ -109,7 +109,25 @@ class ShardedGradients:
                 )
 
 
-class _SliceSum:
+class _PlainReduction:
+    """What torch does by itself."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work: dist.Work | None = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return work
+
+
+class _SliceSum(_PlainReduction):
     """Takes the place of torch's reduction of the gradients of one sharded module.
 
     :param slices: for each process, which slice of the gradients it has
@@ -130,20 +148,16 @@ class _SliceSum:
         self.rounds = 0
         self._trees = [TreeSum[torch.Tensor](torch.Tensor.add_) for _ in self._ranges]
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for what torch reduces, and for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: object,
+        op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
         """Exchange the slices of a share, and in the last round of a step return the sum of all."""
-        if self.is_filler:
+        if self.is_filler:  # zero times its loss would not do, which may be infinite
             _fill_with_nothing(input_tensor)
         parts = self._exchange(input_tensor)
         for numbers, tree, part in zip(self._ranges, self._trees, parts, strict=True):
@@ -187,24 +201,6 @@ def _slices_of(module: FSDPModule, world_size: int) -> list[int]:
     for index in positions.new_ones(positions.shape).nonzero().tolist():
         slices[int(positions[tuple(index)])] = index[dim]
     return slices
-
-
-class _PlainReduction:
-    """What torch does by itself."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        work: dist.Work | None = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        return work
 
 
 def _give_back(module: FSDPModule) -> None:
