@@ -369,7 +369,7 @@ class TrainerCallback:
         """``predict`` has ended."""
 
     def on_processes_changed(self, trainer: Trainer, *, left: list[int], came: list[int], **kwargs: object) -> None:
-        """Called when the job goes on without processes that it has lost, or with new ones.
+        """Called when the job continues without processes that it has lost, or with new ones.
 
         ``trainer.ranks`` has the processes as they are now. Do not communicate here: what was interrupted is yet to be
         repeated.

@@ -17,7 +17,7 @@ _SECONDS_TO_CONNECT = 10.0
 def join(address: tuple[str, int], processes: int, seconds: float) -> int:
     """Run processes of a job on this machine, and return the exit code of the job.
 
-    If the connection is lost, the processes are killed, and as many come in anew once the job can be reached again.
+    If the connection is lost, the processes are killed, and as many rejoin once the job can be reached again.
 
     :param address: the host and the port on which the supervisor listens
     :param seconds: how long to try to reach it

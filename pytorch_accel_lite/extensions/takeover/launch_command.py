@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "let other machines join; without --processes, supervise only"
     add("--listen", type=_address, metavar="HOST:PORT", help=text)
-    text = "begin when there are so many processes, with those of other machines; those of --processes"
+    text = "begin once this many processes have joined, on all machines together; those of --processes"
     add("--begin-with", type=_positive, metavar="N", help=text)
     text = "start processes of a job that listens there, also to make it larger while it runs"
     add("--join", type=_address, metavar="HOST:PORT", help=text)

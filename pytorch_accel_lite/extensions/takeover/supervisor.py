@@ -255,7 +255,7 @@ class Supervisor:
                 self._start(process.machine)
 
     def _why_to_end(self, left: int) -> str:
-        """Return why the job ends when so many members are left; nothing if it does not."""
+        """Return why the job ends with this many members left; nothing if it does not."""
         if self._is_ending:
             return "others have reached the end of the program"
         if self._max_failures is not None and self._failures > self._max_failures:
