@@ -295,6 +295,12 @@ SEARCHED = {
         "experiment",
         "experiments",
     ],
+    "experiments#Completion in shells": [
+        "completion",
+        "autocomplete",
+        "tab completion",
+        "shell completion",
+    ],
     "looking": [
         "plot",
         "confusion matrix",
