@@ -24,8 +24,12 @@ SHELLS = ("bash", "zsh")
 # Words of a value that may also be a path.
 _WEIGHTS = ("best", "last")
 _STATES = ("latest",)
-_PATHS = {"file": (), "a": (), "b": (), "path": (), "runs": (), "page": (), "save_dir": (), "program": ()}
-_PATHS |= {"experiment": (), "weights": _WEIGHTS, "resume": _STATES, "train.resume_from": _STATES, "output_dir": ()}
+_PATHS: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("file", "a", "b", "experiment", "path", "runs", "page", "save_dir", "program", "output_dir"), ()),
+    "weights": _WEIGHTS,
+    "resume": _STATES,
+    "train.resume_from": _STATES,
+}
 
 
 def completion_script(
