@@ -5,8 +5,9 @@ besides its model; what batches consist of; and how results and errors look.
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.environment import install_command, warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden, nested_in
+from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error, listed

@@ -16,8 +16,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
-from pytorch_accel_lite.base.inspection import is_from_this_package, is_private
+from pytorch_accel_lite.base.inspection import is_private
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
@@ -210,7 +211,7 @@ class Trainer:
     def run_config(self) -> TrainerRunConfig | None:
         """The settings of the run in progress, or else of the latest training or, without one, evaluation."""
         run = self.current_run
-        return run.config if run.training is None or self.open_runs else run.training.config
+        return run.config if run.latest.training is None or self.open_runs else run.latest.training.config
 
     @run_config.setter
     def run_config(self, config: TrainerRunConfig | None) -> None:
@@ -795,7 +796,7 @@ class Trainer:
 
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
-        if not run.is_in_loop:
+        if not run.loop.is_ours:
             compat.begin_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
@@ -1031,7 +1032,7 @@ class Trainer:
 
         :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
         """
-        trained = self.current_run.trained_model
+        trained = self.current_run.loop.trained_model
         model = self.model if trained is None else trained
         if self.prepared_model is not None and self.prepared_model.outlives_runs:
             unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
@@ -1214,7 +1215,7 @@ class TrainerWithTimmScheduler(Trainer):
         run = self.current_run
         if self.scheduler is None:
             return
-        is_evaluated = run.evaluations is None or run.evaluation_is_due
+        is_evaluated = run.loop.evaluations is None or run.evaluation_is_due
         loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
         follows_loss = hasattr(self.scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
         if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.types import StateDict

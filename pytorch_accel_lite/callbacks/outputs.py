@@ -11,8 +11,9 @@ from typing import NotRequired, TypedDict
 from torch import nn
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.environment import in_notebook, warn_outside
+from pytorch_accel_lite.base.environment import in_notebook
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import as_file_name, folder_path
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.types import StateDict

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 
-from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.validation import check_positive_int

@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import PLAIN
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
@@ -131,8 +131,8 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         **run.step.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
-        "evaluations": None if run.evaluations is None else run.evaluations.state_dict(run),
-        "set_apart": {name: sorted(numbers) for name, numbers in run.recorded_by_evaluate.items()},
+        "evaluations": None if run.loop.evaluations is None else run.loop.evaluations.state_dict(run),
+        "set_apart": {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
         **_position(trainer, is_local=False),
     }
 
@@ -290,7 +290,7 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
-        trainer.current_run.recorded_by_evaluate |= {
+        trainer.current_run.latest.recorded_by_evaluate |= {
             name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()
         }
         return

@@ -13,7 +13,7 @@ from typing import IO
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
@@ -195,8 +195,8 @@ def load_checkpoint(
     if not self.is_running:
         _say_what_was_loaded(self, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
     numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}
-    self.current_run.loaded = LoadedWeights(os.path.basename(source.rstrip("/")), numbers, self.progress.update)
-    self.current_run.evaluation = None
+    self.current_run.latest.loaded = LoadedWeights(os.path.basename(source.rstrip("/")), numbers, self.progress.update)
+    self.current_run.latest.evaluation = None
     return checkpoint
 
 

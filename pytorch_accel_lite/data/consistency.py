@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import tensors_in
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of, is_table

@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
     drawn_with,
     find_generators,

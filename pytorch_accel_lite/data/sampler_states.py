@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from torch.utils.data import Dataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.data.consistency import checksum
 from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState
 

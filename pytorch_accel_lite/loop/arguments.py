@@ -20,8 +20,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import find_length, is_from_this_package, is_overridden
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import is_from_this_package, is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.lifecycle import close_failed
 from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError
@@ -23,10 +23,10 @@ def run_training(trainer: TrainerLike, run: Run) -> None:
         with _following(trainer, run):
             trainer._run_training()
     except BaseException as error:
-        if not run.is_in_loop:
+        if not run.loop.is_ours:
             close_failed(trainer, run, error, ended=run.end.has_begun)
         raise
-    if not run.is_in_loop:
+    if not run.loop.is_ours:
         for message in run.end.messages:
             message()
         training.warn_of_weights(trainer, run)
@@ -62,7 +62,7 @@ def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
     """Notice in a block how the run ends, before the callbacks do."""
 
     def note_end(trainer: TrainerLike, **kwargs: object) -> None:
-        if not run.is_in_loop:
+        if not run.loop.is_ours:
             run.end.has_begun = True
             with suppress(StopTrainingError):
                 if run.end.reason is None:  # a run that was stopped ends within its epoch
@@ -70,7 +70,7 @@ def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
 
     def note_stop(trainer: TrainerLike, **kwargs: object) -> None:
         stop = sys.exc_info()[1]  # the event is fired where it is handled
-        if not run.is_in_loop and isinstance(stop, StopTrainingError):
+        if not run.loop.is_ours and isinstance(stop, StopTrainingError):
             run.end.reason, run.end.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
             run.end.pause = stop if isinstance(stop, RunPausedError) else None
 

@@ -9,9 +9,8 @@ from typing import cast
 
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.data import Batch, NamedData
@@ -64,14 +63,14 @@ def evaluate_all(
                 prefixed(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
-                run.completes_evaluation = of_run and number == len(loaders)
+                run.loop.completes_evaluation = of_run and number == len(loaders)
                 evaluate = partial(_evaluate_on, trainer, run, loader, is_training, is_intermediate)
                 trainer.ranks.repeatable(evaluate, partial(_keep, trainer, run))
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
-        run.completes_evaluation = False
+        run.loop.completes_evaluation = False
     return losses
 
 
@@ -86,7 +85,7 @@ def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bo
 
 def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
     """Return what undoes an evaluation: what it records, and what callbacks learn from it, is as it was before."""
-    history, progress = trainer.run_history, (run.loss_trackers, run.completes_evaluation)
+    history, progress = trainer.run_history, (run.loss_trackers, run.loop.completes_evaluation)
     counts = count_values(history)
     before = Snapshot()
     before.keep_generators()
@@ -99,7 +98,7 @@ def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
 
     def undo() -> None:
         history._shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
-        run.loss_trackers, run.completes_evaluation = progress
+        run.loss_trackers, run.loop.completes_evaluation = progress
         before.close()
 
     return undo
@@ -112,7 +111,7 @@ def start_evaluations(run: Run) -> None:
         if every is not None and run.data.ranks.rank == 0:
             warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
         return
-    run.evaluations = interval = (
+    run.loop.evaluations = interval = (
         Interval(run.request.eval_every_n_epochs, "epochs") if every is None else Interval(every)
     )
     interval.start(run, "" if every is None else "evaluate_every")
@@ -125,7 +124,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
 
     :param ends_epoch: whether the steps of the epoch are over: what is due then, other than by time, comes after it
     """
-    interval = run.evaluations
+    interval = run.loop.evaluations
     if interval is None or run.is_finished or not interval.is_due(run):
         return
     if ends_epoch and (run.ends_with_epoch or not interval.is_time):
@@ -152,7 +151,7 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 
 def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
-    completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
+    completes, run.loop.completes_evaluation = run.loop.completes_evaluation, False  # others may evaluate within this
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
@@ -234,7 +233,7 @@ def evaluate(
         self.call_event("on_evaluation_run_start")
         evaluate_all(self, run, is_training=False)
     if run.outer is None:
-        run.evaluation = Evaluation(dataset, result)
+        run.latest.evaluation = Evaluation(dataset, result)
     return result
 
 
@@ -250,7 +249,7 @@ def run_evaluation(
     run = self.current_run.derive()
     trained = self.model
     if model is not None:
-        run.trained_model = trained
+        run.loop.trained_model = trained
     used = trained if model is None else model
     handler = self.callback_handler if callbacks is None else callbacks
     with prefixed(self.run_history, prefix), replaced(self, model=used, callback_handler=handler):
@@ -259,9 +258,9 @@ def run_evaluation(
 
 def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
     """Evaluate in a run derived from the one that trains, which stays as it is."""
-    trained = trainer.model if run.trained_model is None else run.trained_model
+    trained = trainer.model if run.loop.trained_model is None else run.loop.trained_model
     with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
-        if run.trained_model is not None:
+        if run.loop.trained_model is not None:
             trainer.sync_buffers(trainer.model)
         return evaluate_all(trainer, run, is_intermediate=is_intermediate)
 
@@ -286,7 +285,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
             history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
                 if name in before:
-                    outer.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
+                    outer.latest.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
 
 
 def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from types import FrameType
 from torch import nn
 from torch.utils.data import default_collate
 
-from pytorch_accel_lite.base.inspection import checked_by
+from pytorch_accel_lite.base.origins import checked_by
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree

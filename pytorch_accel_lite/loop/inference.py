@@ -12,8 +12,8 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.inspection import overridden_methods
 from pytorch_accel_lite.base.modules import reshard, unwrap
+from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch, FailedRead

@@ -13,8 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.checkpoint.capturing import check_history, find_state
@@ -60,7 +60,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     request = run.request
     if run.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
-        warn_of_comparisons([trainer, *trainer.callback_handler])
+        warn_of_comparisons([trainer, *trainer.callback_handler.callbacks])
     trainer.callback_handler.configure_run(trainer, request)
     if request.skips_in_evaluation:
         begin_leaving_out(trainer, run, request)
@@ -208,7 +208,7 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     if not had_optimizer:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
-    run.training = Training(run.config, run.end, run.data.eval_dataset)
+    run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
     if run.ranks.world_size > 1:
         options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
         check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)

@@ -50,7 +50,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
         trackers.log_for(run.batch, name, value)
     else:
         trackers.log(name, value, weight)
-    if trackers is run.unrecorded:  # those of a training epoch, whatever the mode of the model
+    if trackers is run.loop.unrecorded:  # those of a training epoch, whatever the mode of the model
         run.step_metrics[name] = value
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.modules import unwrap
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
 from pytorch_accel_lite.run.parts import GlobalModes
@@ -88,7 +87,7 @@ def is_in_training_mode(trainer: TrainerLike) -> bool:
 
 def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or an overridden method") -> None:
     """Warn of settings of torch that differ from those at the start of a run; enable gradients again."""
-    before, now = run.global_modes, GlobalModes.now(run.device)
+    before, now = run.loop.global_modes, GlobalModes.now(run.device)
     if before is None or now == before:
         return
     if before.gradients and not now.gradients:
@@ -107,7 +106,7 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
             f"{who} left {now.dtype} as the default dtype in place of {before.dtype}, so new tensors have it from now "
             "on. Restore it by torch.set_default_dtype, or set it before training if you mean it."
         )
-    run.global_modes = GlobalModes.now(run.device)  # to warn once
+    run.loop.global_modes = GlobalModes.now(run.device)  # to warn once
 
 
 def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.randomness import find_generators, preserving_found
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.data.apart import can_read_apart, datasets_in, read_apart

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.optimizers.combined import create_schedulers

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.capturing import finish_restoring
@@ -43,18 +43,18 @@ def begin(trainer: TrainerLike, run: Run) -> None:
     run.control.start_clock()
     if run.data.eval_loader is not None or run.request.evaluate_every is not None:
         start_evaluations(run)
-    run.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
+    run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.step.begin(trainer)
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
-    run.is_in_loop = True
+    run.loop.is_ours = True
     with ending(trainer, run, "training"):
         try:
             trainer.training_run_start()
             trainer.call_event("on_training_run_start")
-            run.global_modes = GlobalModes.now(run.device)
+            run.loop.global_modes = GlobalModes.now(run.device)
             run.control.sync(now=True)
             _describe_states(trainer, run)
             if run.data.eval_loader is not None:
@@ -77,9 +77,9 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
         own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
         with explaining(trainer, run, "training"):
             if own_epoch is None:
-                run.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
+                run.loop.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
             else:
-                run.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
+                run.loop.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -101,8 +101,8 @@ def begin_epoch(run: Run) -> None:
 
 def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     """Count an epoch, its evaluation included, and let callbacks save."""
-    if run.evaluations is not None and run.evaluation_is_due:
-        run.evaluations.advance(run, ends_epoch=True)
+    if run.loop.evaluations is not None and run.evaluation_is_due:
+        run.loop.evaluations.advance(run, ends_epoch=True)
     run.epoch_phase = EpochPhase.TRAINING
     run.progress.epochs_completed = run.progress.epoch
     trainer.call_event("on_epoch_checkpoint")
@@ -123,7 +123,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
 
 def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_start()
-    run.loss_trackers = run.unrecorded = trainer.division.create_trackers()
+    run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
@@ -147,7 +147,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
-    run.unrecorded = None
+    run.loop.unrecorded = None
     run.epoch_phase = EpochPhase.TRAINED
     trainer.call_event("on_train_epoch_end")
 
@@ -200,7 +200,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.is_in_step = True
     forward_backward = run.step.forward_backward if window.steps == 1 else _accumulate
     output = forward_backward(trainer, run, batch)
-    updates = window.is_ending and window.sizes is not None  # None: all its batches were skipped
+    updates = window.is_ending and window.has_gradients  # none if all its batches were skipped
     if updates:
         if run.step.must_compare_replicas:
             note_missing_gradients(trainer, run)
@@ -213,7 +213,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     if updates:
         if listeners["on_update_end"]:
             trainer.call_event("on_update_end", step=step)
-        if run.has_update_schedules:
+        if run.loop.has_update_schedules:
             _follow_schedules(trainer, run, batch)
         if listeners["on_train_step_checkpoint"]:
             trainer.call_event("on_train_step_checkpoint", step=step)

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 from functools import update_wrapper, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_from_this_package, is_overridden
+from pytorch_accel_lite.base.origins import checked_by, is_from_this_package, is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree

@@ -10,7 +10,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.base.environment import import_extra, warn_outside
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import join_wrapped, table
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.base.types import StateDict

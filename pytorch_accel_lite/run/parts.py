@@ -264,3 +264,19 @@ class TrainingState:
     weights: dict[str, torch.Tensor] | None = None
     tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Latest:
+    """What stays known of the latest training, evaluation and loading of weights after their runs.
+
+    :ivar training: the latest training: that of this run, or the one after which this run evaluates
+    :ivar evaluation: the latest after it, if no other weights were loaded since
+    :ivar loaded: the weights that were loaded last
+    :ivar recorded_by_evaluate: indices of the values that ``evaluate()`` has recorded in the history, by metric
+    """
+
+    training: Training | None = None
+    evaluation: Evaluation | None = None
+    loaded: LoadedWeights | None = None
+    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)

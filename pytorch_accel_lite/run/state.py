@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.inspection import find_length, overridden_methods
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -34,14 +35,12 @@ from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.parts import (
     CreatedAttributes,
-    Evaluation,
     GlobalModes,
+    Latest,
     LeftOut,
-    LoadedWeights,
     RunData,
     RunEnd,
     RunSchedule,
-    Training,
     TrainingState,
 )
 from pytorch_accel_lite.run.prepared_model import PreparedModel
@@ -292,6 +291,30 @@ class Step:
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class LoopState:
+    """What the loop of a run keeps for itself.
+
+    :ivar is_ours: whether it has begun, and is ours rather than that of an overridden ``_run_training``
+    :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
+    :ivar evaluations: how often the run evaluates, if it does
+    :ivar has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
+    :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
+    :ivar trained_model: the trainer's model, while another one is evaluated in its place
+    :ivar unrecorded: the running losses of the training epoch, until they are recorded
+    :ivar global_modes: settings of torch after the starting events
+    """
+
+    is_ours: bool = False
+    has_reached_limit: bool = False
+    evaluations: Interval | None = None
+    has_update_schedules: bool = False
+    completes_evaluation: bool = False
+    trained_model: nn.Module | None = None
+    unrecorded: LossTrackers | None = None
+    global_modes: GlobalModes | None = None
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
@@ -354,20 +377,10 @@ class Run:
     # Of the trainer.
     before: Run | None = None  # is restored when this one ends
     settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
-    evaluations: Interval | None = None  # how often it evaluates
-    has_update_schedules: bool = False  # whether evaluations, or the sizes of windows, are scheduled by updates
-    is_in_loop: bool = False  # whether its epochs are ours, rather than those of an overridden _run_training
-    has_reached_limit: bool = False  # whether an overridden _run_train_epoch says that it has made all updates
-    completes_evaluation: bool = False  # whether the evaluation that begins next is the last of an epoch
+    loop: LoopState = field(default_factory=LoopState)
+    latest: Latest = field(default_factory=Latest)
     created: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of trained parameters, by ids
-    trained_model: nn.Module | None = None  # the trainer's model, while another is evaluated in its place
-    unrecorded: LossTrackers | None = None  # the running losses of the training epoch, until they are recorded
-    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)  # indices of values within it, by metric
-    training: Training | None = None  # the latest: this one, or that after which this run evaluates
-    evaluation: Evaluation | None = None  # the latest after the training, if no other weights were loaded since
-    loaded: LoadedWeights | None = None  # the weights that were loaded last
-    global_modes: GlobalModes | None = None  # settings of torch after the starting events
 
     @classmethod
     def create(
@@ -406,10 +419,11 @@ class Run:
             data=replace(self.data, made_loaders=WeakSet()),
             schedule=replace(self.schedule, initial_options=[]),
             end=replace(self.end, messages=[]),
+            loop=replace(self.loop, unrecorded=None),
+            latest=replace(self.latest),
             batch=None,
             batch_number=None,
             loss_trackers=LossTrackers(),
-            unrecorded=None,
             recorded_losses={},
             left_out=None if self.left_out is None else LeftOut(self.left_out.phase),
         )
@@ -427,7 +441,7 @@ class Run:
     @property
     def evaluates_within_epochs(self) -> bool:
         """Whether it evaluates within epochs, too."""
-        return self.evaluations is not None and self.evaluations.is_within_epochs
+        return self.loop.evaluations is not None and self.loop.evaluations.is_within_epochs
 
     @property
     def clock(self) -> float:
@@ -439,9 +453,9 @@ class Run:
         """Whether all requested epochs or updates are complete."""
         limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
         counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not
-        if limit is not None and (counts_updates or num_epochs is None or self.has_reached_limit):
+        if limit is not None and (counts_updates or num_epochs is None or self.loop.has_reached_limit):
             # The number of epochs is an estimate, as batches may be skipped.
-            return self.progress.update >= limit or self.has_reached_limit
+            return self.progress.update >= limit or self.loop.has_reached_limit
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
@@ -459,9 +473,9 @@ class Run:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation."""
-        if self.evaluations is None or not self.data.all_eval_loaders:
+        if self.loop.evaluations is None or not self.data.all_eval_loaders:
             return False
-        return self.ends_with_epoch or self.evaluations.is_due(self, ends_epoch=True)
+        return self.ends_with_epoch or self.loop.evaluations.is_due(self, ends_epoch=True)
 
     @property
     def trained_fraction(self) -> Fraction | None:
@@ -506,8 +520,8 @@ class Run:
 
     def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
         """Record the mean losses of an epoch that was not completed. Call it on every process."""
-        losses = self.unrecorded
-        self.unrecorded = None
+        losses = self.loop.unrecorded
+        self.loop.unrecorded = None
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(ranks).values()):

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import TypeVar
 
-from pytorch_accel_lite.base.environment import hide_frames, leave_out_libraries, warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import hide_frames, is_from_this_package, leave_out_libraries, warn_outside
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
 

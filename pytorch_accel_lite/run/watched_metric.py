@@ -6,8 +6,7 @@ import math
 import reprlib
 from typing import TypeVar
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
@@ -203,7 +202,7 @@ def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | Non
     not known to record the metric.
     """
     run = trainer.current_run
-    candidates = [index for index in indices if index not in run.recorded_by_evaluate.get(name, ())]
+    candidates = [index for index in indices if index not in run.latest.recorded_by_evaluate.get(name, ())]
     if not candidates and name not in run.request.metrics.evaluated:
         candidates = list(indices)
     return candidates[-1] if candidates else None

@@ -100,8 +100,10 @@ class GradientWindow:
         #: Whether the current micro-batch is the last of the window.
         self.is_ending = False
         self._batch_size = batch_size
-        #: The nominal size, and the true size so far; ``None`` if nothing has been added since the last update.
-        self.sizes: tuple[float, Count] | None = None
+        #: Whether there are gradients that no update has used yet.
+        self.has_gradients = False
+        #: The nominal size of the window, and its true size so far.
+        self.sizes: tuple[float, Count] = 1, 0
         #: Whether a step has begun that has not been counted yet.
         self.is_in_step = False
         #: Whether batches are split into parts, which must be weighted even with one process.
@@ -117,7 +119,16 @@ class GradientWindow:
     @property
     def is_between_updates(self) -> bool:
         """Whether the gradients of all steps have been used and counted, so that a run could resume from here."""
-        return self.sizes is None and not self.is_in_step
+        return not (self.has_gradients or self.is_in_step)
+
+    @property
+    def counted(self) -> tuple[bool, tuple[float, Count], float | None]:
+        """What has been counted in the window so far; set it to count a batch anew."""
+        return self.has_gradients, self.sizes, self.items_per_batch
+
+    @counted.setter
+    def counted(self, counted: tuple[bool, tuple[float, Count], float | None]) -> None:
+        self.has_gradients, self.sizes, self.items_per_batch = counted
 
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss weighted by its share of the window.
@@ -126,6 +137,7 @@ class GradientWindow:
         :param total_samples: number of samples in this micro-batch over all ranks
         :param items: number of items that the loss is a mean over, if these are not samples
         """
+        self.has_gradients = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
             self.sizes = 1, 1
             return loss
@@ -143,8 +155,7 @@ class GradientWindow:
             self.sizes = total_samples, total_samples
             share = num_samples * self._ranks.world_size / total_samples
             return loss if share == 1 else loss * share
-        true = added if self.sizes is None else self.sizes[1] + added
-        self.sizes = nominal * self.steps * self._ranks.world_size, true
+        self.sizes = nominal * self.steps * self._ranks.world_size, self.sizes[1] + added
         return loss * (local / (nominal * self.steps))
 
     def finish(self, optimizer: Optimizer) -> Count:
@@ -152,8 +163,8 @@ class GradientWindow:
 
         :return: the factor by which the gradients were multiplied
         """
-        nominal, true = self.sizes or (1, 1)
-        self.sizes = None
+        nominal, true = self.sizes
+        self.has_gradients, self.sizes = False, (1, 0)
         if self.items_per_batch is not None:
             true = self._total_items(true)
         if isinstance(true, torch.Tensor):

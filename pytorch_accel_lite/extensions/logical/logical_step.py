@@ -113,7 +113,7 @@ class LogicalWindow(GradientWindow):
 
     def restart(self) -> None:
         """Begin the window again, with the logical processes divided among the processes as they are now."""
-        self.sizes, self.is_in_step, self.items = None, False, {}
+        self.has_gradients, self.sizes, self.is_in_step, self.items = False, (1, 0), False, {}
         self.sums.restart()
 
     @property
@@ -198,8 +198,8 @@ class LogicalStep(PlainStep):
         self._sharded.end_step()
         _restore(self._buffers(), first)
         run.ranks.copy_from_first(self._buffers())
-        nominal, true = window.sizes or (window.nominal, 0)
-        window.sizes = nominal, true + batch.total_samples
+        window.has_gradients = True
+        window.sizes = window.nominal, window.sizes[1] + batch.total_samples
         seed_all(batch.share.seed)
         return self._merge(trainer, run, batch)
 
