@@ -561,6 +561,7 @@ class Trainer:
             to the run history, except, within a run, those of metrics that the run's own evaluations record. After a
             run, its curves and rows do not contain them.
         """
+        dataset = self._latest_eval_dataset if dataset is None else dataset
         return evaluation.evaluate(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
         )

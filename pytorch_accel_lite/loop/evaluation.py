@@ -206,7 +206,7 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
 
 
 def evaluate(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: NamedData | None,
     per_device_batch_size: int,
     dataloader_kwargs: LoaderKwargs | None,
@@ -215,45 +215,44 @@ def evaluate(
     auto_microbatch: bool,
 ) -> dict[str, MetricValue]:
     """Evaluate the model, counting every sample exactly once on any number of processes."""
-    dataset = self._latest_eval_dataset if dataset is None else dataset
-    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-    if auto_microbatch and (what := "sharded weights" if self.is_sharded else self.division.argument):
+    check_data(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    if auto_microbatch and (what := "sharded weights" if trainer.is_sharded else trainer.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
     request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)
     with (
-        _collecting_values(self) as result,
-        _apart_from_run(self),
-        inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
-        preserving_randomness(self, run),
-        preserving_modes(self.model.modules()) if run.outer is not None else nullcontext(),
-        ending(self, run, "evaluation"),
+        _collecting_values(trainer) as result,
+        _apart_from_run(trainer),
+        inference_run(trainer, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
+        preserving_randomness(trainer, run),
+        preserving_modes(trainer.model.modules()) if run.outer is not None else nullcontext(),
+        ending(trainer, run, "evaluation"),
     ):
-        self.call_event("on_dataloaders_created")
-        self.evaluation_run_start()
-        self.call_event("on_evaluation_run_start")
-        evaluate_all(self, run, is_training=False)
+        trainer.call_event("on_dataloaders_created")
+        trainer.evaluation_run_start()
+        trainer.call_event("on_evaluation_run_start")
+        evaluate_all(trainer, run, is_training=False)
     if run.outer is None:
         run.latest.evaluation = Evaluation(dataset, result)
     return result
 
 
 def run_evaluation(
-    self: TrainerLike, model: nn.Module | None, prefix: str, is_intermediate: bool, callbacks: CallbackHandler | None
+    trainer: TrainerLike, model: nn.Module | None, prefix: str, is_intermediate: bool, callbacks: CallbackHandler | None
 ) -> dict[str, float]:
     """Evaluate on the ``eval_dataset`` of the current training run without changing the run."""
-    if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
+    if not trainer.is_running or trainer.train_dataloader is None or not trainer.eval_dataloaders:
         raise RuntimeError(
             "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
             "evaluate(dataset)."
         )
-    run = self.current_run.derive()
-    trained = self.model
+    run = trainer.current_run.derive()
+    trained = trainer.model
     if model is not None:
         run.loop.trained_model = trained
     used = trained if model is None else model
-    handler = self.callback_handler if callbacks is None else callbacks
-    with prefixed(self.run_history, prefix), replaced(self, model=used, callback_handler=handler):
-        return _evaluate_within(self, run, is_intermediate)
+    handler = trainer.callback_handler if callbacks is None else callbacks
+    with prefixed(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
+        return _evaluate_within(trainer, run, is_intermediate)
 
 
 def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:

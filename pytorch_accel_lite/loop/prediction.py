@@ -38,7 +38,7 @@ _STEPS_AT_ONCE = 60
 
 
 def predict(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: Data,
     per_device_batch_size: int,
     dataloader_kwargs: LoaderKwargs | None,
@@ -49,7 +49,7 @@ def predict(
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU."""
 
     def collect() -> Concatenation | None:
-        predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
+        predicted = _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
         outputs, is_empty = Concatenation(), True
         with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
             for step in predicted:
@@ -57,17 +57,17 @@ def predict(
                 is_empty = False
         return None if is_empty else outputs
 
-    outputs = self.ranks.repeatable(collect)
+    outputs = trainer.ranks.repeatable(collect)
     if outputs is None:
         raise ValueError(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
             "has already written all predictions: read them with read_predictions()."
         )
-    return outputs.result() if _keeps(self, only_first) else None
+    return outputs.result() if _keeps(trainer, only_first) else None
 
 
 def predict_iter(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: Data,
     per_device_batch_size: int,
     dataloader_kwargs: LoaderKwargs | None,
@@ -76,7 +76,7 @@ def predict_iter(
     only_first: bool,
 ) -> Iterator[Tree]:
     """Yield the outputs of ``predict()`` in parts, in the order of the dataset and the same on every process."""
-    for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
+    for parts in _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
         yield concatenate(parts) if parts else None
 
 
@@ -85,7 +85,7 @@ def _keeps(trainer: TrainerLike, only_first: bool) -> bool:
 
 
 def _predicted(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: Data,
     batch_size: int,
     loader_kwargs: LoaderKwargs | None,
@@ -97,7 +97,7 @@ def _predicted(
 
     :param is_collected: whether the caller does nothing but collect them
     """
-    check_data(self, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    check_data(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
     options = loader_kwargs or {}
@@ -111,22 +111,22 @@ def _predicted(
                 f"of the dataset. Omit {key}."
             )
     request = RunRequest("prediction", num_epochs=1)
-    with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
+    with inference_run(trainer, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
         try:
-            self.call_event("on_predict_run_start")
-            sync_ddp_buffers(self.model, self.ranks)
-            mode = evaluation_mode(self.model) if run.outer is None else nullcontext()
-            with explaining(self, run, "prediction"), mode:
-                steps = _steps_of_all(self, run, only_first, is_collected)
-                steps = steps if _keeps(self, only_first) else ([] for _ in steps)
-                yield from steps if is_collected else _suspending(self, run, steps)
-                report_left_out(self, run)
-            self.call_event("on_predict_run_end")
+            trainer.call_event("on_predict_run_start")
+            sync_ddp_buffers(trainer.model, trainer.ranks)
+            mode = evaluation_mode(trainer.model) if run.outer is None else nullcontext()
+            with explaining(trainer, run, "prediction"), mode:
+                steps = _steps_of_all(trainer, run, only_first, is_collected)
+                steps = steps if _keeps(trainer, only_first) else ([] for _ in steps)
+                yield from steps if is_collected else _suspending(trainer, run, steps)
+                report_left_out(trainer, run)
+            trainer.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
-            self.call_event("on_predict_run_end")
+            trainer.call_event("on_predict_run_end")
             raise
         except BaseException as error:
-            close_failed(self, run, error, ended=True)
+            close_failed(trainer, run, error, ended=True)
             raise
 
 

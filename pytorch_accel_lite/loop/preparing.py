@@ -159,28 +159,28 @@ def _first_argument(factory: Callable[..., object]) -> str:
         return ""
 
 
-def rewrap_model(self: TrainerLike) -> None:
+def rewrap_model(trainer: TrainerLike) -> None:
     """Wrap the model again, as its set of trained parameters has changed: ``Trainer.rewrap_model()``."""
-    if not self.can_rewrap_model:
+    if not trainer.can_rewrap_model:
         raise RuntimeError(
             "The set of trained parameters cannot change in the middle of this run: the model is sharded "
-            f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
+            f"({trainer.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
             "Freeze before the run, or compile the model yourself with torch.compile."
         )
-    old = self.model
-    prepared = self.prepared_model
+    old = trainer.model
+    prepared = trainer.prepared_model
     if prepared is None or not isinstance(old, DistributedDataParallel):
         return
     for name in ("reducer", "logger"):  # removes the old wrapper's hooks from the parameters
         delattr(old, name)
-    handler = self.accelerator.ddp_handler
+    handler = trainer.accelerator.ddp_handler
     kwargs = {} if handler is None else handler.to_kwargs()
     new = DistributedDataParallel(old.module, device_ids=old.device_ids, output_device=old.output_device, **kwargs)
     if handler is not None:
         handler.register_comm_hook(new)
     vars(new)["_is_accelerate_prepared"] = True
-    models = self.accelerator._models
+    models = trainer.accelerator._models
     models[:] = [new if held is old else held for held in models]
     if prepared.model is old:
         prepared.model = new
-    self.model = new
+    trainer.model = new

@@ -19,27 +19,27 @@ _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are suppo
 _UNUSED = "Freeze the unused ones with requires_grad_(False), or pass find_unused_parameters=True to the Trainer."
 
 
-def compare_replicas(self: TrainerLike) -> None:
+def compare_replicas(trainer: TrainerLike) -> None:
     """Check that all processes hold the same weights, as ``Trainer.compare_replicas()`` describes."""
-    prepared = self.prepared_model
-    if self.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
+    prepared = trainer.prepared_model
+    if trainer.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return
-    names = _names(self)
-    trained = _trained_parameters(self, names)
-    parameters = trained | _frozen_parameters(self, trained)
+    names = _names(trainer)
+    trained = _trained_parameters(trainer, names)
+    parameters = trained | _frozen_parameters(trainer, trained)
     sums = dict(zip(parameters, sums_of_bits(parameters.values()), strict=True))
-    if len(set(self.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
+    if len(set(trainer.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
     learning = [name for name, parameter in trained.items() if parameter.requires_grad]
-    found = _Found(sums, learning, [names.get(id(p), "") for p in self.current_run.step.without_gradient])
-    by_rank = self.ranks.all_gather_object(found)
+    found = _Found(sums, learning, [names.get(id(p), "") for p in trainer.current_run.step.without_gradient])
+    by_rank = trainer.ranks.all_gather_object(found)
     for name in dict.fromkeys(chain.from_iterable(other.sums for other in by_rank)):
         differing = [str(r) for r, other in enumerate(by_rank) if other.sums.get(name) != by_rank[0].sums.get(name)]
         if differing:
             kind = "train" if any(name in other.trained for other in by_rank) else "have"
             raise RuntimeError(
                 f"The processes no longer {kind} the same weights: {name!r} differs on rank {', '.join(differing)} "
-                f"from rank 0. {_likely_cause(self, name, by_rank)}"
+                f"from rank 0. {_likely_cause(trainer, name, by_rank)}"
             )
 
 

@@ -168,14 +168,14 @@ def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerSchedu
     return create_schedulers(create, trainer.optimizer)
 
 
-def step_after_epoch(self: TrainerLike) -> None:
+def step_after_epoch(trainer: TrainerLike) -> None:
     """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
-    run = self.current_run
+    run = trainer.current_run
     request = run.request
-    each_epoch = self.scheduler is not None and request.scheduler_interval == "epoch"
+    each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
     has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
     if each_epoch and has_metric:
-        self.scheduler_step()
+        trainer.scheduler_step()
 
 
 def _check_optimizer(trainer: TrainerLike) -> None:

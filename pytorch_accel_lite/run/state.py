@@ -95,7 +95,6 @@ class TrainerLike(Protocol):
     registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None
     open_runs: list[Run]
-    _latest_eval_dataset: NamedData | None
     _library_attributes: set[str]
 
     # The current or last run.
