@@ -65,7 +65,8 @@ from pytorch_accel_lite.loop import (
     training,
 )
 from pytorch_accel_lite.loop.arguments import check_parallelism
-from pytorch_accel_lite.loop.fit import LoaderArguments, fit
+from pytorch_accel_lite.loop.fit import fit
+from pytorch_accel_lite.loop.lifecycle import LoaderArguments
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers

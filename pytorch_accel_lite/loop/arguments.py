@@ -239,7 +239,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
     in_optimizer = optimized_parameters(trainer.optimizer)
-    modules = [model, *attributes.modules(trainer).values()]
+    modules = [model, *attributes.other_modules(trainer).values()]
     in_modules = {parameter for module in modules for parameter in module.parameters()}
     if in_optimizer and in_modules.isdisjoint(in_optimizer):
         warn_outside(

@@ -70,7 +70,8 @@ def inference_run(
         prepare_model(trainer, training=False)
         if run.outer is None:
             run.config = create_config(trainer, run, batch_size)
-            run.before = None if request.kind == "evaluation" else run.before
+            if request.kind == "evaluation":
+                run.stay()
         yield run
 
 

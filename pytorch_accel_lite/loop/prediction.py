@@ -236,14 +236,14 @@ def _outputs(
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
-                is_checked = _check_rows(batch, shares[-1])
+                is_checked = _warn_of_rows(batch, shares[-1])
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
             shares = []
 
 
-def _check_rows(batch: Batch, output: Tree) -> bool:
+def _warn_of_rows(batch: Batch, output: Tree) -> bool:
     """Warn if no output has a row for each sample, and return whether the batch could tell."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
@@ -263,11 +263,11 @@ def _check_rows(batch: Batch, output: Tree) -> bool:
 def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
     """Make the run around a prediction the current one while a part of the prediction is being used."""
     for parts in steps:
-        if run.before is not None:
-            trainer.current_run = run.before
+        if run.previous is not None:
+            trainer.current_run = run.previous
         try:
             yield parts
         finally:
             if run in trainer.open_runs:
-                run.before = trainer.current_run
+                run.previous = trainer.current_run
                 trainer.current_run = run

@@ -85,7 +85,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _modules(trainer: TrainerLike) -> list[nn.Module]:
     """Return the model, the loss function and other modules of a trainer, with all their parts."""
-    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.modules(trainer).values()]
+    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.other_modules(trainer).values()]
     return list(dict.fromkeys(part for root in roots if isinstance(root, nn.Module) for part in root.modules()))
 
 

@@ -59,7 +59,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
             _describe_states(trainer, run)
             if run.data.eval_loader is not None:
                 check_evaluation(trainer, run)
-            over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
+            over = run.resumed is not None and _end_if_complete(trainer, run, run.resumed)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
             while not over and (run.progress.is_mid_epoch or not run.is_finished):
@@ -133,7 +133,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     # A callback may have replaced it.
     run.data.train_loader = loader = create_loader(trainer, run, run.data.train_loader, training=True)
     set_optimizer_modes(trainer, training=True)
-    least = smallest_share(trainer, run)
+    least = share_for_batch_norm(trainer, run)
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
     while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
@@ -304,10 +304,10 @@ def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
         run.resumed = None
 
 
-def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Whether a resumed run has nothing left to do; prints the reason."""
+def _end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+    """End a resumed run that has nothing left to do, print why, and return whether it has."""
     about = state.metadata
-    if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
+    if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
         run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
@@ -317,8 +317,8 @@ def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     return False
 
 
-def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
-    """Whether a run that was stopped is longer now, or without the callback that stopped it; prints how it could be."""
+def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
+    """Print whether a run that was stopped continues, as it is longer or without what stopped it, and return that."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
     source = about.get("stopped_by")
@@ -337,7 +337,7 @@ def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bo
     return False
 
 
-def smallest_share(trainer: TrainerLike, run: Run) -> int:
+def share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
     """Return the least number of samples a process may get in a step if it gets any: two if the model has batch norm.
 
     Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
