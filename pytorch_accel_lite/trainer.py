@@ -44,7 +44,7 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, S
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
-from pytorch_accel_lite.extensions import blocks as blocks
+from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate

@@ -185,8 +185,9 @@ class ProgressTableCallback(LogMetricsCallback):
     def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
         with self._before_what_is_held():
             super().on_exception(trainer)
-        name = type(kwargs["exception"]).__name__
-        self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
+        error = kwargs["exception"]
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self._end(trainer, "Interrupted" if interrupted else f"Failed ({type(error).__name__})")
 
     def _end(self, trainer: TrainerLike, failure: str = "") -> None:
         run_table, self._table = self._table, None

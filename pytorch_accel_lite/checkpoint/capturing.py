@@ -104,7 +104,9 @@ def capture(
     parts = local_parts(shards) if sharded else None
     if not is_first:
         return CapturedState(local, parts)
-    return CapturedState(local, parts, *untie(tensors), large, shared, _collect_metadata(trainer))
+    weights, tied = untie(tensors)
+    metadata = _collect_metadata(trainer)
+    return CapturedState(local, parts, weights=weights, tied=tied, tensors=large, shared=shared, metadata=metadata)
 
 
 def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> StateDict:
