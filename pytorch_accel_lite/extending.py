@@ -41,7 +41,7 @@ from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import merge_outputs
-from pytorch_accel_lite.loop.held_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model

@@ -50,7 +50,6 @@ from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
-    arguments,
     collectives,
     compat,
     evaluation,
@@ -60,12 +59,12 @@ from pytorch_accel_lite.loop import (
     logged_values,
     prediction,
     preparing,
-    replicas,
     scheduling,
     training,
 )
-from pytorch_accel_lite.loop.arguments import check_parallelism
 from pytorch_accel_lite.loop.fit import fit
+from pytorch_accel_lite.loop.guards import arguments, replicas
+from pytorch_accel_lite.loop.guards.arguments import check_parallelism
 from pytorch_accel_lite.loop.lifecycle import LoaderArguments
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler

@@ -28,15 +28,15 @@ from pytorch_accel_lite.data.mixtures import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect
-from pytorch_accel_lite.loop.arguments import (
+from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
+from pytorch_accel_lite.loop.guards.arguments import (
     check_optimizers,
     check_same_call,
     check_same_on_all_ranks,
     check_training,
     settings_of,
 )
-from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
-from pytorch_accel_lite.loop.explanations import explain
+from pytorch_accel_lite.loop.guards.explanations import explain
 from pytorch_accel_lite.loop.left_out import begin_leaving_out
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule

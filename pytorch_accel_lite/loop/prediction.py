@@ -23,8 +23,8 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import close_failed

@@ -22,12 +22,12 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import evaluate_all, evaluate_if_due, start_evaluations
-from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.gradients import gradient_sync
+from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
+from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending
-from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
-from pytorch_accel_lite.loop.replicas import note_missing_gradients
-from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run import attributes

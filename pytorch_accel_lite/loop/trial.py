@@ -19,8 +19,8 @@ from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedD
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data, check_training
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data, check_training
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import create_eval_loaders, create_train_loader, entering, prepare_training
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model

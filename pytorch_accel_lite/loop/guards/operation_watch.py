@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.types import Tree
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.fspath(Path(__file__).parents[1]) + os.sep
+_OURS = os.fspath(Path(__file__).parents[2]) + os.sep
 
 
 def are_finite(value: Tree) -> torch.Tensor:
