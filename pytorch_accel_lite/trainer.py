@@ -607,8 +607,8 @@ class Trainer:
         :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
         :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
             memory for them. All processes must make the call.
-        :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
-            tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
+        :return: the outputs of the model, concatenated over all samples, as a tensor of shape ``(len(dataset), ...)``,
+            or as tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
         """
         return prediction.predict(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first

@@ -276,9 +276,9 @@ def leave_out_frozen(model: nn.Module, state: StateDict, created: Mapping[str, i
 def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
     """Describe which weights of a model are not those that were left out; empty if it has all of them.
 
-    :param left_out: their fingerprints; ``None`` for those that are not known
-
     A collective operation if they are sharded.
+
+    :param left_out: their fingerprints; ``None`` for those that are not known
     """
     known = {name: number for name, number in left_out.items() if number is not None}
     frozen = {name: value for name, value in _parameters(model).items() if name in known}

@@ -50,7 +50,10 @@ class OperationWatch(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
-        """:param hooks: removes the hooks of the model when it is closed"""
+        """Watch the operations of a model.
+
+        :param hooks: removes the hooks of the model when it is closed
+        """
         super().__init__()
         self.found: dict[str, str] = {}
         self._layers: list[str] = []  # whose forward passes are in progress, from the outermost
