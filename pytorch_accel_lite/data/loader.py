@@ -85,6 +85,7 @@ class ShardedLoader(ABC):
     seconds_waited = 0.0
     shared_by = ""
     undivided = ""
+    _is_outdated = False
     batch_size_before: int | None = None
     _has_named = False
 
@@ -179,6 +180,7 @@ class ShardedLoader(ABC):
         :param min_share: if the source can be indexed, the least number of samples a process gets in a step if it gets
             any, capped at a full batch and at the samples available; must be the same on all processes
         """
+        self._is_outdated = False
         self._epoch = epoch
         self._steps_done = steps_done
         self._min_share = min_share
@@ -188,6 +190,17 @@ class ShardedLoader(ABC):
         if self.options.shares is not None and self.options.fill:
             steps = whole_steps(steps)
         return steps
+
+    def read_again(self) -> None:
+        """Let training drop what has been read ahead, and read the rest of the epoch as the data are now.
+
+        Call it after an update, on all processes.
+        """
+        self._is_outdated = True
+
+    def is_outdated(self) -> bool:
+        """Whether what has been read ahead must be read again."""
+        return self._is_outdated
 
     def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))

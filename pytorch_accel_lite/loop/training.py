@@ -162,7 +162,8 @@ def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Ba
 def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
 
-    :return: whether that is done; otherwise the batches have to be read again, as the step repeats an update
+    :return: whether that is done; otherwise the batches have to be read again, as the step repeats an update, or the
+        data have changed
     """
     progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
@@ -171,6 +172,8 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
         if batch is not None and progress.step and run.evaluates_within_epochs:
             evaluate_if_due(trainer, run)  # the run from which this one resumes was stopped before or within it
         while batch is not None:
+            if loader.is_outdated():
+                return False
             if run.step.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
@@ -182,6 +185,8 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             if run.step.must_compare_replicas and progress.update:
                 run.step.must_compare_replicas = False
                 trainer.compare_replicas()
+            if loader.is_outdated():
+                return False
             begin = time.perf_counter()
             batch = next(batches, None) if progress.update < limit else None
             loader.seconds_waited += time.perf_counter() - begin
