@@ -17,7 +17,7 @@ class LoaderArguments(NamedTuple):
 
     :param batch_size: number of samples in a batch of one process
     :param of_train: the user's arguments for the training loader
-    :param of_eval: those for the loaders of evaluations
+    :param of_eval: the user's arguments for the evaluation loaders
     """
 
     batch_size: int
