@@ -26,8 +26,8 @@ _END = object()  # of a stream
 class ShuffledStream(IterableDataset[Sample]):
     """A stream whose samples are shuffled block by block, so that a resumed run rereads only one block.
 
-    The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while a block is
-    read. A stream that is not stateful is read again from its beginning.
+    The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while reading a
+    block. A stream that is not stateful is read again from its beginning.
 
     :param stream: an iterable dataset; its ``set_epoch``, if any, is called with the epoch
     :param block_size: number of samples that are read and shuffled together
@@ -104,8 +104,8 @@ class ShuffledStream(IterableDataset[Sample]):
 class MixtureStream(IterableDataset[Sample]):
     """Several streams to train on, by name, each with a share of the samples in every part of an epoch.
 
-    A resumed run continues stateful streams at their states; of the others, it rereads the current pass up to the next
-    sample. If a stream has ``set_epoch``, it is called before each pass.
+    A resumed run continues stateful streams at their states. It rereads the current pass of other streams up to the
+    next sample. If a stream has ``set_epoch``, it is called before each pass.
 
     :param streams: iterable datasets by name
     :param weights: the shares of the samples that come from each stream, relative to each other; by default equal
@@ -114,7 +114,7 @@ class MixtureStream(IterableDataset[Sample]):
     :raises ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
     """
 
-    #: Streams with shuffle buffers, whose states are incomplete, are reread, so the state of the mixture is complete.
+    #: The state is complete, because streams with incomplete states (those with shuffle buffers) are reread.
     has_complete_state = True
 
     def __init__(
@@ -179,7 +179,7 @@ class MixtureStream(IterableDataset[Sample]):
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next iteration begin at a state.
 
-        :raises ValueError: if it is that of other streams
+        :raises ValueError: if it belongs to other streams
         """
         if state and list(state) != self.names:
             raise ValueError(f"it holds the streams {list(state)} instead of {self.names}")
@@ -212,7 +212,7 @@ class _Passes:
     due: float = 0.0
     weight_since: float | None = None
     reader: Iterator[Sample] | None = None
-    returns: bool = False  # whether the stream can be restored to its states
+    returns: bool = False  # whether the stream can return to its states
 
     def time_of_next(self) -> float:
         """Return when the next sample is due; each stream yields ``weight`` samples per unit of time."""

@@ -118,7 +118,7 @@ class Mixture(ConcatDataset[Sample]):
         }
 
     def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderKwargs:
-        """Return the arguments of a ``DataLoader`` that gives a training epoch.
+        """Return the arguments of a ``DataLoader`` that reads a training epoch.
 
         :param batch_size: batch size per process
         :param shuffle: whether each pass over a dataset has a random order; otherwise it is in order
@@ -150,7 +150,7 @@ class Mixture(ConcatDataset[Sample]):
 
 
 class MixtureSampler(Sampler[int]):
-    """Gives the indices of a training epoch in which each dataset of a mixture is spread evenly.
+    """Yields the indices of a training epoch, with each dataset of a mixture spread evenly.
 
     :param shuffle: whether each pass over a dataset has a random order
     """
@@ -249,8 +249,8 @@ class NamedDatasets(Dataset[Sample]):
     """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
     :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
-    :param length: length of an epoch: with ``"min"`` that of the shortest dataset, with ``"max"`` that of the longest,
-        while the shorter ones are repeated
+    :param length: length of an epoch: ``"min"`` for that of the shortest dataset, ``"max"`` for that of the longest,
+        with the shorter ones repeated
     :raises ValueError: if there are no datasets, or one is empty or has no length
     """
 
@@ -261,7 +261,7 @@ class NamedDatasets(Dataset[Sample]):
         self._length = min(self.sizes.values()) if length == "min" else max(self.sizes.values())
 
     def create_sampler(self, shuffle: bool) -> NamedSampler:
-        """Return the sampler that a trainer reads these datasets with."""
+        """Return the sampler with which a trainer reads these datasets."""
         return NamedSampler(self, shuffle)
 
     def __len__(self) -> int:
@@ -297,7 +297,7 @@ class NamedSampler(Sampler[tuple[int, ...]]):
 
 
 def describe_lengths(sampler: NamedSampler) -> str:
-    """Return in a line how datasets of different lengths are read in an epoch; empty if all have one length."""
+    """Return in a line how datasets of different lengths are read in an epoch; empty if all lengths are equal."""
     if len(set(sampler.datasets.sizes.values())) == 1:
         return ""
     sizes, length = sampler.datasets.sizes, len(sampler)

@@ -1,7 +1,7 @@
-"""A loop of one's own in ``_run_training``, as pytorch-accelerated's users write it: what it leaves out is done here.
+"""Loops of users in an overridden ``_run_training``, as in pytorch-accelerated: what they leave out is done here.
 
 Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of
-the history. One that calls ``super()._run_training()`` has our loop, which does everything.
+the history. An override that calls ``super()._run_training()`` runs our loop, which does everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_training(trainer: TrainerLike, run: Run) -> None:
 
 
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Begin an epoch of a loop of one's own, once the one before is complete."""
+    """Complete the previous epoch of a user's loop, and begin the next."""
     name = f"{type(trainer).__name__}._run_training"
     if run.resumed is not None:
         raise RuntimeError(
@@ -50,7 +50,7 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
 
 
 def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Complete the epoch of a loop of one's own, which only counts it in the history."""
+    """Complete an epoch of a user's loop, which itself only counts it in the history."""
     if run.epoch_phase:
         trainer._step_after_epoch()
         training.complete_epoch(trainer, run)

@@ -76,7 +76,7 @@ def evaluate_all(
 
 def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bool, is_intermediate: bool) -> None:
     if "_run_eval_epoch" in run.overridden:
-        # Only what is not its default: an override may lack the argument, as in pytorch-accelerated.
+        # Passed only if it is not the default: an override may lack the argument, as in pytorch-accelerated.
         passed = {} if is_training else {"is_training": False}
         trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
     else:
@@ -84,12 +84,12 @@ def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bo
 
 
 def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
-    """Return what undoes an evaluation: what it records, and what callbacks learn from it, is as it was before."""
+    """Return a snapshot that undoes an evaluation: what it records, and what callbacks learn from it."""
     history, progress = trainer.run_history, (run.loss_trackers, run.loop.completes_evaluation)
     counts = count_values(history)
     before = Snapshot()
     before.keep_generators()
-    # Ours only note that there was an evaluation, and may hold as much as a model.
+    # Our callbacks only note that there was an evaluation, and may hold as much memory as a model.
     before.keep_states(
         cast(HasStateDict, callback)
         for callback in trainer.callback_handler
@@ -122,7 +122,8 @@ def start_evaluations(run: Run) -> None:
 def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) -> None:
     """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
 
-    :param ends_epoch: whether the steps of the epoch are over: what is due then, other than by time, comes after it
+    :param ends_epoch: whether the steps of the epoch are over. Unless it is due by time, the evaluation then follows
+        the epoch.
     """
     interval = run.loop.evaluations
     if interval is None or run.is_finished or not interval.is_due(run):
@@ -133,7 +134,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
     try:
         _evaluate_within(trainer, inner, is_intermediate=False)
     finally:
-        if inner.epoch_phase == EpochPhase.EVALUATED:  # also if that was when a callback has stopped the run
+        if inner.epoch_phase == EpochPhase.EVALUATED:  # also if a callback stopped the run at that point
             interval.advance(run)
             if run.request.scheduler_metric is not None and trainer.scheduler is not None:
                 trainer.scheduler_step()
@@ -175,7 +176,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
 
 
 def _fillers(run: Run, last: Batch | None) -> list[Batch]:
-    """Return the batches that this process lacks, in which the others wait for it: one at the end, and those left out.
+    """Return the batches that the others have and this process lacks: one at the end, and those left out.
 
     :param last: the last batch that this process has read
     """
@@ -256,7 +257,7 @@ def run_evaluation(
 
 
 def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
-    """Evaluate in a run derived from the one that trains, which stays as it is."""
+    """Evaluate in a run derived from the training run, which stays unchanged."""
     trained = trainer.model if run.loop.trained_model is None else run.loop.trained_model
     with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
         if run.loop.trained_model is not None:
@@ -266,10 +267,10 @@ def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> d
 
 @contextmanager
 def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]:
-    """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
+    """Yield a dict that, after the block, has the latest values of the metrics recorded in it, by name.
 
-    Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
-    are not taken for those of the run.
+    Within a run, values of metrics that the run also records are removed again. Other metrics keep their values, but
+    these do not count as values of the run.
     """
     history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
     counts_before = count_values(history)
@@ -288,7 +289,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
 
 
 def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
-    """Outside a run, record metrics apart from its own: under its last epoch, rather than one that is not trained."""
+    """Outside a run, record metrics separately from those of the run, under its last trained epoch."""
     if trainer.is_running:
         return nullcontext()
     history, progress = trainer.run_history, trainer.progress

@@ -78,7 +78,7 @@ def inference_run(
 def compute_batches(
     trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Compute, is_evaluation: bool = True
 ) -> Iterator[tuple[Batch, Tree]]:
-    """Yield each batch with what a step method returns for it, or ``OMITTED`` if it has failed and is left out."""
+    """Yield each batch with its output from a step method, or with ``OMITTED`` if it has failed and is left out."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
     batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
@@ -133,14 +133,14 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
     """Return the output of an evaluation batch, computed in parts that fit into memory.
 
     Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
-    split further, like those after it; those before it are not computed again.
+    split further, and so are later parts; earlier ones are not computed again.
     """
     outputs: list[BatchOutput] = []
     whole = batch._replace(num_samples=None) if batch.is_filler else batch
     left = split_into_parts(whole, run.step.num_eval_parts)
     while left:
         part = left.pop(0)
-        # The parts of a filler batch are such, too.
+        # The parts of a filler batch are fillers, too.
         with replaced(run, batch=part._replace(num_samples=0) if batch.is_filler else part):
             output = _compute_if_it_fits(trainer, run, compute)
         if output is not None:
@@ -158,7 +158,7 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
 
 
 def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> BatchOutput | None:
-    """Return the output of the current evaluation batch, or ``None``, leaving no trace, if it must be split to fit."""
+    """Return the output of the current evaluation batch; ``None``, without a trace, if it must be split to fit."""
     batch = run.batch
     assert batch is not None
     before = Snapshot()
@@ -202,7 +202,7 @@ def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
 
 
 def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
-    """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
+    """Preserve the generators of an outer run; without one, only the generators that seeded reading of data changes."""
     if run.outer is not None or trainer.division.is_fixed:
         return preserving_generators()
     return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

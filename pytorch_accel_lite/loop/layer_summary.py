@@ -36,8 +36,8 @@ def summary(
 ) -> ModelStatistics:
     """Return torchinfo's summary of the model, which prints as a table. Needs the extra ``summary``.
 
-    The forward pass of one batch, in evaluation mode, tells the shapes of the outputs and the multiply-adds; it changes
-    nothing. Call it on every process.
+    The forward pass of one batch, in evaluation mode, gives the shapes of the outputs and the multiply-adds, and
+    changes nothing. Call it on every process.
 
     :param dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
     :param depth: number of levels of nested modules to list

@@ -56,7 +56,7 @@ from pytorch_accel_lite.run.window import Accumulation, GradientWindow
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
-    """Let the callbacks declare what they need from a run, and check what that makes of the request."""
+    """Let the callbacks declare what they need from a run, and check the resulting request."""
     request = run.request
     if run.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
@@ -74,7 +74,7 @@ class LoaderArguments(NamedTuple):
 
     :param batch_size: number of samples in a batch of one process
     :param of_train: the user's arguments for the training loader
-    :param of_eval: those for the loaders of evaluations
+    :param of_eval: the user's arguments for the evaluation loaders
     """
 
     batch_size: int
@@ -103,7 +103,7 @@ def prepare_data(
 
 
 def _seed(trainer: TrainerLike, run: Run) -> None:
-    """Seed the generators, and find the seed of the order of the data: that of a resumed run is in its state."""
+    """Seed the generators, and find the seed of the order of the data, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
         seed_run(trainer.seed, alike=trainer.division.is_fixed)
@@ -235,7 +235,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
-    """Return the settings of a run; from the method that users of pytorch-accelerated override, with its arguments."""
+    """Return the settings of a run, from the method that users of pytorch-accelerated override."""
     request = run.request
     if "_create_run_config" not in run.overridden:
         return resolve_run_config(trainer, run, request, batch_size)
@@ -249,7 +249,7 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
 
 
 def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
-    """Derive the settings of a run from what is requested and the length of its data.
+    """Derive the settings of a run from its request and the length of its data.
 
     :raises ValueError: if the training data do not fill a single batch
     """
@@ -391,7 +391,7 @@ def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None
 
 @contextmanager
 def computing(trainer: TrainerLike) -> Iterator[None]:
-    """Let the settings of torch and Accelerate that a trainer has asked for hold in a block."""
+    """Apply the settings of torch and Accelerate that a trainer asks for in a block."""
     with (
         in_effect(trainer.accelerator),
         nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
@@ -404,8 +404,8 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
 def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
     """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
 
-    The reason is printed last; that of a pause is printed at once, as saving takes time. Stops and errors within an
-    outer run are left to that run.
+    The reason is printed last. The reason of a pause is printed at once, as saving takes time. Stops and errors within
+    an outer run are left to that run.
     """
     stopped = None
     ended = kind == "evaluation"  # errors do not fire its ending events
@@ -444,7 +444,7 @@ def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
         text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
         run.end.last_calls.append(lambda: trainer.print(text))
     _call_ending_event(trainer, run, "on_stop_training_error")
-    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
+    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # after a state has been saved
 
 
 def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:

@@ -31,7 +31,7 @@ from pytorch_accel_lite.loop.lifecycle import close_failed
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-# Several processes gather the outputs of as many steps at once, on each process, as take about this time and memory.
+# Several processes gather the outputs of several steps at once: as many as take about this time and memory on each.
 _SECONDS_AT_ONCE = 0.2
 _BYTES_AT_ONCE = 2**22
 _STEPS_AT_ONCE = 60
@@ -51,7 +51,7 @@ def predict(
     def collect() -> Concatenation | None:
         predicted = _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
         outputs, is_empty = Concatenation(), True
-        with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
+        with closing(predicted):  # leaves inference mode, also if outputs cannot be concatenated
             for step in predicted:
                 outputs.add(step)
                 is_empty = False
@@ -131,9 +131,9 @@ def _predicted(
 
 
 class _Report(NamedTuple):
-    """What a process tells the others of the steps that it has predicted since they last gathered.
+    """What a process tells the others about its steps since they last gathered.
 
-    :param has_outputs: whether it has any, for each of these steps
+    :param has_outputs: for each of these steps, whether it has outputs
     :param size: the bytes of all its outputs
     """
 
@@ -143,7 +143,7 @@ class _Report(NamedTuple):
 
 
 def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Tree]]:
-    """Yield for each step the outputs of all processes, which they gather after a number of steps."""
+    """Yield for each step the outputs of all processes, gathered after several steps."""
     ranks = trainer.data_ranks
     is_late = is_collected and is_asynchronous(run.device)
     outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
@@ -187,7 +187,7 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
 def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterator[None]:
     """Let the model predict in a block, without effect on an outer run.
 
-    :param generators: the states of the generators of a prediction within a run, from one block to the next
+    :param generators: the generator states of a prediction within a run, kept from one block to the next
     """
     with preserving_randomness(trainer, run), evaluation_mode(trainer.model), inference(trainer):
         if generators:
@@ -198,9 +198,9 @@ def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterat
 
 
 def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Tree]]:
-    """Yield this process's outputs, each copied while the device computes the next step, which waits for nothing.
+    """Yield this process's outputs. Each is copied while the device computes the next step, so no step waits.
 
-    The copies are in pinned memory, which is not kept: there may be many.
+    The copies use pinned memory only for a step, as there may be many.
     """
     device = run.device
     before: tuple[list[Tree], torch.Event] | None = None
@@ -244,12 +244,12 @@ def _outputs(
 
 
 def _warn_of_rows(batch: Batch, output: Tree) -> bool:
-    """Warn if no output has a row for each sample, and return whether the batch could tell."""
+    """Warn if no output has a row for each sample, and return whether the batch was enough to tell."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
     sizes = {batch.num_samples, find_batch_size(batch.data, batch.num_samples)}
     if isinstance(output, ListOfSamples):
-        return True  # as detectors return, each with as many rows as it has found
+        return True  # from a detector: one element for each sample, of any length
     rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]
     if rows and sizes.isdisjoint(rows):
         warn_outside(
@@ -261,7 +261,7 @@ def _warn_of_rows(batch: Batch, output: Tree) -> bool:
 
 
 def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
-    """Make the run around a prediction the current one while a part of the prediction is being used."""
+    """Make the outer run of a prediction the current one while the caller uses a part of the prediction."""
     for parts in steps:
         if run.previous is not None:
             trainer.current_run = run.previous

@@ -111,7 +111,7 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
 
 
 def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
-    """Name the learning rates that the user gave an optimizer, if a schedule with rates of its own replaces them."""
+    """Name the learning rates that the user gave an optimizer, if a schedule with its own rates replaces them."""
     groups = trainer.optimizer.param_groups
     rates = {id(group): values.get("lr") for group, values in zip(groups, initial, strict=True)}
     for scheduler in schedulers_in(trainer.scheduler).values():
@@ -179,7 +179,7 @@ def step_after_epoch(trainer: TrainerLike) -> None:
 
 
 def _check_optimizer(trainer: TrainerLike) -> None:
-    """Check that the schedulers change rates of the optimizers that train, rather than of one that nobody steps."""
+    """Check that the schedulers change the rates of the trainer's optimizers, not of one that nobody steps."""
     optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
     for name, scheduler in schedulers_in(trainer.scheduler).items():
@@ -264,7 +264,7 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
 
 
 def check_length(trainer: TrainerLike, run: Run) -> None:
-    """Check that a schedule that cannot be stepped beyond its end is at least as long as the run."""
+    """Check that a schedule that cannot be stepped beyond its end lasts for the whole run."""
     config = run.required_config
     requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
     if "scheduler_step" in run.overridden or requested is None:
@@ -289,7 +289,7 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
 def must_recreate(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     """Whether a state's schedule counts updates while the number of updates per epoch has changed.
 
-    A run that is limited by updates rather than epochs is still as long as it was.
+    Not for a run that is limited by updates, as its length is unchanged.
     """
     before = state.metadata["run_config"].get("num_update_steps_per_epoch")
     now = run.required_config.num_update_steps_per_epoch

@@ -71,7 +71,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
 
 
 def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
-    """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
+    """Train for one epoch and evaluate. For a resumed run, do what is left of that."""
     begin_epoch(run)
     if run.epoch_phase < EpochPhase.TRAINED:
         own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
@@ -93,7 +93,7 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
 
 
 def begin_epoch(run: Run) -> None:
-    """Begin the next epoch, unless there is one to be completed."""
+    """Begin the next epoch, unless the current one is incomplete."""
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
         run.window.filled = 0
@@ -153,7 +153,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
 
 
 def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Batch]:
-    """Return the batches of the epoch from where it is."""
+    """Return the remaining batches of the epoch."""
     progress, loader = run.progress, run.data.required_train_loader
     batches = loader.steps(progress.epoch, progress.samples_in_epoch, progress.step, min_share)
     return iter(leaving_as_found(trainer, run, batches, "training"))
@@ -170,7 +170,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
         with run.goodput.counting("data"):  # the first batch takes the time of starting workers
             batch = next(batches, None) if progress.update < limit else None
         if batch is not None and progress.step and run.evaluates_within_epochs:
-            evaluate_if_due(trainer, run)  # the run from which this one resumes was stopped before or within it
+            evaluate_if_due(trainer, run)  # the resumed run was stopped before or within it
         while batch is not None:
             if loader.is_outdated():
                 return False
@@ -205,7 +205,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.is_in_step = True
     forward_backward = run.step.forward_backward if window.steps == 1 else _accumulate
     output = forward_backward(trainer, run, batch)
-    updates = window.is_ending and window.has_gradients  # none if all its batches were skipped
+    updates = window.is_ending and window.has_gradients  # no gradients if all batches were skipped
     if updates:
         if run.step.must_compare_replicas:
             note_missing_gradients(trainer, run)
@@ -213,7 +213,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     run.progress.step += 1
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
-        # A step of several shares has put them together in the run's batch.
+        # A step of several shares combines them in the run's batch.
         trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
     if updates:
         if listeners["on_update_end"]:
@@ -234,7 +234,7 @@ def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | N
 
 
 def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Set the size of the next window, and evaluate within the epoch if it is due; at its end, that comes later."""
+    """Set the size of the next window, and evaluate within the epoch if that is due, but not at its end."""
     run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
@@ -245,7 +245,7 @@ def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _reading(run: Run, source: Source) -> Iterator[None]:
-    """Let a run read other training batches in a block, if they are not those that it reads anyway."""
+    """Let a run read other training batches in a block, if they differ from its own."""
     own = run.data.train_loader
     if source is own:
         yield
@@ -264,7 +264,7 @@ def _check_length(run: Run, loader: Source, length: int | None) -> None:
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    # One that divides itself among the processes may have the length of all data.
+    # A stream that divides itself among the processes may have the length of all data.
     is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
     if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop a last batch
         warn_outside(
@@ -303,7 +303,7 @@ def _describe_states(trainer: TrainerLike, run: Run) -> None:
 
 
 def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
-    """Restore what must come last: anything that the starting events may have reset, and the random generators."""
+    """Restore last what the starting events may have reset, and the random generators."""
     if run.resumed is not None:
         finish_restoring(trainer, run.resumed)
         run.resumed = None
@@ -343,7 +343,7 @@ def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> 
 
 
 def share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
-    """Return the least number of samples a process may get in a step if it gets any: two if the model has batch norm.
+    """Return the least number of samples that a process may get in a step, unless it gets none: two with batch norm.
 
     Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
     batch of a single sample.

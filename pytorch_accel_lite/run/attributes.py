@@ -116,7 +116,7 @@ def trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
 
 
 def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]:
-    """Leave out what the trainer's class keeps from being saved, with its parts, such as ``critics.0``."""
+    """Leave out the attributes in ``unsaved_attributes``, with their parts, such as ``critics.0``."""
     left_out = unsaved(trainer)
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
@@ -142,11 +142,11 @@ def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
 
 
 def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
-    """Return what the optimizers train that is neither in the model nor in another module that is saved.
+    """Return what the optimizers train outside the model and outside every other module that is saved.
 
-    Parameters that are attributes of the trainer have their names there; others, in closures for example, are named by
-    their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds them stands for them, as it may
-    have buffers, too.
+    Parameters that are attributes of the trainer are named after the attribute. Others, in closures for example, are
+    named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds parameters is returned
+    in their place, as it may have buffers, too.
     """
     places = {} if not trainer.saves_attributes else _places(trainer)
     if not places:
@@ -179,10 +179,10 @@ def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 
 
 def _holders(trainer: TrainerLike, parameters: frozenset[int]) -> dict[int, nn.Module]:
-    """Return, for parameters given by id, the largest modules whose trainable parameters are all among these.
+    """Return, by parameter id, the largest modules whose trainable parameters are all among these parameters.
 
-    The modules may be anywhere in the program, in a closure or a global, so the garbage collector is asked for them,
-    once in a run.
+    The modules may be anywhere in the program, in a closure or a global, so they are searched for with the garbage
+    collector, once in a run.
     """
     known: dict[frozenset[int], dict[int, nn.Module]] = trainer.current_run.holders
     if parameters not in known:
@@ -207,7 +207,7 @@ def _find_holders(parameters: frozenset[int], in_model: set[int]) -> dict[int, n
 
 
 def _is_around(module: nn.Module, other: nn.Module) -> bool:
-    """Whether a module contains another with the same parameters, such as one of ``DistributedDataParallel``."""
+    """Whether a module wraps another with the same parameters, as ``DistributedDataParallel`` does."""
     if any(part is other for part in module.modules()):
         return True
     contained = any(part is module for part in other.modules())

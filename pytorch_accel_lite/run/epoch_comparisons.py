@@ -32,7 +32,7 @@ def warn_of_comparisons(objects: Iterable[object]) -> None:
 
 
 def _nodes(method: FunctionType) -> Iterator[ast.AST]:
-    """Yield the parts of a method's source, if it is known and mentions the epoch of the progress at all."""
+    """Yield the nodes of a method's source, if it is available and mentions the epoch at all."""
     if not {"progress", "epoch"} <= {*method.__code__.co_names} or not _IN_EPOCHS.search(method.__name__):
         return
     try:
@@ -42,7 +42,7 @@ def _nodes(method: FunctionType) -> Iterator[ast.AST]:
 
 
 def _compares_with_zero(node: ast.AST) -> bool:
-    """Whether a part of a source is ``progress.epoch == 0``, or ``< 1``, or ``<= 0``."""
+    """Whether a node is ``progress.epoch == 0``, or ``< 1``, or ``<= 0``."""
     if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not _is_epoch(node.left):
         return False
     (operator,), (number,) = node.ops, node.comparators

@@ -55,7 +55,7 @@ T = TypeVar("T")
 class CompiledForwardLike(Protocol):
     """A compiled ``calculate_train_batch_loss``.
 
-    :ivar logged: what it has logged while it was compiled: the name, the value and the weight of each
+    :ivar logged: the values logged during compilation: name, value and weight of each
     """
 
     logged: list[tuple[str, torch.Tensor | float, Count | None]]
@@ -217,11 +217,11 @@ class TrainerLike(Protocol):
 class Step:
     """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
 
-    What others ask of any kind has a default here; what only one kind needs is its own.
+    What other code asks of any kind has a default here. What only one kind needs is in its class.
 
     :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
     :ivar updates_one_by_one: whether it updates each optimizer by itself
-    :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
+    :ivar updating: name of the optimizer being updated, or updated last, if they are updated one by one
     :ivar num_microbatches: number of parts that each batch is split into
     :ivar num_eval_parts: number of parts that each evaluation batch of this process is split into
     :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
@@ -229,7 +229,7 @@ class Step:
     :ivar skipped_updates: number of updates skipped in the run
     :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
     :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
-    :ivar without_gradient: the parameters that had no gradient on this process in that update
+    :ivar without_gradient: the parameters that had no gradient on this process in the first update
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -269,7 +269,7 @@ class Step:
         raise NotImplementedError
 
     def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
-        """Restore what was before the window in which an error occurred, and return whether it is computed again."""
+        """Restore the state before the window in which an error occurred; return whether it is computed again."""
         return False
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
@@ -293,7 +293,7 @@ class Step:
 class LoopState:
     """What the loop of a run keeps for itself.
 
-    :ivar is_ours: whether it has begun, and is ours rather than that of an overridden ``_run_training``
+    :ivar is_ours: whether our own loop has begun, rather than one in an overridden ``_run_training``
     :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
     :ivar evaluations: how often the run evaluates, if it does
     :ivar has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
@@ -317,11 +317,10 @@ class LoopState:
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
-    Callbacks read what is listed here; what it says follows from the trainer, so treat it as read-only. The other
-    attributes belong to the trainer, and may change with any version.
+    Callbacks may read what is listed here. It only mirrors the trainer: do not change it. The other attributes belong
+    to the trainer, and may change with any version.
 
-    :ivar kind: ``"training"``, also in the evaluations that belong to it, ``"evaluation"`` by ``evaluate``, or
-        ``"prediction"``
+    :ivar kind: ``"training"``, also in evaluations within it; ``"evaluation"``, by ``evaluate``; or ``"prediction"``
     :ivar ranks: the processes of the job, and their communication
     :ivar device: the device of this process
     :ivar overridden: names of the methods of a trainer that the user's class overrides
@@ -340,11 +339,11 @@ class Run:
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
     :ivar epoch_phase: how far the epoch has got
-    :ivar left_out: what fails in its evaluations or its prediction; ``None`` if that is an error
+    :ivar left_out: the batches that fail in its evaluations or its prediction; ``None`` if such a failure is an error
     :ivar outer: the run within which this one was started, if any
     :ivar resumed: the training state from which the run starts, until it is restored
     :ivar goodput: how the time of the job is spent
-    :ivar cleanup: closed when the run ends, which frees the paths that it writes to, and undoes what holds only in it
+    :ivar cleanup: closed when the run ends: frees the paths that it writes to, and undoes what holds only within it
     """
 
     ranks: Ranks
@@ -374,7 +373,7 @@ class Run:
     resumed: TrainingState | None = None
 
     # Of the trainer.
-    previous: Run | None = None  # becomes current again when this one ends
+    previous: Run | None = None  # the run that is current again when this one ends
     settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
     loop: LoopState = field(default_factory=LoopState)
     latest: Latest = field(default_factory=Latest)
@@ -469,7 +468,7 @@ class Run:
 
     @property
     def max_num_samples(self) -> int | None:
-        """The number of samples in all epochs of the run, which may end before the last does; ``None`` if unknown."""
+        """The number of samples in all epochs of the run, though it may end within the last; ``None`` if unknown."""
         samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
@@ -482,9 +481,9 @@ class Run:
 
     @property
     def trained_fraction(self) -> Fraction | None:
-        """The fraction of the current epoch that is trained, which is less than 1 until it ends; ``None`` if unknown.
+        """The trained fraction of the current epoch, less than 1 until it ends; ``None`` if unknown.
 
-        It follows from the samples seen where their number is known, so that it is the same on any number of processes.
+        Computed from samples where their number is known, so that it is the same on any number of processes.
         """
         loader, progress = self.data.required_train_loader, self.progress
         total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
@@ -535,8 +534,8 @@ class Run:
 def run_to_change(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
     """Return the current run, for a program to set an attribute of it.
 
-    :param loader_of: whose dataloader that is, if it is one
-    :raises AttributeError: before the trainer is initialised, or for a dataloader while nothing is running, as the next
+    :param loader_of: for a dataloader, whether it trains or evaluates
+    :raises AttributeError: before the trainer is initialised; or for a dataloader while nothing is running, as the next
         run would replace it
     """
     if "current_run" not in vars(trainer):

@@ -340,7 +340,7 @@ ATTRIBUTES = [
 
 
 def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str]) -> None:
-    """Warn of events, or hooks of other libraries, that a trainer defines, as those of callbacks are called only."""
+    """Warn of a trainer's methods that are named like events, or like hooks of other libraries, and never called."""
     for name in defined:
         meant = [name] if name in events else [event for event in events_meant(name) if event in events]
         methods = [event.removeprefix("on_") for event in meant if hasattr(cls, event.removeprefix("on_"))]

@@ -18,7 +18,7 @@ from pytorch_accel_lite.optimizers.operations import optimized_parameters
 class Accumulation:
     """The number of batches per process in an update, which may change during a run.
 
-    :param steps: the number, or a dict from the number of updates after which it holds to the number
+    :param steps: the number, or a dict from a number of updates to the number that holds after it
     """
 
     def __init__(self, steps: int | Mapping[int, int]) -> None:
@@ -83,8 +83,8 @@ class GradientWindow:
     Each loss is a mean over a number of items (samples, or ``num_items_in_batch``). It is scaled by its share of a
     *nominal* window, in which every micro-batch of every rank has the same size. Just before clipping, the gradients
     are multiplied by the ratio of nominal to true size, which is 1 except for ragged windows. This is exact for
-    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages. The share
-    in a window of one micro-batch, whose samples have been counted, is that of the true size.
+    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages. With a
+    single micro-batch, the true size is known at once and is used directly.
 
     :param device: the device of the gradients
     :param steps: number of micro-batches per rank in a full window; may change between windows
@@ -124,7 +124,7 @@ class GradientWindow:
 
     @property
     def counted(self) -> tuple[bool, float, Count, float | None]:
-        """What has been counted in the window so far; set it to count a batch anew."""
+        """The counts of the window so far; set them to count a batch anew."""
         return self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch
 
     @counted.setter
@@ -141,7 +141,7 @@ class GradientWindow:
 
         :param num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
         :param total_samples: number of samples in this micro-batch over all ranks
-        :param items: number of items that the loss is a mean over, if these are not samples
+        :param items: number of items averaged in the loss, unless those are samples
         """
         self.has_gradients = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:

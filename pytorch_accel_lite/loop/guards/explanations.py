@@ -1,4 +1,4 @@
-"""Notes on the errors of a run: what to do, where it was, and with which batch."""
+"""Notes on the errors of a run: what to do, where it failed, and on which batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describ
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-# What to do about errors whose text does not say it, by a pattern of their text.
+# What to do about errors that do not say so themselves, by a pattern of their text.
 _ADVICE = {
     "device-side assert": (
         "an index is out of range on the device, usually a label without a corresponding output, or an index into an "
@@ -127,7 +127,7 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
     lines = list[str]()
     with suppress(Exception):  # a failing explanation must not hide the error
         for line in _lines(error, trainer, run, phase):
-            lines.append(line)  # one by one, to keep those before a failure
+            lines.append(line)  # one by one: an error in a later line keeps the earlier ones
     if lines:
         add_note(error, *lines)
 
@@ -142,7 +142,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
     ranks = run.ranks
     process = f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else ""
     if number is None:
-        if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others tell by themselves
+        if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others need no note
             yield f"{where}{process}."
         return
     if run.batch is None or isinstance(run.batch.data, FailedRead):
@@ -183,7 +183,7 @@ def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
 
 
 def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[str]:
-    """Describe what was being read: the samples, from which dataset, and how they are made into a batch."""
+    """Describe what was being read: the samples, their dataset, and how they are made into a batch."""
     dataset = getattr(loader, "dataset", loader)
     indices = loader.next_indices() if run.batch is None else run.batch_indices
     samples = f"; {list_samples(indices)}" if indices is not None else ""
@@ -230,7 +230,7 @@ def _arguments(frame: FrameType) -> list[Tree]:
 
 
 def _is_of_loss(frame: FrameType, module: object, loss_func: LossFunction | None) -> bool:
-    """Whether a frame is of the trainer's loss function, or of one in ``torch.nn.functional``."""
+    """Whether a frame belongs to the trainer's loss function, or to one in ``torch.nn.functional``."""
     if loss_func is not None and (module is loss_func or getattr(loss_func, "__code__", None) is frame.f_code):
         return True
     in_functional = frame.f_globals.get("__name__") == "torch.nn.functional"

@@ -25,10 +25,10 @@ _STEP_METHODS: dict[Phase, tuple[str, ...]] = {
 
 
 def leaving_as_found(trainer: TrainerLike, run: Run, batches: Iterable[Batch], phase: Phase) -> Iterable[Batch]:
-    """Yield batches; if code of the user's runs between two, restore the mode of the model that it leaves changed.
+    """Yield batches; if user code runs between two batches, restore the model's mode afterwards.
 
-    Only the mode of the whole model is looked at, as that of a part may be changed for good. Without such code, the
-    batches are returned as they are, so that this costs nothing.
+    Only the mode of the whole model is compared, as the mode of a part may be changed for good. Without user code, the
+    batches are returned as they are, at no cost.
     """
     owners = _own_code(trainer, phase)
     return _restoring(trainer, run, batches, " or ".join(owners), phase) if owners else batches
@@ -64,7 +64,7 @@ def _warn_of_mode(who: str, phase: Phase, is_training: bool) -> None:
 def call_start(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
     """Fire the event before the steps of a phase; warn if a callback changes the mode of the model there.
 
-    That may be meant.
+    The change is kept, as it may be intended.
     """
     was_training = is_in_training_mode(trainer)
     trainer.call_event(event, **kwargs)
@@ -110,7 +110,7 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
 
 
 def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
-    """Return the classes of the user that have something to do at some events, or within the steps of a phase."""
+    """Return the user's classes with code that runs at some events, or within the steps of a phase."""
     owners = [
         type(getattr(listener, "__self__", listener)).__name__
         for event in events or STEP_EVENTS[phase]

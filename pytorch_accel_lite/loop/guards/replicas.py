@@ -14,7 +14,7 @@ from pytorch_accel_lite.loop.gradients import updated_parameters
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-_MOST = 4  # parameters that are named
+_MOST = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
 _UNUSED = "Freeze the unused ones with requires_grad_(False), or pass find_unused_parameters=True to the Trainer."
 
@@ -46,9 +46,9 @@ def compare_replicas(trainer: TrainerLike) -> None:
 class _Found(NamedTuple):
     """What a process has found.
 
-    :param sums: a number for the bits of each parameter
-    :param trained: the names of the trained ones
-    :param without_gradient: those that had no gradient in the first update
+    :param sums: a checksum of each parameter
+    :param trained: the names of the trained parameters
+    :param without_gradient: the names of those without a gradient in the first update
     """
 
     sums: dict[str, int]
@@ -57,7 +57,7 @@ class _Found(NamedTuple):
 
 
 def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
-    """Note which trained parameters have no gradient in the update that is being made."""
+    """Note which trained parameters have no gradient in the current update."""
     run.step.without_gradient = [p for p in updated_parameters(trainer) if p.requires_grad and p.grad is None]
 
 
