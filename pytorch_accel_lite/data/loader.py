@@ -85,7 +85,7 @@ class ShardedLoader(ABC):
     seconds_waited = 0.0
     shared_by = ""
     undivided = ""
-    _is_outdated = False
+    is_outdated = False  # whether what has been read ahead must be read again
     batch_size_before: int | None = None
     _has_named = False
 
@@ -180,7 +180,7 @@ class ShardedLoader(ABC):
         :param min_share: if the source can be indexed, the least number of samples that a process gets in a step,
             unless it gets none; capped at a full batch and at the samples available; the same on all processes
         """
-        self._is_outdated = False
+        self.is_outdated = False
         self._epoch = epoch
         self._steps_done = steps_done
         self._min_share = min_share
@@ -196,11 +196,7 @@ class ShardedLoader(ABC):
 
         Call it after an update, on all processes.
         """
-        self._is_outdated = True
-
-    def is_outdated(self) -> bool:
-        """Whether what has been read ahead must be read again."""
-        return self._is_outdated
+        self.is_outdated = True
 
     def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))

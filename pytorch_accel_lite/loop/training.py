@@ -172,7 +172,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
         if batch is not None and progress.step and run.evaluates_within_epochs:
             evaluate_if_due(trainer, run)  # the resumed run was stopped before or within it
         while batch is not None:
-            if loader.is_outdated():
+            if loader.is_outdated:
                 return False
             if run.step.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
@@ -185,7 +185,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             if run.step.must_compare_replicas and progress.update:
                 run.step.must_compare_replicas = False
                 trainer.compare_replicas()
-            if loader.is_outdated():
+            if loader.is_outdated:
                 return False
             begin = time.perf_counter()
             batch = next(batches, None) if progress.update < limit else None
