@@ -5,8 +5,9 @@ besides its model; what batches consist of; and how results and errors look.
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.environment import install_command, warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden, nested_in
+from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error, listed
@@ -40,7 +41,7 @@ from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import merge_outputs
-from pytorch_accel_lite.loop.held_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -49,10 +50,12 @@ from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.rates import layer_scales
-from pytorch_accel_lite.run.attributes import all_optimized_parameters
-from pytorch_accel_lite.run.attributes import modules as other_modules
-from pytorch_accel_lite.run.attributes import optimizers as other_optimizers
-from pytorch_accel_lite.run.attributes import registered as registered_objects
+from pytorch_accel_lite.run.attributes import (
+    all_optimized_parameters,
+    other_modules,
+    other_optimizers,
+    registered_objects,
+)
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue

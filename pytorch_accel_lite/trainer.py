@@ -16,11 +16,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
-from pytorch_accel_lite.base.inspection import is_from_this_package, is_private
+from pytorch_accel_lite.base.inspection import is_private
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
+from pytorch_accel_lite.base.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -43,13 +45,12 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, S
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
-from pytorch_accel_lite.extensions import blocks as blocks
+from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
-    arguments,
     collectives,
     compat,
     evaluation,
@@ -59,12 +60,13 @@ from pytorch_accel_lite.loop import (
     logged_values,
     prediction,
     preparing,
-    replicas,
     scheduling,
     training,
 )
-from pytorch_accel_lite.loop.arguments import check_parallelism
-from pytorch_accel_lite.loop.fit import LoaderArguments, fit
+from pytorch_accel_lite.loop.fit import fit
+from pytorch_accel_lite.loop.guards import arguments, replicas
+from pytorch_accel_lite.loop.guards.arguments import check_parallelism
+from pytorch_accel_lite.loop.lifecycle import LoaderArguments
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
@@ -79,7 +81,6 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
 from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_to_change
-from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -210,7 +211,7 @@ class Trainer:
     def run_config(self) -> TrainerRunConfig | None:
         """The settings of the run in progress, or else of the latest training or, without one, evaluation."""
         run = self.current_run
-        return run.config if run.training is None or self.open_runs else run.training.config
+        return run.config if run.latest.training is None or self.open_runs else run.latest.training.config
 
     @run_config.setter
     def run_config(self, config: TrainerRunConfig | None) -> None:
@@ -560,6 +561,7 @@ class Trainer:
             to the run history, except, within a run, those of metrics that the run's own evaluations record. After a
             run, its curves and rows do not contain them.
         """
+        dataset = self._latest_eval_dataset if dataset is None else dataset
         return evaluation.evaluate(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
         )
@@ -795,7 +797,7 @@ class Trainer:
 
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
-        if not run.is_in_loop:
+        if not run.loop.is_ours:
             compat.begin_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
@@ -1031,7 +1033,7 @@ class Trainer:
 
         :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
         """
-        trained = self.current_run.trained_model
+        trained = self.current_run.loop.trained_model
         model = self.model if trained is None else trained
         if self.prepared_model is not None and self.prepared_model.outlives_runs:
             unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
@@ -1214,7 +1216,7 @@ class TrainerWithTimmScheduler(Trainer):
         run = self.current_run
         if self.scheduler is None:
             return
-        is_evaluated = run.evaluations is None or run.evaluation_is_due
+        is_evaluated = run.loop.evaluations is None or run.evaluation_is_due
         loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
         follows_loss = hasattr(self.scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
         if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:

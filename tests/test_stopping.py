@@ -20,8 +20,9 @@ from pytorch_accel_lite.callbacks import (
     TimeLimitCallback,
     TimingCallback,
 )
+from tests.cases import NaNOnOneRank, nan_on_one_rank
 from tests.launching import two_are_enough
-from tests.ranks import IN_ORDER, rank, shared_folder, world_size
+from tests.ranks import IN_ORDER, shared_folder, world_size
 from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
 
 
@@ -75,46 +76,6 @@ class Hears(TrainerCallback):
 
     def on_eval_epoch_end(self, trainer, **kwargs):
         self.heard.append(trainer.progress.epoch)
-
-
-class NaNOnOneRank(Trainer):
-    def calculate_train_batch_loss(self, batch):
-        output = super().calculate_train_batch_loss(batch)
-        if self.progress.step == 3 and rank() == world_size() - 1:
-            output["loss"] = output["loss"] * float("nan")
-        return output
-
-
-def nan_on_one_rank() -> Any:
-    events = []
-
-    class Events(TrainerCallback):
-        def on_exception(self, trainer, exception, **kwargs):
-            events.append(("on_exception", type(exception).__name__))
-
-        def on_training_run_end(self, trainer, **kwargs):
-            events.append(("on_training_run_end",))
-
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, Events])
-    try:
-        trainer.train(regression_data(60), 2, per_device_batch_size=2)
-    except NonFiniteLossError as error:
-        return {"message": str(error), "events": events, "update": trainer.progress.update}
-    return None
-
-
-class StopsAt(TrainerCallback):
-    """Asks for the end of the run at an event, on the last rank only."""
-
-    def __init__(self, event: str, update: int) -> None:
-        self.update = update
-        setattr(self, event, self.stop)
-
-    def stop(self, trainer, **kwargs):
-        if trainer.progress.update == self.update and rank() == world_size() - 1:
-            raise StopTrainingError("enough")
 
 
 @two_are_enough

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import gc
 import io
@@ -55,9 +54,10 @@ from tests.launching import (
     ROOT,
     SOAK,
     TORCHRUN,
-    Fork,
     WarmPython,
+    die_at_file_operation,
     environment,
+    in_forks,
     run_elastic_script,
     some_of,
 )
@@ -69,6 +69,7 @@ from tests.soak import soak
 from tests.tasks import (
     Rows,
     Stream,
+    assert_same,
     changed_manifest,
     equal,
     listener,
@@ -138,20 +139,6 @@ def _drawn_tasks() -> Any:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["progress"] == expected["progress"]
-    assert found["order"] == expected["order"]
-    assert found["history"] == expected["history"]
-    assert equal(found["weights"], expected["weights"])
-    assert found["scheduler"] == expected["scheduler"]
-    for group, other in zip(found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True):
-        assert group == other
-    for index, state in expected["optimizer"]["state"].items():
-        assert all(torch.equal(value, found["optimizer"]["state"][index][name]) for name, value in state.items())
-    assert torch.equal(found["random"][0], expected["random"][0])
-    assert found["random"][1:] == expected["random"][1:]
 
 
 def states(folder: Path) -> list[Path]:
@@ -1295,47 +1282,6 @@ class DiesAtFileOperation(TrainerCallback):
 
     def on_init_end(self, trainer, **kwargs):
         die_at_file_operation(self.number)
-
-
-FILE_OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
-
-
-def die_at_file_operation(number: int) -> None:
-    """Let this process be killed by the system right before its n-th operation on files."""
-    count = 0
-
-    def counted(operation: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*args, **kwargs)
-
-        return call
-
-    for name in FILE_OPERATIONS:
-        setattr(os, name, counted(getattr(os, name)))
-    builtins.open = counted(builtins.open)  # type: ignore[assignment]
-
-
-def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
-    """Run something in copies of this process, as the ranks of a job.
-
-    Returns their exit statuses, or minus the signal that killed them.
-    """
-    # The ranks meet here, as they do at torchrun's: a port that is looked for first may be taken by another test.
-    one = partial(torch.distributed.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = one() if processes > 1 else None
-
-    def run_as(rank: int) -> None:
-        if store is not None:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        action(rank)
-
-    return [fork.wait() for fork in [Fork(partial(run_as, rank), output) for rank in range(processes)]]
 
 
 @pytest.mark.soak

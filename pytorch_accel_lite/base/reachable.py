@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeGuard, TypeVar, get_args
 from zlib import crc32
@@ -17,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pytorch_accel_lite.base.environment import LIBRARIES, is_in_this_package, is_of_library
+from pytorch_accel_lite.base.origins import is_in_this_package, is_installed, users_classes
 
 T = TypeVar("T")
 
@@ -28,7 +26,6 @@ _GENERATORS = get_args(RandomGenerator)
 _DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _MOST_REACHED = 10_000  # objects
 _MOST_PARTS = 1000  # of a list or dict
-_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 
 #: What ``marks_of()`` returns: numbers and types, which refer to no data.
 Marks: TypeAlias = list[object]
@@ -112,12 +109,12 @@ def _names(slots: str | Iterable[str]) -> list[str]:
 
 def _of_its_class(item: object) -> Iterator[object]:
     """Yield generators that are class attributes, and what else the user has defined in the class: also its methods."""
+    users = users_classes(item)
     for kind in type(item).__mro__:
-        is_the_users = not is_of_library(kind.__module__)
         for value in vars(kind).values():
             if is_generator(value):
                 yield value
-            elif is_the_users:
+            elif kind in users:
                 function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
                 if is_a(function, FunctionType) or type(function).__module__ != "builtins":
                     yield function
@@ -144,16 +141,6 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from codes_in(constant)
-
-
-def is_installed(code: CodeType) -> bool:
-    """Whether code belongs to Python, to an installed package or to this one, rather than to the user's program."""
-    return _is_installed(code.co_filename)
-
-
-@lru_cache(maxsize=4096)
-def _is_installed(path: str) -> bool:
-    return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
 
 
 def marks_of(roots: Iterable[object]) -> Marks:

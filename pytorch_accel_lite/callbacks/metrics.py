@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from accelerate.utils import recursively_apply
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of

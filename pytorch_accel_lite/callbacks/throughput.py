@@ -10,8 +10,7 @@ from functools import partial
 import torch
 
 from pytorch_accel_lite.base.devices import DeviceTimer, Moment
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.checkpoint.trainability import lacks_groups
@@ -151,7 +151,7 @@ def load_attribute_states(
     if trainer.saves_attributes:
         load = partial(load_state, source=source, strict=strict)
         included = _included(trainer, optimizers, schedulers)
-        included |= {name: module for name, module in attributes.modules(trainer).items() if name in states}
+        included |= {name: module for name, module in attributes.other_modules(trainer).items() if name in states}
         if not is_final:  # optimizers get their groups from the starting events, or at the end
             included = {
                 name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))

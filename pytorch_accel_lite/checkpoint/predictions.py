@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import local_path
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, write_checkpoint, write_text

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal

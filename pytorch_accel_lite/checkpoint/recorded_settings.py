@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed, to_number
 from pytorch_accel_lite.base.types import JsonObject

@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.plain_objects import (
@@ -336,7 +335,7 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
     roots += [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
-    roots += attributes.registered(trainer).values()
+    roots += attributes.registered_objects(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [
         trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,

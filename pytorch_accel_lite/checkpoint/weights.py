@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import sums_of_bits
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import verify

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from types import FrameType
 
-from pytorch_accel_lite.base.environment import LIBRARIES
+from pytorch_accel_lite.base.origins import LIBRARIES
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep

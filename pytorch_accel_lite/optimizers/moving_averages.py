@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import local, reshard
+from pytorch_accel_lite.base.origins import warn_outside
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
 #: An average, the value of the model, and whether the value is trained.

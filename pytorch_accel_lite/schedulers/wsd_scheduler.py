@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
 from pytorch_accel_lite.schedulers.placeholders import Unresolved

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, find_batch_size
@@ -228,7 +227,7 @@ class CompiledForward:
 
     def _begin_replay(self, run: Run) -> None:
         """Start a replay of the CUDA graphs, which overwrite what they returned, such as gradients of this window."""
-        if run.window.steps > 1 and run.window.sizes is not None and self._last_cloned != run.progress.update:
+        if run.window.steps > 1 and run.window.has_gradients and self._last_cloned != run.progress.update:
             self._last_cloned = run.progress.update
             for parameter in optimized_parameters(self._trainer.optimizer):
                 if parameter.grad is not None:

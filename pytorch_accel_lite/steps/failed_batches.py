@@ -64,7 +64,7 @@ class GuardedStep(PlainStep):
         """Run the forward and backward pass on a batch, or undo it."""
         while True:
             before = StepSnapshot(trainer)
-            counted = run.window.sizes, run.window.items_per_batch
+            counted = run.window.counted
             self.averaged = list(before.gradients)
             outputs: list[BatchOutput] = []
             returned: list[BatchOutput] = []
@@ -85,7 +85,7 @@ class GuardedStep(PlainStep):
                 run.track_step(output if returned[0] is outputs[0] else merge_outputs(returned), batch)
                 return output
             before.close()
-            run.window.sizes, run.window.items_per_batch = counted
+            run.window.counted = counted
             if outcome == FAILED:
                 skip_batch(trainer, run, batch, error)
                 return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
@@ -90,7 +90,7 @@ class ManualStep(Step):
         run.loss_trackers.measure(batch, output["batch_size"])
         run.loss_trackers.num_items = self.items
         run.track_step(output, batch)
-        run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
+        run.window.has_gradients = True
         return output
 
     def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
@@ -137,7 +137,7 @@ class ManualStep(Step):
                 f"{run.window.steps}: it is ambiguous which of the two updates the gradients accumulate for. Add the "
                 "losses, or train without accumulation."
             )
-        if self.windows[name].sizes is None:
+        if not self.windows[name].has_gradients:
             _refuse_gradients(name, self.optimizers[name])
         samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
         total = samples if batch.total_samples is None else batch.total_samples
@@ -207,9 +207,9 @@ class ManualStep(Step):
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Count the update of a step, and step a scheduler shared by all optimizers."""
-        run.window.sizes = None
+        run.window.has_gradients = False
         for name, window in self.windows.items():
-            if window.sizes is not None:
+            if window.has_gradients:
                 raise RuntimeError(
                     f"update(optimizer={name!r}) was called in an accumulation window, but not in its last step, which "
                     "would have used the gradients. Call it in every step of a window, or train without accumulation."

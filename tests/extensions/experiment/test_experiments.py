@@ -34,9 +34,8 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.optimizers import muon_with_adamw
 from tests.extensions.experiment import parts
 from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
-from tests.tasks import equal, make_data, make_trainer, regression_data
-from tests.test_docs import blocks, write_files
-from tests.test_muon import deep_model
+from tests.pages import blocks, write_files
+from tests.tasks import deep_model, equal, make_data, make_trainer, regression_data
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
