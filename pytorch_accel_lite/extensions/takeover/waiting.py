@@ -45,7 +45,7 @@ def watch_waits(is_cut_off: Callable[[], bool], note_stuck: Callable[[], None]) 
                 if not look():
                     note_stuck()
                     raise LostConnectionError("Connection closed by peer: gloo waits for a process that is lost.")
-        return bool(wait(self))
+        return True
 
     work.wait = wait_or_fail
 
@@ -54,8 +54,10 @@ def _look_at_collective(work: Any, wait: Callable[..., object]) -> Callable[[], 
     def look() -> bool:
         try:
             wait(work, _LOOK)
-        except RuntimeError:  # also if it is over, with an error
-            return bool(work.is_completed())
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            wait(work)  # raises its error, if it has one
         return True
 
     return look
