@@ -93,8 +93,7 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
 
 
 def names_beside_model(trainer: TrainerLike) -> list[str]:
-    """Return what is trained besides the model: loss function and attributes by name, others by place in an
-    optimizer."""
+    """Return what is trained besides the model: the loss function and attributes by name, other objects by place."""
     parts = [name for name, owner in attributes.trained(trainer).items() if isinstance(owner, nn.Module)]
     learned = ["the loss function"] if loss_state(trainer) else []
     return [*learned, *parts, *attributes.hidden(trainer)]

@@ -20,8 +20,7 @@ _TYPES: dict[str, type] = {kind.__name__: kind for kind in _NUMBERS}
 
 
 def pack_columns(items: Iterable[Any]) -> Columns | None:
-    """Return items of one form as columns; ``None`` if the forms differ, or hold more than numbers, arrays and
-    tensors."""
+    """Return items of one form as columns; ``None`` for other items, or more than numbers, arrays and tensors."""
     items = [*items]
     first = items[0]
     kind = type(first)
