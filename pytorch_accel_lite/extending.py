@@ -41,7 +41,7 @@ from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import merge_outputs
-from pytorch_accel_lite.loop.held_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -50,10 +50,12 @@ from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.rates import layer_scales
-from pytorch_accel_lite.run.attributes import all_optimized_parameters
-from pytorch_accel_lite.run.attributes import modules as other_modules
-from pytorch_accel_lite.run.attributes import optimizers as other_optimizers
-from pytorch_accel_lite.run.attributes import registered as registered_objects
+from pytorch_accel_lite.run.attributes import (
+    all_optimized_parameters,
+    other_modules,
+    other_optimizers,
+    registered_objects,
+)
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue

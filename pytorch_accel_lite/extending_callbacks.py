@@ -48,9 +48,9 @@ from pytorch_accel_lite.distributed.hang_reports import HangWatch, Progressed
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
+from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.loop.layer_summary import summarise
-from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of, schedulers_in

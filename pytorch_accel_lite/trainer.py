@@ -44,13 +44,12 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, S
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
-from pytorch_accel_lite.extensions import blocks as blocks
+from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
-    arguments,
     collectives,
     compat,
     evaluation,
@@ -60,12 +59,13 @@ from pytorch_accel_lite.loop import (
     logged_values,
     prediction,
     preparing,
-    replicas,
     scheduling,
     training,
 )
-from pytorch_accel_lite.loop.arguments import check_parallelism
-from pytorch_accel_lite.loop.fit import LoaderArguments, fit
+from pytorch_accel_lite.loop.fit import fit
+from pytorch_accel_lite.loop.guards import arguments, replicas
+from pytorch_accel_lite.loop.guards.arguments import check_parallelism
+from pytorch_accel_lite.loop.lifecycle import LoaderArguments
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
@@ -607,8 +607,8 @@ class Trainer:
         :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
         :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
             memory for them. All processes must make the call.
-        :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
-            tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
+        :return: the outputs of the model, concatenated over all samples, as a tensor of shape ``(len(dataset), ...)``,
+            or as tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
         """
         return prediction.predict(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first

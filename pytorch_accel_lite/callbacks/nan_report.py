@@ -22,7 +22,7 @@ from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
+from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 

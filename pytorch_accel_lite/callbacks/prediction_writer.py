@@ -15,8 +15,7 @@ from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.splitting import to_cpu
-from pytorch_accel_lite.run.attributes import evaluating_optimizers
-from pytorch_accel_lite.run.attributes import modules as other_modules
+from pytorch_accel_lite.run.attributes import evaluating_optimizers, other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike

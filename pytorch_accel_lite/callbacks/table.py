@@ -103,7 +103,7 @@ class ProgressTableCallback(LogMetricsCallback):
             self._row_every = None  # on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
         set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
-        trainer.run.end.messages.append(lambda: self._end(trainer))
+        trainer.run.end.last_calls.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_epoch_start(trainer)
@@ -185,8 +185,9 @@ class ProgressTableCallback(LogMetricsCallback):
     def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
         with self._before_what_is_held():
             super().on_exception(trainer)
-        name = type(kwargs["exception"]).__name__
-        self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
+        error = kwargs["exception"]
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self._end(trainer, "Interrupted" if interrupted else f"Failed ({type(error).__name__})")
 
     def _end(self, trainer: TrainerLike, failure: str = "") -> None:
         run_table, self._table = self._table, None

@@ -274,8 +274,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         complete, self._complete = self._complete, None
         if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
-                end.messages.append(lambda: _requeue(trainer, pause))
-            end.messages.append(lambda: _explain_how_to_resume(trainer, complete, pause))
+                end.last_calls.append(lambda: _requeue(trainer, pause))
+            end.last_calls.append(lambda: _explain_how_to_resume(trainer, complete, pause))
 
     def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         try:

@@ -151,7 +151,7 @@ def load_attribute_states(
     if trainer.saves_attributes:
         load = partial(load_state, source=source, strict=strict)
         included = _included(trainer, optimizers, schedulers)
-        included |= {name: module for name, module in attributes.modules(trainer).items() if name in states}
+        included |= {name: module for name, module in attributes.other_modules(trainer).items() if name in states}
         if not is_final:  # optimizers get their groups from the starting events, or at the end
             included = {
                 name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))

@@ -104,7 +104,9 @@ def capture(
     parts = local_parts(shards) if sharded else None
     if not is_first:
         return CapturedState(local, parts)
-    return CapturedState(local, parts, *untie(tensors), large, shared, _collect_metadata(trainer))
+    weights, tied = untie(tensors)
+    metadata = _collect_metadata(trainer)
+    return CapturedState(local, parts, weights=weights, tied=tied, tensors=large, shared=shared, metadata=metadata)
 
 
 def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> StateDict:
@@ -125,7 +127,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
-        "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
+        "objects": {name: obj.state_dict() for name, obj in attributes.registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
         **run.step.state_dict(),
@@ -273,7 +275,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     run = trainer.current_run
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
-    load_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
+    load_each("registered object", attributes.registered_objects(trainer), shared["objects"], is_final=False)
     run.step.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
@@ -310,7 +312,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     for name in state.postponed:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
-    load_each("registered object", attributes.registered(trainer), state.shared["objects"])
+    load_each("registered object", attributes.registered_objects(trainer), state.shared["objects"])
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))

@@ -89,7 +89,7 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def _agree(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
+def _check_on_all_ranks(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
     """Check a file that a user has opened. Call it on every process.
 
     :raises TypeError: on all processes, if raised on any; likewise ``ValueError``
@@ -140,7 +140,7 @@ def _save_checkpoint(
 ) -> None:
     writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
     with naming(trainer.ranks, "save_checkpoint()"):
-        _agree(trainer, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
+        _check_on_all_ranks(trainer, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -250,7 +250,7 @@ def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
         check_open_file("checkpoint_path", file, to_write=False)
         checkpoint.update(read_checkpoint(file))
 
-    _agree(trainer, read)
+    _check_on_all_ranks(trainer, read)
     return checkpoint
 
 
@@ -324,7 +324,7 @@ def _save_model(
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
     with naming(trainer.ranks, "save_model()"):
-        _agree(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
+        _check_on_all_ranks(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)

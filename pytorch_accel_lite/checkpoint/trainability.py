@@ -110,13 +110,13 @@ def _modules(trainer: TrainerLike) -> Iterator[tuple[str, nn.Module]]:
 
 def _roots(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules that may be trained, by the prefix of the names of their parts: ``""`` for the model."""
-    others = {f"trainer.{name}": module for name, module in attributes.modules(trainer).items()}
+    others = {f"trainer.{name}": module for name, module in attributes.other_modules(trainer).items()}
     return {"": trainer.get_model(keep_torch_compile=False), **others}
 
 
 def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
     own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
-    return own | attributes.optimizers(trainer)
+    return own | attributes.other_optimizers(trainer)
 
 
 def _parts(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:

@@ -335,7 +335,7 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
     roots += [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
-    roots += attributes.registered(trainer).values()
+    roots += attributes.registered_objects(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [
         trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,

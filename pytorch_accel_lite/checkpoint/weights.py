@@ -276,9 +276,9 @@ def leave_out_frozen(model: nn.Module, state: StateDict, created: Mapping[str, i
 def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
     """Describe which weights of a model differ from those that were left out; empty if none do.
 
-    :param left_out: the fingerprints of these; ``None`` for unknown ones
-
     A collective operation if they are sharded.
+
+    :param left_out: the fingerprints of these; ``None`` for unknown ones
     """
     known = {name: number for name, number in left_out.items() if number is not None}
     frozen = {name: value for name, value in _parameters(model).items() if name in known}

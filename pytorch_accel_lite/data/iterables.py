@@ -94,6 +94,21 @@ class ReadInTurn(ShardedLoader):
         reason = tracker.obstacle or "the training state holds no position for this process"
         return f"The samples of this epoch that the run had already seen are read again from {tracker.name}: {reason}."
 
+    def read_again(self) -> None:
+        """Also check that the epoch can continue where it is.
+
+        :raises RuntimeError: if its position is unknown
+        """
+        super().read_again()
+        reads = self._reads_alone or self._ranks.rank == 0
+        if self.options.seed is None:
+            reason = "the run has no seed. Pass Trainer(seed=...)"
+        elif self._tracker is not None and self._tracker.position is None and reads:
+            reason = self.obstacle or "something else has read them meanwhile"
+        else:
+            return
+        raise RuntimeError(f"The training data cannot be read again from where this epoch is: {reason}.")
+
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if start:
             self._recalled = None

@@ -85,6 +85,7 @@ class ShardedLoader(ABC):
     seconds_waited = 0.0
     shared_by = ""
     undivided = ""
+    is_outdated = False  # whether what has been read ahead must be read again
     batch_size_before: int | None = None
     _has_named = False
 
@@ -179,6 +180,7 @@ class ShardedLoader(ABC):
         :param min_share: if the source can be indexed, the least number of samples that a process gets in a step,
             unless it gets none; capped at a full batch and at the samples available; the same on all processes
         """
+        self.is_outdated = False
         self._epoch = epoch
         self._steps_done = steps_done
         self._min_share = min_share
@@ -188,6 +190,13 @@ class ShardedLoader(ABC):
         if self.options.shares is not None and self.options.fill:
             steps = whole_steps(steps)
         return steps
+
+    def read_again(self) -> None:
+        """Let training drop what has been read ahead, and read the rest of the epoch as the data are now.
+
+        Call it after an update, on all processes.
+        """
+        self.is_outdated = True
 
     def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))

@@ -73,10 +73,10 @@ class _EpochShares:
         self._ranks = ranks
         self._options = options
         self.rows = rows
-        self.drawn: SourceState = {}  # identity of the epoch's order, see check_order
-        self.resumed: SourceState | None = None  # the same from the state that the next epoch resumes
-        self.read: EpochRead = {}  # identity of the latest epoch
-        self.recalled: EpochRead | None = None  # the same from the resumed state
+        self.order_id: SourceState = {}  # what identifies the order of the epoch, see check_order
+        self.resumed_order_id: SourceState | None = None
+        self.epoch_read: EpochRead = {}  # what identifies the epoch that was begun last
+        self.resumed_epoch_read: EpochRead | None = None
         self.planned = _Planned()
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
@@ -152,15 +152,15 @@ class _EpochShares:
         before = self._bring_sampler_to(epoch)
         state = None if seed is None else state_of_sampler(self.sampler)
         order = draw_order(self.sampler, self._ranks, seed, epoch, self._options.reported_epoch(epoch))
-        self.drawn = {"length": None if self.is_batched else find_length(self.sampler)}
+        self.order_id = {"length": None if self.is_batched else find_length(self.sampler)}
         # Without a seed, all processes have the order of the first one.
         drawn_by_user = order if isinstance(order, list) and seed is not None else None
-        if drawn_by_user is not None or self.resumed is not None:
-            check_order(self.sampler, drawn_by_user, self._ranks, self.drawn, self.resumed)
-            self.resumed = None
-        if before is not None and before["epoch"] == epoch and before["checksum"] != self.drawn.get("checksum"):
+        if drawn_by_user is not None or self.resumed_order_id is not None:
+            check_order(self.sampler, drawn_by_user, self._ranks, self.order_id, self.resumed_order_id)
+            self.resumed_order_id = None
+        if before is not None and before["epoch"] == epoch and before["checksum"] != self.order_id.get("checksum"):
             warn_of_other_order(self.sampler, epoch, is_left=True)
-        self.read = {"epoch": epoch, **self.drawn, "sampler": state}
+        self.epoch_read = {"epoch": epoch, **self.order_id, "sampler": state}
         return order
 
     def _bring_sampler_to(self, epoch: int) -> EpochRead | None:
@@ -168,9 +168,9 @@ class _EpochShares:
 
         :return: the epoch that the interrupted run had read last, if its sampler had an order like this one
         """
-        read, self.recalled = self.recalled, None
-        if read is None and self.resumed is not None:  # a state of an earlier version
-            read = {"epoch": epoch, **self.resumed}
+        read, self.resumed_epoch_read = self.resumed_epoch_read, None
+        if read is None and self.resumed_order_id is not None:  # a state of an earlier version
+            read = {"epoch": epoch, **self.resumed_order_id}
         seed, reported = self._options.seed, self._options.reported_epoch
         if read is None or seed is None or "checksum" not in read or hasattr(self.sampler, "order_of_epoch"):
             return None
@@ -341,16 +341,16 @@ class MapLoader(ShardedLoader):
         return list(indices)
 
     def position(self) -> SourceState:
-        return {"order": self._shares.resumed or self._shares.drawn}
+        return {"order": self._shares.resumed_order_id or self._shares.order_id}
 
     def epoch_read(self) -> SourceState:
-        return self._shares.recalled or self._shares.read
+        return self._shares.resumed_epoch_read or self._shares.epoch_read
 
     def recall(self, read: SourceState) -> None:
-        self._shares.recalled = read or None
+        self._shares.resumed_epoch_read = read or None
 
     def move_to(self, position: SourceState) -> str:
-        self._shares.resumed = position.get("order") if isinstance(position, dict) else None
+        self._shares.resumed_order_id = position.get("order") if isinstance(position, dict) else None
         return ""
 
     @property

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.lifecycle import close_failed
-from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
@@ -27,8 +27,7 @@ def run_training(trainer: TrainerLike, run: Run) -> None:
             close_failed(trainer, run, error, ended=run.end.has_begun)
         raise
     if not run.loop.is_ours:
-        for message in run.end.messages:
-            message()
+        run.end.make_last_calls()
         training.warn_of_weights(trainer, run)
 
 
@@ -71,8 +70,7 @@ def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
     def note_stop(trainer: TrainerLike, **kwargs: object) -> None:
         stop = sys.exc_info()[1]  # the event is fired where it is handled
         if not run.loop.is_ours and isinstance(stop, StopTrainingError):
-            run.end.reason, run.end.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
-            run.end.pause = stop if isinstance(stop, RunPausedError) else None
+            run.end.note(stop)
 
     listeners = trainer.callback_handler.listeners
     noted = {"on_training_run_end": note_end, "on_stop_training_error": note_stop}

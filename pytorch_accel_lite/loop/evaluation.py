@@ -17,12 +17,12 @@ from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
-from pytorch_accel_lite.loop.modes import call_start
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values

@@ -21,9 +21,9 @@ from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_b
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.guards.modes import leaving_as_found
 from pytorch_accel_lite.loop.left_out import OMITTED, before_step, begin_leaving_out, leave_out
 from pytorch_accel_lite.loop.lifecycle import create_config, create_eval_loaders, entering
-from pytorch_accel_lite.loop.modes import leaving_as_found
 from pytorch_accel_lite.loop.preparing import prepare_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
@@ -70,7 +70,8 @@ def inference_run(
         prepare_model(trainer, training=False)
         if run.outer is None:
             run.config = create_config(trainer, run, batch_size)
-            run.before = None if request.kind == "evaluation" else run.before
+            if request.kind == "evaluation":
+                run.stay()
         yield run
 
 

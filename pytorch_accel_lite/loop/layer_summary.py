@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction
-from pytorch_accel_lite.loop.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_data
 from pytorch_accel_lite.loop.inference import inference, inference_run
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike

@@ -9,7 +9,7 @@ from itertools import chain
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.data.batches import Batch, find_batch_size
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
-from pytorch_accel_lite.loop.explanations import explain, list_samples
+from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.snapshot import Snapshot
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.parts import LeftOut, LeftOutBatch

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,15 +28,15 @@ from pytorch_accel_lite.data.mixtures import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect
-from pytorch_accel_lite.loop.arguments import (
+from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
+from pytorch_accel_lite.loop.guards.arguments import (
     check_optimizers,
     check_same_call,
     check_same_on_all_ranks,
     check_training,
     settings_of,
 )
-from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
-from pytorch_accel_lite.loop.explanations import explain
+from pytorch_accel_lite.loop.guards.explanations import explain
 from pytorch_accel_lite.loop.left_out import begin_leaving_out
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
@@ -45,7 +45,7 @@ from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.epoch_comparisons import warn_of_comparisons
-from pytorch_accel_lite.run.events import NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
@@ -69,13 +69,21 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     _check_metrics(trainer, run)
 
 
-def find_data(
-    trainer: TrainerLike,
-    run: Run,
-    batch_size: int,
-    train_loader_kwargs: LoaderKwargs | None,
-    eval_loader_kwargs: LoaderKwargs | None,
-    resume_from: str | os.PathLike[str] | None,
+class LoaderArguments(NamedTuple):
+    """How a run reads its data.
+
+    :param batch_size: number of samples in a batch of one process
+    :param of_train: the user's arguments for the training loader
+    :param of_eval: the user's arguments for the evaluation loaders
+    """
+
+    batch_size: int
+    of_train: LoaderKwargs | None
+    of_eval: LoaderKwargs | None
+
+
+def prepare_data(
+    trainer: TrainerLike, run: Run, loaders: LoaderArguments, resume_from: str | os.PathLike[str] | None
 ) -> None:
     """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
     request = run.request
@@ -86,9 +94,9 @@ def find_data(
     if resume_from is not None:
         run.resumed = find_state(trainer, request.state_sources, resume_from)
     _seed(trainer, run)
-    create_train_loader(trainer, run, batch_size, train_loader_kwargs)
+    create_train_loader(trainer, run, loaders.batch_size, loaders.of_train)
     if run.data.eval_dataset is not None:
-        create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
+        create_eval_loaders(trainer, run, loaders.batch_size, loaders.of_eval)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
@@ -201,8 +209,8 @@ def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool
 # ------------------------------------------------------------------------------- its model, settings and start
 
 
-def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
-    """Prepare the model and the optimizer, and set up the accumulation window."""
+def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
     prepare_model(trainer, training=True)
     if not had_optimizer:
@@ -213,8 +221,8 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
         options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
         check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
     run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
-    steps, batch_size = run.accumulation.after(0), run.config.train_per_device_batch_size
-    run.window = GradientWindow(run.data.ranks, run.device, steps, batch_size)
+    nominal_size = run.config.train_per_device_batch_size
+    run.window = GradientWindow(run.data.ranks, run.device, run.accumulation.after(0), nominal_size)
     updates = run.config.max_num_train_steps
     if updates is not None and 0 < updates <= run.accumulation.last_change and run.ranks.rank == 0:
         warn_outside(
@@ -301,8 +309,8 @@ def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -
 
 def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
     """Start from the beginning or from a training state."""
-    was_mid_epoch = run.before is not None and run.before.progress.is_mid_epoch
-    run.before = None  # frees the previous run and its data
+    was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
+    run.stay()
     if reset_run_history:
         trainer.run_history.reset()
     elif was_mid_epoch:
@@ -334,11 +342,11 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
 def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
-    A run that has started sets its ``before`` to ``None``, and stays as the latest one.
+    A run that has started stays as the latest one: see ``Run.stay()``.
 
     :param call: the method that begins the run, which every process must call
     """
-    run.before = trainer.current_run
+    run.previous = trainer.current_run
     run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
     trainer.open_runs.append(run)
     trainer.current_run = run
@@ -352,9 +360,9 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
         shutdown.record_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
         raise
     finally:
-        if trainer.current_run is run and run.before is not None:
-            trainer.current_run = run.before
-        run.before = None
+        if trainer.current_run is run and run.previous is not None:
+            trainer.current_run = run.previous
+        run.previous = None
         run.resumed = None
         if run.schedule.initial_options:
             note_initial_options(trainer.optimizer, run.schedule.initial_options)
@@ -418,8 +426,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         else:
             trainer.evaluation_run_end()
             _call_ending_event(trainer, run, "on_evaluation_run_end")
-        for message in run.end.messages:
-            message()
+        run.end.make_last_calls()
     except BaseException as error:
         close_failed(trainer, run, error, ended)
         raise
@@ -429,14 +436,13 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
 
 def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
     """Note why a run is stopped, print it, and notify the callbacks."""
-    run.end.reason = reason = str(stop) or type(stop).__name__
-    run.end.stopped_by = stop.raised_by
-    run.end.pause = stop if isinstance(stop, RunPausedError) else None
+    run.end.note(stop)
+    reason = run.end.reason or ""
     if run.end.pause is not None:
         trainer.print(reason)
     else:
         text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
-        run.end.messages.append(lambda: trainer.print(text))
+        run.end.last_calls.append(lambda: trainer.print(text))
     _call_ending_event(trainer, run, "on_stop_training_error")
     run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # after a state has been saved
 

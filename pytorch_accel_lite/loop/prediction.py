@@ -23,8 +23,8 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import close_failed
@@ -236,15 +236,15 @@ def _outputs(
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
-                is_checked = _check_rows(batch, shares[-1])
+                is_checked = _warn_of_rows(batch, shares[-1])
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
             shares = []
 
 
-def _check_rows(batch: Batch, output: Tree) -> bool:
-    """Warn if no output has a row for each sample; return whether the batch was enough to tell."""
+def _warn_of_rows(batch: Batch, output: Tree) -> bool:
+    """Warn if no output has a row for each sample, and return whether the batch was enough to tell."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
     sizes = {batch.num_samples, find_batch_size(batch.data, batch.num_samples)}
@@ -263,11 +263,11 @@ def _check_rows(batch: Batch, output: Tree) -> bool:
 def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
     """Make the outer run of a prediction the current one while the caller uses a part of the prediction."""
     for parts in steps:
-        if run.before is not None:
-            trainer.current_run = run.before
+        if run.previous is not None:
+            trainer.current_run = run.previous
         try:
             yield parts
         finally:
             if run in trainer.open_runs:
-                run.before = trainer.current_run
+                run.previous = trainer.current_run
                 trainer.current_run = run

@@ -45,7 +45,7 @@ _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_
 def begin_schedule(trainer: TrainerLike, run: Run) -> None:
     """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates."""
     trainer.scheduler = None
-    run.schedule.final_rates = [] if run.before is None else run.before.schedule.final_rates
+    run.schedule.final_rates = [] if run.previous is None else run.previous.schedule.final_rates
     has_schedule = trainer.create_scheduler_fn is not None or "create_scheduler" in run.overridden
     if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
         _begin_from_initial_rates(trainer, run, has_schedule)
@@ -180,7 +180,7 @@ def step_after_epoch(trainer: TrainerLike) -> None:
 
 def _check_optimizer(trainer: TrainerLike) -> None:
     """Check that the schedulers change the rates of the trainer's optimizers, not of one that nobody steps."""
-    optimizers = (trainer.optimizer, *attributes.optimizers(trainer).values())
+    optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
     for name, scheduler in schedulers_in(trainer.scheduler).items():
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())

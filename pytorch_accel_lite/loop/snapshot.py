@@ -92,9 +92,11 @@ class StepSnapshot(Snapshot):
     def __init__(self, trainer: TrainerLike) -> None:
         super().__init__()
         model = trainer.get_model()
-        beside = attributes.modules(trainer).values()
+        beside = attributes.other_modules(trainer).values()
         parameters = [*model.parameters(), *optimized_parameters(trainer.optimizer)]
-        others = chain.from_iterable(optimized_parameters(other) for other in attributes.optimizers(trainer).values())
+        others = chain.from_iterable(
+            optimized_parameters(other) for other in attributes.other_optimizers(trainer).values()
+        )
         trained = dict.fromkeys(others)
         self.gradients = {parameter: parameter.grad for parameter in parameters}
         # The pass itself may use other gradients, so they are not set aside.
@@ -102,7 +104,9 @@ class StepSnapshot(Snapshot):
         self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
         steppers = [owner for owner in attributes.trained(trainer).values() if not isinstance(owner, nn.Module)]
-        self.keep_states([trainer.current_run.loss_trackers, *steppers, *attributes.registered(trainer).values()])
+        self.keep_states(
+            [trainer.current_run.loss_trackers, *steppers, *attributes.registered_objects(trainer).values()]
+        )
         self.keep_buffers([model, *beside])
         self.keep_tensors(trained)
         self.keep_generators()

@@ -15,8 +15,8 @@ from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_ou
 from pytorch_accel_lite.data.loss_shapes import check_loss
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.loop.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.gradients import parameters_not_in_model
+from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.snapshot import StepSnapshot
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.window import GradientWindow

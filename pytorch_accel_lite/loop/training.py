@@ -22,12 +22,12 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import evaluate_all, evaluate_if_due, start_evaluations
-from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.gradients import gradient_sync
+from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
+from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending
-from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
-from pytorch_accel_lite.loop.replicas import note_missing_gradients
-from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run import attributes
@@ -59,7 +59,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
             _describe_states(trainer, run)
             if run.data.eval_loader is not None:
                 check_evaluation(trainer, run)
-            over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
+            over = run.resumed is not None and _end_if_complete(trainer, run, run.resumed)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
             while not over and (run.progress.is_mid_epoch or not run.is_finished):
@@ -133,7 +133,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     # A callback may have replaced it.
     run.data.train_loader = loader = create_loader(trainer, run, run.data.train_loader, training=True)
     set_optimizer_modes(trainer, training=True)
-    least = smallest_share(trainer, run)
+    least = share_for_batch_norm(trainer, run)
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
     while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
@@ -162,7 +162,8 @@ def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Ba
 def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
 
-    :return: whether training is done; if not, the batches have to be read again, as the step repeats an update
+    :return: whether that is done; otherwise the batches have to be read again, as the step repeats an update, or the
+        data have changed
     """
     progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
@@ -171,6 +172,8 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
         if batch is not None and progress.step and run.evaluates_within_epochs:
             evaluate_if_due(trainer, run)  # the resumed run was stopped before or within it
         while batch is not None:
+            if loader.is_outdated:
+                return False
             if run.step.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
@@ -182,6 +185,8 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             if run.step.must_compare_replicas and progress.update:
                 run.step.must_compare_replicas = False
                 trainer.compare_replicas()
+            if loader.is_outdated:
+                return False
             begin = time.perf_counter()
             batch = next(batches, None) if progress.update < limit else None
             loader.seconds_waited += time.perf_counter() - begin
@@ -304,10 +309,10 @@ def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
         run.resumed = None
 
 
-def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Whether a resumed run has nothing left to do; prints the reason."""
+def _end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+    """End a resumed run that has nothing left to do, print why, and return whether it has."""
     about = state.metadata
-    if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
+    if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
         run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
@@ -317,8 +322,8 @@ def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     return False
 
 
-def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
-    """Whether a stopped run is longer now, or lacks the callback that stopped it; prints how to train it further."""
+def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
+    """Print whether a run that was stopped continues, as it is longer or without what stopped it, and return that."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
     source = about.get("stopped_by")
@@ -337,7 +342,7 @@ def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bo
     return False
 
 
-def smallest_share(trainer: TrainerLike, run: Run) -> int:
+def share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
     """Return the least number of samples that a process may get in a step, unless it gets none: two with batch norm.
 
     Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a

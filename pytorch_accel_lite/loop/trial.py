@@ -19,14 +19,14 @@ from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedD
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data, check_training
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data, check_training
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.lifecycle import begin_training, create_eval_loaders, create_train_loader, entering
+from pytorch_accel_lite.loop.lifecycle import create_eval_loaders, create_train_loader, entering, prepare_training
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
-from pytorch_accel_lite.loop.training import smallest_share, train_step
+from pytorch_accel_lite.loop.training import share_for_batch_norm, train_step
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory
@@ -146,7 +146,7 @@ class Trial:
         loader = self.run.data.required_train_loader
         for epoch in itertools.count(1):
             batch = None
-            for batch in loader.steps(epoch, min_share=smallest_share(self.trainer, self.run)):
+            for batch in loader.steps(epoch, min_share=share_for_batch_norm(self.trainer, self.run)):
                 yield batch
             if batch is None:
                 raise ValueError(
@@ -239,7 +239,7 @@ class Trial:
 
 
 def _begin(trainer: TrainerLike, run: Run, batch_size: int) -> None:
-    begin_training(trainer, run, batch_size)
+    prepare_training(trainer, run, batch_size)
     attributes.set_optimizer_modes(trainer, training=True)
 
 
@@ -264,7 +264,7 @@ def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     its steps may change them.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
-    owners += [*attributes.modules(trainer).values(), *attributes.trained(trainer).values()]
+    owners += [*attributes.other_modules(trainer).values(), *attributes.trained(trainer).values()]
     roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
     stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
     of_modules = chain.from_iterable(root.parameters() for root in roots)
@@ -273,7 +273,7 @@ def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
     before.set_gradients_aside(parameters)
-    before.keep_states([*stateful, *attributes.registered(trainer).values()])
+    before.keep_states([*stateful, *attributes.registered_objects(trainer).values()])
     before.keep_buffers(roots)
     before.keep_tensors(parameters)
     before.keep_generators()

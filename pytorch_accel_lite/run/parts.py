@@ -16,7 +16,7 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
-from pytorch_accel_lite.run.events import Failure, RunPausedError
+from pytorch_accel_lite.run.events import Failure, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 
@@ -111,7 +111,7 @@ class RunEnd:
     :ivar pause: the request to pause that stopped it
     :ivar has_begun: whether its ending events have begun, in a loop of an overridden ``_run_training``
     :ivar has_failed: whether an error has ended it
-    :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
+    :ivar last_calls: called when the run has ended without an error, after all callbacks have handled its end
     """
 
     reason: str | None = None
@@ -119,7 +119,17 @@ class RunEnd:
     pause: RunPausedError | None = None
     has_begun: bool = False
     has_failed: bool = False
-    messages: list[Callable[[], None]] = field(default_factory=list)
+    last_calls: list[Callable[[], None]] = field(default_factory=list)
+
+    def note(self, stop: StopTrainingError) -> None:
+        """Note what stops the run early."""
+        self.reason, self.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
+        self.pause = stop if isinstance(stop, RunPausedError) else None
+
+    def make_last_calls(self) -> None:
+        """Make the last calls, in the order in which they were asked for."""
+        for call in self.last_calls:
+            call()
 
     @property
     def is_regular(self) -> bool:

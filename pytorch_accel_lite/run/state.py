@@ -373,7 +373,7 @@ class Run:
     resumed: TrainingState | None = None
 
     # Of the trainer.
-    before: Run | None = None  # the run that is current again when this one ends
+    previous: Run | None = None  # the run that is current again when this one ends
     settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
     loop: LoopState = field(default_factory=LoopState)
     latest: Latest = field(default_factory=Latest)
@@ -416,7 +416,7 @@ class Run:
             self,
             data=replace(self.data, made_loaders=WeakSet()),
             schedule=replace(self.schedule, initial_options=[]),
-            end=replace(self.end, messages=[]),
+            end=replace(self.end, last_calls=[]),
             loop=replace(self.loop, unrecorded=None),
             latest=replace(self.latest),
             batch=None,
@@ -425,6 +425,10 @@ class Run:
             recorded_losses={},
             left_out=None if self.left_out is None else LeftOut(self.left_out.phase),
         )
+
+    def stay(self) -> None:
+        """Stay the trainer's run after its end, as it has started, and free the previous one and its data."""
+        self.previous = None
 
     @property
     def required_config(self) -> TrainerRunConfig:

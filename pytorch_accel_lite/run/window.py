@@ -102,8 +102,9 @@ class GradientWindow:
         self._batch_size = batch_size
         #: Whether there are gradients that no update has used yet.
         self.has_gradients = False
-        #: The nominal size of the window, and its true size so far.
-        self.sizes: tuple[float, Count] = 1, 0
+        #: The number of items in a full window, and that of this window so far.
+        self.nominal_size: float = 1
+        self.true_size: Count = 0
         #: Whether a step has begun that has not been counted yet.
         self.is_in_step = False
         #: Whether batches are split into parts, which must be weighted even with one process.
@@ -122,13 +123,18 @@ class GradientWindow:
         return not (self.has_gradients or self.is_in_step)
 
     @property
-    def counted(self) -> tuple[bool, tuple[float, Count], float | None]:
+    def counted(self) -> tuple[bool, float, Count, float | None]:
         """The counts of the window so far; set them to count a batch anew."""
-        return self.has_gradients, self.sizes, self.items_per_batch
+        return self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch
 
     @counted.setter
-    def counted(self, counted: tuple[bool, tuple[float, Count], float | None]) -> None:
-        self.has_gradients, self.sizes, self.items_per_batch = counted
+    def counted(self, counted: tuple[bool, float, Count, float | None]) -> None:
+        self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch = counted
+
+    def reset(self) -> None:
+        """Begin a window without gradients."""
+        self.has_gradients = False
+        self.nominal_size, self.true_size = 1, 0
 
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss weighted by its share of the window.
@@ -139,7 +145,7 @@ class GradientWindow:
         """
         self.has_gradients = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
-            self.sizes = 1, 1
+            self.nominal_size = self.true_size = 1
             return loss
         local: Count = num_samples
         added: Count = total_samples
@@ -152,10 +158,11 @@ class GradientWindow:
                 self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
             nominal = self.items_per_batch
         elif self.steps == 1 and total_samples and not (self.is_split or self.is_guarded):
-            self.sizes = total_samples, total_samples
+            self.nominal_size = self.true_size = total_samples
             share = num_samples * self._ranks.world_size / total_samples
             return loss if share == 1 else loss * share
-        self.sizes = nominal * self.steps * self._ranks.world_size, self.sizes[1] + added
+        self.nominal_size = nominal * self.steps * self._ranks.world_size
+        self.true_size = self.true_size + added
         return loss * (local / (nominal * self.steps))
 
     def finish(self, optimizer: Optimizer) -> Count:
@@ -163,8 +170,8 @@ class GradientWindow:
 
         :return: the factor by which the gradients were multiplied
         """
-        nominal, true = self.sizes
-        self.has_gradients, self.sizes = False, (1, 0)
+        nominal, true = self.nominal_size, self.true_size
+        self.has_gradients, self.nominal_size, self.true_size = False, 1, 0  # as reset(), without a call in every step
         if self.items_per_batch is not None:
             true = self._total_items(true)
         if isinstance(true, torch.Tensor):

@@ -95,7 +95,7 @@ class ReplayingStep(PlainStep):
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=run.device)
         with Snapshot() as before, torch.enable_grad():  # the batches are already counted
-            before.keep_buffers([trainer.get_model(), *attributes.modules(trainer).values()])
+            before.keep_buffers([trainer.get_model(), *attributes.other_modules(trainer).values()])
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
             before.enter_context(replaced(run, **counts))

@@ -50,6 +50,8 @@ class Victim(TrainerCallback):
         self.counts: dict[str, int] = {}
         self.changes: list[Any] = []
         self.training = 0
+        self.computed: dict[tuple[int, int], set[int]] = {}  # the generations in which each update was computed
+        self.committed: list[tuple[int, int]] = []
 
     def reach(self, event: str) -> None:
         number = self.counts[event] = self.counts.get(event, 0) + 1
@@ -60,6 +62,8 @@ class Victim(TrainerCallback):
         self.reach("changed")
 
     def on_backward_start(self, trainer, **kwargs):
+        update = self.training, trainer.progress.update
+        self.computed.setdefault(update, set()).add(trainer.ranks.generation)
         self.reach("forward")
 
     def on_backward_end(self, trainer, **kwargs):
@@ -72,6 +76,7 @@ class Victim(TrainerCallback):
 
     def on_optimizer_step_end(self, trainer, **kwargs):
         self.reach("update")
+        self.committed.append((self.training, trainer.progress.update))
         if CONFIG.get("marks"):
             with open(FOLDER / f"updates.{os.getpid()}", "a") as file:
                 file.write(f"{self.training} {trainer.progress.update} {trainer.ranks.world_size}\n")
@@ -166,7 +171,10 @@ def main() -> None:
         callbacks += get_default_callbacks()
         if "RunLogCallback" in shipped.__all__:  # otherwise its extension has been deleted
             callbacks.append(shipped.RunLogCallback(str(FOLDER / "log")))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if CONFIG.get("two_optimizers"):
+        body, head = model.layers[:2].parameters(), model.layers[4].parameters()
+        optimizer = {"body": torch.optim.AdamW(body, lr=1e-2), "head": torch.optim.SGD(head, lr=1e-1, momentum=0.9)}
     trainer = Logging(
         model, nn.CrossEntropyLoss(), optimizer, callbacks, seed=0, logical_processes=CONFIG.get("logical", 4)
     )
@@ -189,7 +197,10 @@ def main() -> None:
     for _ in range(CONFIG.get("trainings", 1)):
         train()
     predicted = trainer.predict(TensorDataset(x[:37]), dataloader_kwargs={"num_workers": 0})
-    state = [value for states in optimizer.state_dict()["state"].values() for value in states.values()]
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer.values()]
+    state = [
+        value for each in optimizers for states in each.state_dict()["state"].values() for value in states.values()
+    ]
     result = {
         "weights": digest(model.state_dict().values()),
         "optimizer": digest(state),
@@ -199,6 +210,8 @@ def main() -> None:
     }
     goodput = trainer.goodput
     own = {"changes": victim.changes, "rank": trainer.ranks.rank, "world_size": trainer.ranks.world_size}
+    again = sum(len(generations) > 1 for generations in victim.computed.values())
+    own |= {"again": again, "committed": victim.committed}
     own |= {"takeovers": goodput.takeovers, "seconds": goodput.seconds["takeover"], "time": str(goodput)}
     (FOLDER / f"result.{os.getpid()}.json").write_text(json.dumps({"result": result, **own}))
 

@@ -45,11 +45,11 @@ def held_bytes(trainer: TrainerLike) -> dict[str, int]:
 
     Includes all modules, optimizers and gradients of a trainer, also in attributes; of sharded ones, its own part.
     """
-    modules = [trainer.get_model(), *attributes.modules(trainer).values()]
+    modules = [trainer.get_model(), *attributes.other_modules(trainer).values()]
     parameters = [*chain.from_iterable(module.parameters() for module in modules)]
     parameters += attributes.all_optimized_parameters(trainer)
     buffers = chain.from_iterable(module.buffers() for module in modules)
-    optimizers = list(attributes.optimizers(trainer).values())
+    optimizers = list(attributes.other_optimizers(trainer).values())
     if trainer.optimizer is not None and is_created(trainer.optimizer):
         optimizers.append(trainer.optimizer)
     states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)

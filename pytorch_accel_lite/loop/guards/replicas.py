@@ -96,7 +96,7 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str
 def _names(trainer: TrainerLike) -> dict[int, str]:
     """Return the names of the parameters in the trainer's modules, by their ids."""
     names: dict[int, str] = {}
-    for prefix, module in {"": unwrap(trainer.model), **attributes.modules(trainer)}.items():
+    for prefix, module in {"": unwrap(trainer.model), **attributes.other_modules(trainer)}.items():
         for name, parameter in module.named_parameters(prefix):
             names.setdefault(id(parameter), name)
     return names

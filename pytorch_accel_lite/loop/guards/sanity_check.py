@@ -22,7 +22,7 @@ from pytorch_accel_lite.data.apart import can_read_apart, datasets_in, read_apar
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
 from pytorch_accel_lite.run import attributes
@@ -85,7 +85,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _modules(trainer: TrainerLike) -> list[nn.Module]:
     """Return the model, the loss function and other modules of a trainer, with all their parts."""
-    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.modules(trainer).values()]
+    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.other_modules(trainer).values()]
     return list(dict.fromkeys(part for root in roots if isinstance(root, nn.Module) for part in root.modules()))
 
 

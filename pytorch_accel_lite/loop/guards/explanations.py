@@ -20,7 +20,7 @@ from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.data.sources import Index, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
-from pytorch_accel_lite.loop.held_memory import advise_on_memory, describe_memory
+from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 

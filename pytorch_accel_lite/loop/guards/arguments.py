@@ -240,7 +240,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
     in_optimizer = optimized_parameters(trainer.optimizer)
-    modules = [model, *attributes.modules(trainer).values()]
+    modules = [model, *attributes.other_modules(trainer).values()]
     in_modules = {parameter for module in modules for parameter in module.parameters()}
     if in_optimizer and in_modules.isdisjoint(in_optimizer):
         warn_outside(
@@ -308,7 +308,7 @@ def check_data(
             sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *other_parts.values())]
             is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
             options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
-        _refuse_options(name_of_part, part, options)
+        _refuse_options(*next(iter(parts.items())), options)
 
 
 def _check_loader_kwargs(name: str, arguments: LoaderKwargs) -> None:

@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.types import Tree
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.fspath(Path(__file__).parents[1]) + os.sep
+_OURS = os.fspath(Path(__file__).parents[2]) + os.sep
 
 
 def are_finite(value: Tree) -> torch.Tensor:
@@ -50,7 +50,10 @@ class OperationWatch(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
-        """:param hooks: removes the hooks of the model when it is closed"""
+        """Watch the operations of a model.
+
+        :param hooks: removes the hooks of the model when it is closed
+        """
         super().__init__()
         self.found: dict[str, str] = {}
         self._layers: list[str] = []  # with forward passes in progress, from the outermost
