@@ -63,7 +63,7 @@ def store_of(url: str) -> Store:
     scheme = url.partition("://")[0]
     store = STORES.get(scheme, STORES.get("*"))
     if store is None:
-        raise ValueError(f"What is at {url!r} {is_not_there('remote')}")
+        raise ValueError(f"The store of {url!r} {is_not_there('remote')}")
     return store
 
 
