@@ -23,6 +23,7 @@ from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_duration, to_number, visible, wrapped
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
@@ -62,7 +63,6 @@ from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.time_budget import TimeBudget
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 from pytorch_accel_lite.run.window import Count
 
 __all__ = [

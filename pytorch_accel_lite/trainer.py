@@ -22,6 +22,7 @@ from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
+from pytorch_accel_lite.base.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -80,7 +81,6 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
 from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_to_change
-from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (

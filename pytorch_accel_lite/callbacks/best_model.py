@@ -11,6 +11,7 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
@@ -18,7 +19,6 @@ from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 
 @suggest_arguments

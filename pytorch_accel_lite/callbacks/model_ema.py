@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
@@ -24,7 +25,6 @@ from pytorch_accel_lite.run.events import CallbackHandler, TrainerCallback, set_
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 
 @suggest_arguments

@@ -17,6 +17,7 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import as_file_name, folder_path
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.checkpoint.files import write_bytes
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.inference import inference
@@ -24,7 +25,6 @@ from pytorch_accel_lite.plotting.pictures import Picture, as_picture
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 _MAX_SHOWN = 100
 

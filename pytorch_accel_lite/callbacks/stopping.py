@@ -8,11 +8,11 @@ from typing import Literal
 
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 _CLEAR_CHANGE = 0.01  # fraction of the value before; not meant to be ignored in a small loss
 

@@ -14,6 +14,7 @@ from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible
@@ -27,7 +28,6 @@ from pytorch_accel_lite.run.job_queues import JOB_QUEUES
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 # Expected seconds for the first state, and the number of states to average for the next.
 _FIRST_PAUSE = 0.05

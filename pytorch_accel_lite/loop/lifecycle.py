@@ -36,6 +36,7 @@ from pytorch_accel_lite.loop.guards.arguments import (
     check_training,
     settings_of,
 )
+from pytorch_accel_lite.loop.guards.epoch_comparisons import warn_of_comparisons
 from pytorch_accel_lite.loop.guards.explanations import explain
 from pytorch_accel_lite.loop.left_out import begin_leaving_out
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
@@ -44,7 +45,6 @@ from pytorch_accel_lite.loop.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
-from pytorch_accel_lite.run.epoch_comparisons import warn_of_comparisons
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training

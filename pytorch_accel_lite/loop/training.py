@@ -171,9 +171,8 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             batch = next(batches, None) if progress.update < limit else None
         if batch is not None and progress.step and run.evaluates_within_epochs:
             evaluate_if_due(trainer, run)  # the resumed run was stopped before or within it
-        while batch is not None:
-            if loader.is_outdated:
-                return False
+        is_outdated = loader.is_outdated  # by that evaluation
+        while batch is not None and not is_outdated:
             if run.step.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
@@ -185,12 +184,12 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             if run.step.must_compare_replicas and progress.update:
                 run.step.must_compare_replicas = False
                 trainer.compare_replicas()
-            if loader.is_outdated:
-                return False
-            begin = time.perf_counter()
-            batch = next(batches, None) if progress.update < limit else None
-            loader.seconds_waited += time.perf_counter() - begin
-    return True
+            is_outdated = loader.is_outdated
+            if not is_outdated:
+                begin = time.perf_counter()
+                batch = next(batches, None) if progress.update < limit else None
+                loader.seconds_waited += time.perf_counter() - begin
+    return not is_outdated
 
 
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:

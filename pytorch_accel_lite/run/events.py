@@ -14,11 +14,11 @@ from pytorch_accel_lite.base.origins import checked_by, is_from_this_package, is
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.validation import check_booleans
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.plotting.pictures import Picture
-from pytorch_accel_lite.run.unknown_names import events_meant, suggest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.settings import RunRequest
