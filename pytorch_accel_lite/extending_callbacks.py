@@ -1,6 +1,6 @@
-"""What the built-in callbacks are written with, besides what users have and what ``.extending`` offers.
+"""Names for the built-in callbacks, besides the names for users and those of ``.extending``.
 
-Each of them is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
+Each callback is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
 """
 
 from pytorch_accel_lite.base.bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
@@ -66,7 +66,7 @@ from pytorch_accel_lite.run.time_budget import TimeBudget
 from pytorch_accel_lite.run.window import Count
 
 __all__ = [
-    # What events pass, and what states hold.
+    # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
     "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "ShowOutputsCallback", "TimeBudget",
@@ -80,7 +80,7 @@ __all__ = [
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
     "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
     "try_counting_flops",
-    # Devices, which no step waits for, and processes that wait for each other.
+    # Devices without waiting, and processes that wait for each other.
     "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
     "mixed_precision", "to_float",
     # Files.

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import TerminateOnNaNCallback
 from tests.ranks import IN_ORDER, Recorder, global_batch, rank, world_size
-from tests.tasks import quiet_trainer, regression_data, small_model, weights
+from tests.tasks import listener, quiet_trainer, regression_data, small_model, weights
 
 
 class Contrastive(Trainer):
@@ -93,6 +93,10 @@ def tokens() -> Any:
     return results
 
 
+def note_rate(rates: list[float], trainer: Trainer) -> None:
+    rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+
 def schedule() -> Any:
     """Updates and learning rates of runs limited to seven updates, and of whole epochs."""
     results = {}
@@ -101,13 +105,8 @@ def schedule() -> Any:
         for limit in (7, None):
             model = small_model()
             trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-            rates = []
-
-            class Rates(TrainerCallback):
-                def on_optimizer_step_start(self, trainer, rates=rates, **kwargs):
-                    rates.append(trainer.optimizer.param_groups[0]["lr"])
-
-            trainer.callback_handler.add_callback(Rates())
+            rates: list[float] = []
+            trainer.callback_handler.add_callback(listener(on_optimizer_step_start=partial(note_rate, rates)))
             total = placeholders.MAX_NUM_TRAIN_STEPS
             if limit is None:
                 total = placeholders.NUM_EPOCHS * placeholders.NUM_UPDATE_STEPS_PER_EPOCH
@@ -157,14 +156,14 @@ def nan_on_one_rank() -> Any:
 
 
 class StopsAt(TrainerCallback):
-    """Asks for the end of the run at an event, on the last rank only."""
+    """Asks for the end of the run at an event, after a number of updates if given, on the last rank only."""
 
-    def __init__(self, event: str, update: int) -> None:
+    def __init__(self, event: str, update: int | None = None) -> None:
         self.update = update
         setattr(self, event, self.stop)
 
     def stop(self, trainer, **kwargs):
-        if trainer.progress.update == self.update and rank() == world_size() - 1:
+        if self.update in (None, trainer.progress.update) and rank() == world_size() - 1:
             raise StopTrainingError("enough")
 
 

@@ -23,6 +23,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 
 
 def regression_data(size: int = 37, features: int = 5, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """Data for ``small_model`` and ``quiet_trainer``: float64, AdamW by default, for tests that compare numbers."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(size, features, generator=generator, dtype=dtype)
     y = x.sin().sum(1, keepdim=True) + 0.1 * torch.randn(size, 1, generator=generator, dtype=dtype)
@@ -123,7 +124,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 def make_data(size: int = 6) -> TensorDataset:
-    """A few samples in single precision."""
+    """Data for ``make_model`` and ``make_trainer``: few samples, float32, SGD, for tests of anything but numbers."""
     return regression_data(size, features=4, dtype=torch.float32)
 
 

@@ -1588,7 +1588,7 @@ def test_a_job_can_return_to_a_queue_of_the_users_own(tmp_path, monkeypatch, cap
 def test_without_any_queue_the_error_names_the_extension(tmp_path, monkeypatch):
     for name in [*JOB_QUEUES]:
         monkeypatch.delitem(JOB_QUEUES, name)
-    with pytest.raises(ValueError, match="requeue=True is of the extension 'slurm', which is not there"):
+    with pytest.raises(ValueError, match="requeue=True belongs to the extension 'slurm', which is not installed"):
         SaveTrainingStateCallback(tmp_path, requeue=True)
 
 
@@ -1634,5 +1634,5 @@ def test_states_and_models_lie_in_a_store_of_the_users_own(tmp_path, monkeypatch
 def test_without_any_store_the_error_names_the_extension(monkeypatch):
     for name in [*STORES]:
         monkeypatch.delitem(STORES, name)
-    with pytest.raises(ValueError, match="is of the extension 'remote', which is not there"):
+    with pytest.raises(ValueError, match="belongs to the extension 'remote', which is not installed"):
         SaveTrainingStateCallback("s3://bucket/run")

@@ -30,9 +30,9 @@ def cores_per_process(processes: int) -> int:
 
 
 def in_notebook() -> bool:
-    """Whether this program runs in an IPython kernel that shows what it displays, rather than merely importing IPython.
+    """Whether this program runs in an IPython kernel that shows displays, rather than merely importing IPython.
 
-    Of a process forked by a kernel, as by Accelerate's ``notebook_launcher``, Jupyter shows only the text.
+    In processes forked by a kernel, as by Accelerate's ``notebook_launcher``, Jupyter shows only text.
     """
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
@@ -41,7 +41,7 @@ def in_notebook() -> bool:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal; ``None`` is not."""
+    """Whether a stream is a terminal; ``None`` is not one."""
     return bool(stream is not None and stream.isatty())
 
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with an underscore, and is none of Python's own, such as ``__init__``."""
+    """Whether a name begins with an underscore and is not one of Python's own, such as ``__init__``."""
     return name.startswith("_") and not name.endswith("__")
 
 
@@ -25,7 +25,7 @@ def find_length(thing: object) -> int | None:
 
 
 def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
-    """Return an object and those of a kind inside it: its attributes, and the elements of lists and dicts among them.
+    """Return an object and the objects of a kind inside it: in attributes, and in lists and dicts among them.
 
     Lists that begin with an object of another kind are not searched, as they may be long.
     """
@@ -43,7 +43,7 @@ def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
 
 
 def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the elements that have memory of their own, as torch writes only to these; see ``expand``."""
+    """Return a view of the elements with memory of their own. torch writes only to these; see ``expand``."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -69,7 +69,7 @@ _CHUNK = 1 << 22  # elements
 
 
 def sums_by_position(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a sum over each tensor that depends on where its elements are, too, unlike ``sums_of_bits()``."""
+    """Return a sum over each tensor that also depends on the positions of its elements, unlike ``sums_of_bits()``."""
     sums: list[torch.Tensor] = []
     for tensor in tensors:
         data = tensor.detach()

@@ -61,7 +61,7 @@ def overridden_methods(instance: object) -> frozenset[str]:
 
 
 def checked_by(error: BaseException) -> str:
-    """Return the module of this package whose check raised an error, whose message needs no notes; or nothing."""
+    """Return the module of this package whose check raised an error, or nothing. Such an error needs no notes."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
     is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and is_in_this_package(module)
@@ -93,8 +93,8 @@ _CALLS_OF_MODULES = "torch.nn.modules.module"
 def hide_frames(error: BaseException) -> None:
     """In IPython, remove this package's frames from the traceback of an error, and torch's that only call modules.
 
-    What is left are lines of the user, of what these have called, and the check of ours that has raised the error.
-    Everything stays if the error comes from a line of this package that checks nothing.
+    The remaining frames are the user's, those that they have called, and the check of ours that raised the error. All
+    frames stay if the error comes from code of ours that is not a check.
     """
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:

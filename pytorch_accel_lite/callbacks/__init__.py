@@ -141,7 +141,7 @@ class _Callbacks(tuple[type[TrainerCallback], ...]):
 
 DEFAULT_CALLBACKS = get_default_callbacks()
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         raise missing(name, "callbacks")

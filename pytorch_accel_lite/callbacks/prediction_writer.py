@@ -110,7 +110,7 @@ def _indices_of_batch(trainer: TrainerLike) -> list[int]:
 def _fingerprint(trainer: TrainerLike) -> str:
     """Return a hash of the weights and buffers that predictions depend on. A collective operation if they are sharded.
 
-    They are the model's, and those of the trainer's other modules if its class computes the outputs.
+    These are the model's, and those of the trainer's other modules if its class computes the outputs itself.
     """
     modules = {"model": trainer.get_model(keep_torch_compile=False)}
     if is_overridden(trainer, "calculate_predict_batch_output"):

@@ -35,7 +35,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Replace the batch norms within a model, and return it; if the model itself is one, return its replacement."""
+    """Replace the batch norms in a model, and return it; if the model itself is one, return its replacement."""
     for module in model.modules():
         kind = type(module)
         if isinstance(module, _BatchNorm) and kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):

@@ -155,12 +155,12 @@ def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
 
 
 def _updated_objects(trainer: TrainerLike) -> StateDict:
-    """Return the objects that an update steps, with ``None`` for those that the trainer does not have."""
+    """Return the objects that an update steps, with ``None`` for missing ones."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
 def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None:
-    """Raise an error if an optimizer is of another class than in the state; older states lack the class."""
+    """Raise an error if the class of an optimizer differs from that in the state; older states lack it."""
     saved = state.shared.get("optimizer_classes", {})
     for name, optimizer in saved_optimizers(trainer).items():
         groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
@@ -174,7 +174,7 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
 
 
 def check_history(history: object) -> None:
-    """Warn if training states do not hold a user-defined history because it lacks methods for its state."""
+    """Warn if training states do not hold a user-defined history because it has no ``state_dict()``."""
     if not _is_saved(history):
         name = type(history).__name__
         warn_outside(
@@ -288,7 +288,7 @@ def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_fina
 
 
 def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
-    """Restore the history and what refers to its values, or only the epoch of a history that is not saved."""
+    """Restore the history and references to its values, or only the epoch of a history that is not saved."""
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
@@ -304,8 +304,8 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
 
     Also restores the attributes and registered objects again, as the starting events may have created or reset some, or
-    moved them to the device. With a different number of processes, generators are reseeded, and rank 0 gets the summed
-    losses of all ranks, unless the number of shares is fixed.
+    moved them to the device. If the number of processes has changed, generators are reseeded, and rank 0 gets the sum
+    of all ranks' losses, unless the number of shares is fixed.
     """
     _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
     add_missing_groups(trainer, state.shared.get("trainability", {}))

@@ -71,7 +71,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
-    """Warn on the first process if the weights that are being saved are not finite. Call it on every process."""
+    """Warn on the first process if the weights to save are not finite. Call it on every process."""
     with naming(trainer.ranks, f"{method}()"):
         are_finite = attributes.weights_are_finite(trainer)
     if not are_finite and trainer.accelerator.is_main_process:
@@ -90,9 +90,9 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
 
 
 def _check_on_all_ranks(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
-    """Look at a file that a user has opened. Call it on every process.
+    """Check a file that a user has opened. Call it on every process.
 
-    :raises TypeError: on all processes, if it is raised on any; likewise ``ValueError``
+    :raises TypeError: on all processes, if raised on any; likewise ``ValueError``
     """
 
     def find_problem() -> TypeError | ValueError | None:
@@ -151,7 +151,7 @@ def _save_checkpoint(
         if trainable_only and writes:
             checkpoint[FROZEN] = leave_out_frozen(model, weights)
         state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
-        if state is not None:  # an optimizer that has yet to be created has none
+        if state is not None:  # an optimizer that is not created yet has none
             checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
         if save_scheduler and trainer.scheduler is not None:
             checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
@@ -203,9 +203,9 @@ def load_checkpoint(
 
 
 def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str, str], wants_scheduler: bool) -> None:
-    """Say which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
+    """Print which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
 
-    :param options: those before it was loaded
+    :param options: the options before loading
     """
     if changes := describe_loaded(trainer, options, source):
         trainer.print(f"{changes} To keep those of this program, pass load_optimizer=False, or set them again.")
@@ -221,7 +221,7 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
 
     Call it on every process.
 
-    :param only_weights: whether the path may be that of a training state
+    :param only_weights: whether the path may be a training state
     """
     if not isinstance(path, (str, os.PathLike)):
         return _read_open_file(trainer, path)
@@ -237,13 +237,13 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
                 f"{os.fspath(path)!r} is a training state. Load it with trainer.load_training_state(directory), or "
                 "resume the run with train(resume_from=directory)."
             )
-        return read_learned(location)  # which is verified as a whole
+        return read_learned(location)  # verifies the whole state
     verify_weights(trainer, location)
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
 def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
-    """Return the content of an open file of this process, if those of all can be read. Call it on every process."""
+    """Return the content of this process's open file, if all processes can read theirs. Call it on every process."""
     checkpoint: StateDict = {}
 
     def read() -> None:
@@ -278,11 +278,11 @@ def save_model(
     Call it on every process. Sharded weights are gathered in the host memory of the first, which writes the files.
 
     :param path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
-        folders are created. A path that ends in ``.safetensors`` is that of one file, with the weights alone.
+        folders are created. A path that ends in ``.safetensors`` is a single file with the weights alone.
         So is an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves
-        open; what the others pass in its place is ignored.
-    :param trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves those of the
-        model as they are.
+        open; the other processes may pass anything.
+    :param trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves them in the model
+        as they are.
     :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
         "pipeline_tag": "image-classification"}``; see ``huggingface_hub.ModelCardData``
     :raises ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a
@@ -317,7 +317,7 @@ def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
 def _save_model(
     trainer: TrainerLike, path: PathOrFile, trainable_only: bool, write_beside: Callable[[Path], None] | None
 ) -> None:
-    """Save the weights in a directory, and what is written beside them, or as one file. Call it on every process.
+    """Save the weights in a directory with further files, or as one file. Call it on every process.
 
     :param write_beside: called on the first process with the directory, once the weights are in it; ``None`` for a file
     """
@@ -356,9 +356,9 @@ def _write_weights(
     form: Form | None,
     preprocessors: Iterator[object],
 ) -> None:
-    """Write weights as a safetensors file, or into a directory with what is beside them.
+    """Write weights as a safetensors file, or into a directory with further files.
 
-    :param form: how the model's library saves it, with what prepares its inputs; ``None`` for the weights alone
+    :param form: saves the model as its library does, with its preprocessors; ``None`` for the weights alone
     """
     if write_beside is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(

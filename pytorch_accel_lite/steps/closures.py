@@ -25,7 +25,7 @@ from pytorch_accel_lite.steps.manual import MANUAL
 
 
 def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
-    """Whether the trainer's class says that it does, or else seems to: only then are batches kept, which costs time."""
+    """Whether the trainer's class declares that it does, or seems to. Only then are batches kept, which costs time."""
     declared = trainer.recomputes_gradients
     return _names_recompute_gradients(trainer) if declared is None else declared
 
@@ -94,7 +94,7 @@ class ReplayingStep(PlainStep):
             raise _refusal("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=run.device)
-        with Snapshot() as before, torch.enable_grad():  # each batch has been counted already
+        with Snapshot() as before, torch.enable_grad():  # the batches are already counted
             before.keep_buffers([trainer.get_model(), *attributes.other_modules(trainer).values()])
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
