@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import are_sharded, class_of, preserving_modes
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.reprs import table as html_table
@@ -28,13 +29,14 @@ from pytorch_accel_lite.base.validation import check_choice, check_positive_numb
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible
-from pytorch_accel_lite.checkpoint.files import load_plain, write_bytes
+from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
     fingerprints,
+    leave_out_frozen,
     model_fingerprints,
     sharded_like,
     without_compile,
@@ -84,9 +86,10 @@ __all__ = [
     "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
     "mixed_precision", "to_float",
     # Files.
-    "BackgroundWriter", "PredictionFolder", "StrPath", "check_has_trainable", "check_states_are_possible",
-    "fingerprints", "load_plain", "model_fingerprints", "open_store", "parse_location", "sharded_like", "state_name",
-    "without_compile", "write_bytes",
+    "BackgroundWriter", "FROZEN", "PredictionFolder", "StrPath", "check_has_trainable", "check_states_are_possible",
+    "fingerprints", "is_quantised_by", "leave_out_frozen", "load_plain", "model_fingerprints", "open_store",
+    "parse_location", "plain_parts", "quantised_entries", "sharded_like", "state_name", "without_compile",
+    "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
     "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",

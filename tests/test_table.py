@@ -112,7 +112,7 @@ def test_without_a_watched_metric_the_loss_of_the_evaluation_is(capsys):
     assert "Best" not in "".join(printed(capsys))
 
 
-def test_the_best_is_that_of_the_model_even_if_its_average_is_saved(tmp_path, capsys):
+def test_the_marked_best_is_the_models_beside_a_saved_average(tmp_path, capsys):
     average = ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt")
     best = SaveBestModelCallback(tmp_path / "best.pt")
     train(make_trainer(table(average, best)), 2, eval_dataset=True)

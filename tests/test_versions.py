@@ -20,6 +20,7 @@ NOT_INSTALLED_THERE = {
     "onnxscript",
     "onnxruntime",
     "trackio",
+    "torchao",
 }  # see tests/oldest.txt
 
 

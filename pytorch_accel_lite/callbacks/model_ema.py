@@ -14,12 +14,14 @@ from torch.nn.parameter import is_lazy
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import file_path
+from pytorch_accel_lite.base.quantised import quantised_entries
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
-from pytorch_accel_lite.checkpoint.weights import sharded_like
+from pytorch_accel_lite.checkpoint.files import FROZEN
+from pytorch_accel_lite.checkpoint.weights import leave_out_frozen, sharded_like
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
 from pytorch_accel_lite.run.events import CallbackHandler, TrainerCallback, set_listening
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
@@ -198,7 +200,10 @@ class ModelEmaCallback(MetricWatcher):
         path = self.save_path
         module = self._average.module
         trainer.sync_buffers(module)
-        checkpoint = {"model_state_dict": model_state(module), "epoch": trainer.progress.epoch, **metrics}
+        weights = model_state(module)
+        left_out = leave_out_frozen(module, weights, only_quantised=True)
+        checkpoint = {"model_state_dict": weights, "epoch": trainer.progress.epoch, **metrics}
+        checkpoint |= {FROZEN: left_out} if left_out else {}
         writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # read late, as it may change
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if writes() else None)
 
@@ -206,11 +211,10 @@ class ModelEmaCallback(MetricWatcher):
         """Return the averaged weights, the number of updates, and the best value."""
         if self.ema is None:
             return self._loaded
-        return {
-            **super().state_dict(),
-            "module": dict(self.ema.module.state_dict()),
-            "num_updates": self.ema.num_updates,
-        }
+        weights = dict(self.ema.module.state_dict())
+        for name in quantised_entries(self.ema.module, weights):  # those of the model itself
+            del weights[name]
+        return {**super().state_dict(), "module": weights, "num_updates": self.ema.num_updates}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by ``state_dict()``. Outside a run, it is kept until there is an average."""
@@ -219,5 +223,6 @@ class ModelEmaCallback(MetricWatcher):
             super().load_state_dict(state)
             current = self.ema.module.state_dict()
             weights = {name: sharded_like(current.get(name), value) for name, value in state["module"].items()}
-            self.ema.module.load_state_dict(weights)
+            quantised = quantised_entries(self.ema.module, current)
+            self.ema.module.load_state_dict(weights, strict=not quantised)
             self.ema.num_updates = state["num_updates"]

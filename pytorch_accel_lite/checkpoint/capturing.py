@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from torch import nn
 
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.origins import warn_outside
@@ -27,6 +28,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.locations import read_state
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
+from pytorch_accel_lite.checkpoint.pretrained import base_of
 from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
 from pytorch_accel_lite.checkpoint.trainability import (
@@ -84,8 +86,10 @@ def capture(
     shared = _collect_shared(trainer, is_first, sharded) | {"extra": extra}
     model = trainer.get_model(keep_torch_compile=False)
     weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
-    if created is not None and (is_first or sharded):
-        shared[FROZEN] = leave_out_frozen(model, weights, created)
+    if is_first or sharded:
+        left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
+        if left_out or created is not None:
+            shared |= {FROZEN: left_out, "base": base_of(model)}
     shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded(value)}
     full = {name: value for name, value in weights.items() if not is_sharded(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
@@ -173,6 +177,17 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                 )
 
 
+def _check_left_out(model: nn.Module, state: TrainingState, left_out: Mapping[str, int | None]) -> None:
+    """Raise an error if a model does not have the frozen weights that are not in a state."""
+    if left_out and (others := describe_other_weights(model, left_out, state.directory)):
+        before, now = state.shared.get("base", ""), base_of(model)
+        base = f" The state began with {before!r}, this model with {now!r}." if before != now else ""
+        raise ValueError(
+            f"{others}{base} Create the model as it was in the run that saved the state: from the same pretrained "
+            "weights, or with the same seed."
+        )
+
+
 def check_history(history: object) -> None:
     """Warn if training states do not hold a user-defined history because it has no ``state_dict()``."""
     if not _is_saved(history):
@@ -256,11 +271,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     shared = state.shared
     left_out = shared.get(FROZEN, {})
     weights = fit_model_state(model, read_weights(state, current), state.directory, left_out=left_out)
-    if left_out and (others := describe_other_weights(model, left_out, state.directory)):
-        raise ValueError(
-            f"{others} Create the model as it was in the run that saved the state: from the same pretrained weights, "
-            "or with the same seed."
-        )
+    _check_left_out(model, state, left_out)
     for name, owner in _updated_objects(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
             if name == "optimizer" and lacks_groups(owner, shared[name]):

@@ -40,6 +40,14 @@ def has_adapters(model: nn.Module) -> bool:
     return _is_a(model, "peft", "PeftModel")
 
 
+def base_of(model: nn.Module) -> str:
+    """Return the name of the pretrained model that a model began with, as its library knows it; empty if unknown."""
+    configs = getattr(model, "peft_config", {}) if has_adapters(model) else {}
+    names = [getattr(config, "base_model_name_or_path", None) for config in configs.values()]
+    names.append(getattr(getattr(model, "config", None), "_name_or_path", None))
+    return next((name for name in names if isinstance(name, str) and name), "")
+
+
 def own_form(model: nn.Module) -> Form | None:
     """Return a function that saves a model in the form of its library. Warns if that would leave out trained weights.
 

@@ -148,8 +148,9 @@ def _save_checkpoint(
         _warn_of_weights(trainer, "save_checkpoint")
         weights = model_state(model, writes)
         checkpoint: StateDict = {"model_state_dict": weights}
-        if trainable_only and writes:
-            checkpoint[FROZEN] = leave_out_frozen(model, weights)
+        left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
+        if left_out:
+            checkpoint[FROZEN] = left_out
         state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
         if state is not None:  # an optimizer that is not created yet has none
             checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
@@ -334,10 +335,10 @@ def _save_model(
         _say_what_is_left_out(trainer, name_of(path))
 
         def write() -> None:
-            left_out = leave_out_frozen(model, weights) if trainable_only else {}
+            form = own_form(model) if write_beside is not None and not trainable_only else None
+            left_out = {} if form is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
             metadata = {FROZEN: json.dumps(left_out)} if left_out else {}
             if isinstance(location, (Path, str)):
-                form = own_form(model) if write_beside is not None and not trainable_only else None
                 preprocessors = iter(()) if form is None else preprocessors_of(trainer, model)
                 _write_weights(weights, location, metadata, write_beside, form, preprocessors)
                 if write_beside is not None and form is None and has_adapters(model) and isinstance(location, Path):

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import safetensors.torch
@@ -23,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.origins import warn_outside
+from pytorch_accel_lite.base.quantised import plain_parts, quantised_entries
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import verify
@@ -235,8 +237,16 @@ def fingerprints(tensors: Mapping[str, object]) -> dict[str, int]:
     """
     strided = {n: v for n, v in tensors.items() if isinstance(v, torch.Tensor) and v.layout is torch.strided}
     with_values = {name: value for name, value in strided.items() if not value.is_meta and not is_lazy(value)}
-    full = (full_state_dict(value, keep=True) for value in with_values.values())  # one at a time
-    return dict(zip(with_values, sums_of_bits(full), strict=True))
+    counts: list[int] = []
+
+    def parts() -> Iterator[torch.Tensor]:  # of one at a time
+        for value in with_values.values():
+            plain = plain_parts(full_state_dict(value, keep=True))
+            counts.append(len(plain))
+            yield from plain
+
+    sums = iter(sums_of_bits(parts()))
+    return {name: sum(islice(sums, count)) for name, count in zip(with_values, counts, strict=True)}
 
 
 def model_fingerprints(model: nn.Module) -> dict[str, int]:
@@ -256,21 +266,26 @@ def check_has_trainable(model: nn.Module) -> None:
         )
 
 
-def leave_out_frozen(model: nn.Module, state: StateDict, created: Mapping[str, int] | None = None) -> dict[str, int]:
+def leave_out_frozen(
+    model: nn.Module, state: StateDict, created: Mapping[str, int] | None = None, *, only_quantised: bool = False
+) -> dict[str, int]:
     """Remove the frozen parameters from the full state of a model, and return their fingerprints by name.
 
-    Buffers stay, as training changes them even if everything around them is frozen.
+    Buffers stay, as training changes them even if everything around them is frozen. Quantised weights never stay: they
+    cannot be trained, nor loaded into a model that has them already.
 
     :param created: fingerprints of weights that the loading program creates itself, such as pretrained ones; other
         weights stay. By default, all frozen parameters are removed.
+    :param only_quantised: whether to remove no others
     """
-    frozen = {name for name, parameter in _parameters(model).items() if not parameter.requires_grad}
+    left_out = fingerprints({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
+    if only_quantised:
+        return left_out
+    frozen = {name for name, value in _parameters(model).items() if not value.requires_grad and name in state}
     if created is not None:
         now = fingerprints({name: state[name] for name in frozen})
         frozen = {name for name, number in now.items() if created.get(name) == number}
-    prefixes = tuple(f"{name}." for name in frozen)  # quantised weights have further entries, such as "weight.absmax"
-    names = [name for name in state if name in frozen or name.startswith(prefixes)]
-    return fingerprints({name: state.pop(name) for name in names})
+    return left_out | fingerprints({name: state.pop(name) for name in [*state] if name in frozen})
 
 
 def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
@@ -281,8 +296,9 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None],
     :param left_out: the fingerprints of these; ``None`` for unknown ones
     """
     known = {name: number for name, number in left_out.items() if number is not None}
-    frozen = {name: value for name, value in _parameters(model).items() if name in known}
-    current = fingerprints(frozen)
+    current = fingerprints(
+        {name: value for name, value in without_compile(model.state_dict()).items() if name in known}
+    )
     others = [name for name, number in known.items() if current.get(name, number) != number]
     if not others:
         return ""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from pytorch_accel_lite.base.quantised import keep_as_they_are
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
@@ -47,6 +48,7 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
 
 def apply_model_options(trainer: TrainerLike) -> None:
     """Change the memory format of the model and compile it, in place, as requested, unless it is already compiled."""
+    keep_as_they_are(trainer.get_model())
     if not trainer.channels_last and trainer.compile_model is False:
         return
     model = trainer.get_model()

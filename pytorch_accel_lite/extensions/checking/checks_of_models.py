@@ -22,6 +22,7 @@ from pytorch_accel_lite.extending import (
     registered_objects,
     tensors_in,
 )
+from pytorch_accel_lite.extending_callbacks import plain_parts
 from pytorch_accel_lite.extensions.checking.probing import (
     TOLERANCE,
     Finding,
@@ -457,4 +458,8 @@ def _plain_tensors(probe: Probe) -> dict[str, torch.Tensor]:
 
 
 def _differ(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-    return [name for name in first if not torch.equal(first[name].nan_to_num(), second[name].nan_to_num())]
+    return [name for name in first if not all(map(_are_equal, plain_parts(first[name]), plain_parts(second[name])))]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -37,7 +37,7 @@ from pytorch_accel_lite.extending import (
     other_modules,
     split,
 )
-from pytorch_accel_lite.extending_callbacks import Count, accumulation_dtype, seed_all, to_float
+from pytorch_accel_lite.extending_callbacks import Count, accumulation_dtype, plain_parts, seed_all, to_float
 from pytorch_accel_lite.extensions.logical.gradient_sum import GradientSum
 from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses
 from pytorch_accel_lite.extensions.logical.sharded_gradients import ShardedGradients, is_fully_sharded
@@ -175,7 +175,8 @@ class LogicalStep(PlainStep):
         self._sharded.take_over(run.cleanup)
         self._find_buffers()
         parameters = self._sharded.without([*trainer.model.parameters(), *all_optimized_parameters(trainer)])
-        run.ranks.copy_from_first(list(dict.fromkeys([*parameters, *self._buffers()])))
+        plain = [part for parameter in dict.fromkeys(parameters) for part in plain_parts(parameter)]
+        run.ranks.copy_from_first(list(dict.fromkeys([*plain, *self._buffers()])))
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
         """Do nothing: the gradients and buffers of logical processes are the same on all."""

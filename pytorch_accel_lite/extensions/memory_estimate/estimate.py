@@ -21,6 +21,7 @@ from pytorch_accel_lite.extending import (
     find_batch_size,
     is_overridden,
 )
+from pytorch_accel_lite.extending_callbacks import is_quantised_by
 from pytorch_accel_lite.extensions.memory_estimate.fake_training import Scenario, measure_step
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import KINDS
 from pytorch_accel_lite.utils import format_bytes
@@ -127,6 +128,11 @@ def estimate_memory(
         raise RuntimeError(
             "estimate_memory() needs a plain Accelerator, and neither a job of several processes nor a process group. "
             "Start the script as a single one: python script.py, without a launcher."
+        )
+    if any(is_quantised_by(parameter, "bitsandbytes") for parameter in self.get_model().parameters()):
+        raise ValueError(
+            f"estimate_memory() computes without values, and {type(self.get_model()).__name__} has weights of "
+            "bitsandbytes, which cannot. Estimate the model in bfloat16, which takes more, or quantised by torchao."
         )
     size, kwargs = per_device_batch_size, train_dataloader_kwargs
     any_step = ("train_step", "closure")

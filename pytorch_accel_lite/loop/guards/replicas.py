@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.modules import unwrap
+from pytorch_accel_lite.base.quantised import all_plain_parts
 from pytorch_accel_lite.loop.gradients import updated_parameters
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -27,7 +28,9 @@ def compare_replicas(trainer: TrainerLike) -> None:
     names = _names(trainer)
     trained = _trained_parameters(trainer, names)
     parameters = trained | _frozen_parameters(trainer, trained)
-    sums = dict(zip(parameters, sums_of_bits(parameters.values()), strict=True))
+    parts = {name: all_plain_parts(parameter) for name, parameter in parameters.items()}
+    of_parts = iter(sums_of_bits(chain.from_iterable(parts.values())))
+    sums = {name: sum(islice(of_parts, len(plain))) for name, plain in parts.items()}
     if len(set(trainer.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
     learning = [name for name, parameter in trained.items() if parameter.requires_grad]
