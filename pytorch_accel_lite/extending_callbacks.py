@@ -1,6 +1,6 @@
-"""What the built-in callbacks are written with, besides what users have and what ``.extending`` offers.
+"""Names for the built-in callbacks, besides the names for users and those of ``.extending``.
 
-Each of them is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
+Each callback is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
 """
 
 from pytorch_accel_lite.base.bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
@@ -23,6 +23,7 @@ from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_duration, to_number, visible, wrapped
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
@@ -48,9 +49,9 @@ from pytorch_accel_lite.distributed.hang_reports import HangWatch, Progressed
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
+from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.loop.layer_summary import summarise
-from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of, schedulers_in
@@ -62,11 +63,10 @@ from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.time_budget import TimeBudget
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 from pytorch_accel_lite.run.window import Count
 
 __all__ = [
-    # What events pass, and what states hold.
+    # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
     "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "ShowOutputsCallback", "TimeBudget",
@@ -80,7 +80,7 @@ __all__ = [
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
     "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
     "try_counting_flops",
-    # Devices, which no step waits for, and processes that wait for each other.
+    # Devices without waiting, and processes that wait for each other.
     "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
     "mixed_precision", "to_float",
     # Files.

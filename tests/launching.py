@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import faulthandler
 import gc
 import importlib
@@ -485,3 +486,44 @@ def run_elastic_script(
     script = str(ROOT / path), None, "__main__"
     run = partial(run_elastic, processes, runpy.run_path, *script, max_restarts=max_restarts)
     return run_forked(run, *arguments, kind=EarlyFork)
+
+
+FILE_OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
+
+
+def die_at_file_operation(number: int) -> None:
+    """Let this process be killed by the system right before its n-th operation on files."""
+    count = 0
+
+    def counted(operation: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in FILE_OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    builtins.open = counted(builtins.open)  # type: ignore[assignment]
+
+
+def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
+    """Run something in copies of this process, as the ranks of a job.
+
+    Returns their exit statuses, or minus the signal that killed them.
+    """
+    # The ranks meet here, as they do at torchrun's: a port that is looked for first may be taken by another test.
+    one = partial(torch.distributed.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = one() if processes > 1 else None
+
+    def run_as(rank: int) -> None:
+        if store is not None:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        action(rank)
+
+    return [fork.wait() for fork in [Fork(partial(run_as, rank), output) for rank in range(processes)]]

@@ -942,5 +942,5 @@ def test_predictions_without_a_row_for_each_sample_are_named():
 def test_an_argument_of_an_extension_that_is_not_there_names_it(monkeypatch):
     for name in [*DIVISIONS]:
         monkeypatch.delitem(DIVISIONS, name)
-    with pytest.raises(ValueError, match="logical_processes=2 is of the extension 'logical', which is not there"):
+    with pytest.raises(ValueError, match="logical_processes=2 belongs to the extension 'logical', which is not"):
         make_trainer(logical_processes=2, seed=0)

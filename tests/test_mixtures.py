@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import Mixture, shard
+from tests.loaders import numbers, rank_of
 from tests.streams import SavesEachUpdate
 from tests.tasks import Stream, equal, largest_difference, make_trainer, weights
-from tests.test_data import numbers, rank_of
 
 
 class Numbers(Dataset[Any]):

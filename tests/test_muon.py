@@ -14,16 +14,10 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.optimizers import muon_with_adamw, split_parameters
 from tests.launching import HAS_MUON
 from tests.ranks import shared_folder, world_size
-from tests.tasks import alone, equal, hand_written_loop, largest_difference, regression_data, weights
+from tests.tasks import alone, deep_model, equal, hand_written_loop, largest_difference, regression_data, weights
 
 pytestmark = HAS_MUON
 DATA = regression_data(24)
-
-
-def deep_model() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    return layers.double()
 
 
 class LanguageModel(nn.Module):

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.base.unknown_names import HOOKS
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ModelEmaCallback,
@@ -24,7 +25,6 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.run.events import EVENTS
-from pytorch_accel_lite.run.unknown_names import HOOKS
 from tests.tasks import make_data, make_model, make_trainer, train
 
 INPUTS, TARGETS = make_data().tensors

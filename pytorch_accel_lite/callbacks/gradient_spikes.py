@@ -20,7 +20,7 @@ class GradientSpikeCallback(TrainerCallback):
     ``train_step``, each optimizer has its own. Reads one number from the device per update.
 
     :param factor: a norm larger than ``factor`` times the usual norm is a spike
-    :param warm_up_updates: number of updates at the start of a run of which only non-finite ones are skipped
+    :param warm_up_updates: number of updates at the start of a run during which only non-finite ones are skipped
     :param decay: decay of the average per update, between 0 and 1
     :param max_skips_in_a_row: number of consecutive spikes after which training counts as diverged and is stopped
     :ivar skipped: numbers of the skipped updates, counted from 1

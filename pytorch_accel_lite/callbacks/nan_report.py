@@ -1,4 +1,4 @@
-"""Finding out where a loss or a gradient that is not finite comes from, and repeating its step."""
+"""Finding the origin of a loss or gradient that is not finite, and repeating its step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
+from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -96,12 +96,12 @@ class NaNReportCallback(TrainerCallback):
         Resumes from the latest training state before it, trains up to the step, watches all operations of its
         accumulation window, and ends the run there. The weights, the samples and the random numbers are those of the
         run, bit by bit. Without a state, trains from the start, which needs a seed and a trainer that has not trained.
-        What else the callbacks of the trainer do, such as saving, they do again. Call it on every process.
+        The callbacks of the trainer do everything again, such as saving. Call it on every process.
 
         :param trainer: created as for the run, with a callback of this class
         :param report: path of the report
         :param args: the arguments of ``Trainer.train()``, as for the run
-        :return: where the numbers stopped being finite, on any process, which is also printed
+        :return: where the numbers stopped being finite, on any process; also printed
         :raises ValueError: if the step cannot be repeated, or if the trainer has no callback of this class
         """
         repeated = _Repetition(json.loads(Path(report).read_text()))
@@ -126,7 +126,7 @@ class NaNReportCallback(TrainerCallback):
             raise error
         first = min(by_rank, key=lambda found: found.step, default=None)
         if first is not None and first.step < (repeated.epoch, repeated.first) and repeated.state is not None:
-            return cls.repeat(trainer, first.report, *args, **kwargs)  # by which the weights of the report were spoilt
+            return cls.repeat(trainer, first.report, *args, **kwargs)  # it made the weights of the report non-finite
         origin = NonFinite() if first is None else first.origin
         trainer.print(f"{repeated.name.capitalize()} was repeated. {origin}")
         return origin
@@ -183,7 +183,7 @@ class NaNReportCallback(TrainerCallback):
             self._repetition.stop_watching()
         if self.check_gradients and trainer.accelerator.scaler is None:
             is_finite = math.isfinite(to_float(total_norm(trainer).detach()))
-            # The norm is the same on all processes; the cause may have been the loss of one of them.
+            # The norm is the same on all processes, but the cause may be the loss of one.
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")
 
@@ -257,7 +257,7 @@ class _StepIsOverError(NonFiniteLossError):
 
 
 class _Found(NamedTuple):
-    """What a process has found when it repeated a step: the epoch and step, its report, and the origin."""
+    """The result of a repeated step on a process: the epoch and step, its report, and the origin."""
 
     step: tuple[int, int]
     report: Path
@@ -296,7 +296,7 @@ class _Repetition:
             self.watch.watch_backward()
 
     def end_step(self, trainer: TrainerLike) -> None:
-        """End the run after the step, if its update has not done so."""
+        """End the run after the step, unless its update has done so."""
         self.stop_watching()
         if self.is_reached and (trainer.progress.epoch, trainer.progress.step) > (self.epoch, self.last):
             raise _StepIsOverError(f"All numbers in {self.name} were finite when it was repeated.")

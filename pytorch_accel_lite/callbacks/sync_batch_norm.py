@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -35,7 +35,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Replace the batch norms within a model, and return it; if the model itself is one, return its replacement."""
+    """Replace the batch norms in a model, and return it; if the model itself is one, return its replacement."""
     for module in model.modules():
         kind = type(module)
         if isinstance(module, _BatchNorm) and kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):

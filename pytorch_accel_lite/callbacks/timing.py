@@ -69,7 +69,7 @@ class TimingCallback(TrainerCallback):
 
     @contextmanager
     def _time(self, part: object) -> Iterator[None]:
-        """Count the time of a callback or a named phase, excluding nested times that are counted separately."""
+        """Count the time of a callback or a named phase, without separately counted nested times."""
         start = time.perf_counter()
         counted = self._counted
         try:
@@ -85,7 +85,7 @@ class TimingCallback(TrainerCallback):
             self._counted += seconds
 
     def _lap(self, phase: str | None) -> None:
-        """Add the time since the last mark that is not yet counted to a phase, and reset the mark."""
+        """Add the uncounted time since the last mark to a phase, and reset the mark."""
         now = time.perf_counter()
         if phase is not None:
             seconds = max(now - self._mark - (self._counted - self._mark_counted), 0.0)

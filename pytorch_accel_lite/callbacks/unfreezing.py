@@ -20,7 +20,7 @@ class GradualUnfreezingCallback(TrainerCallback):
 
     From Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018, arXiv:1801.06146).
     Layer groups are those of ``ModelFreezer``; groups without parameters do not
-    count. Frozen groups are kept in evaluation mode. Eventually all groups are unfrozen, including any that were frozen
+    count. Frozen groups are kept in evaluation mode. Eventually all groups are unfrozen, even if they were frozen
     before the run.
 
     Parameters missing from the optimizer are added to it before the scheduler is created, one parameter group per layer
@@ -57,7 +57,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         if is_created(trainer.optimizer):
             self._add_to_optimizer(trainer.optimizer, groups)
             self._unfreeze(model, 1)
-        else:  # it will be created from the parameters that require gradients, and the epoch freezes them afterwards
+        else:  # it will be created from all parameters that require gradients; the epoch freezes them later
             self._unfreeze(model, len(groups))
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -82,7 +82,7 @@ class GradualUnfreezingCallback(TrainerCallback):
             trainer.rewrap_model()
 
     def _num_trained(self, epoch: int) -> int:
-        """Return the number of groups to train in an epoch, which may be more than there are."""
+        """Return the number of groups to train in an epoch; may exceed the number of groups."""
         return 1 + (epoch - 1) // self.every_n_epochs
 
     def _unfreeze(self, model: nn.Module, count: int) -> bool:

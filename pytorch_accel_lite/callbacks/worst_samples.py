@@ -51,11 +51,11 @@ class WorstSamplesCallback(TrainerCallback):
     The losses stay on the device until the evaluation ends.
 
     :param k: number of samples to keep
-    :param loss: called as ``loss(model_outputs, targets)``; returns a loss, or the value of any metric that is larger
-        for worse samples, for each sample: a tensor of shape ``(batch_size, ...)``, whose further dimensions are
-        averaged, or a list. Defaults to the trainer's loss function with ``reduction="none"``.
+    :param loss: called as ``loss(model_outputs, targets)``; returns a loss for each sample, or any metric that is
+        larger for worse samples: a tensor of shape ``(batch_size, ...)``, whose further dimensions are averaged, or a
+        list. Defaults to the trainer's loss function with ``reduction="none"``.
     :param transform: called as ``transform(batch, batch_output)``; returns the outputs and the targets: tensors, dicts
-        of such, or lists with an element for each sample. Defaults to the model's output (or its ``logits``) and the
+        of tensors, or lists with an element for each sample. Defaults to the model's output (or its ``logits``) and the
         batch's second element (or its ``labels``).
     :param show: print a table after each evaluation
     :ivar samples: list of ``WorstSample``, largest loss first; a NaN loss counts as the largest
@@ -131,8 +131,8 @@ class WorstSamplesCallback(TrainerCallback):
     ) -> Figure:
         """Draw the samples, which must be images, as a contact sheet (extra ``plot``).
 
-        :param dataset: the evaluated dataset, or dict of datasets, whose samples are tuples that begin with an image of
-            shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+        :param dataset: the evaluated dataset, or dict of datasets. Samples are tuples that begin with an image of shape
+            ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
         :param path: where to save the picture; ``None`` does not save it
         :param classes: names of the classes
         :raises ValueError: if there is nothing to draw

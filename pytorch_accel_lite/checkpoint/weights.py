@@ -1,6 +1,6 @@
 """Full states of models and optimizers, as a single process would have them, even if the weights are sharded (FSDP2).
 
-Frozen weights may be left out: their fingerprints tell whether a model that loads the rest has the same ones.
+Frozen weights may be left out: their fingerprints show whether a model that loads the rest has the same ones.
 
 Sharded tensors are gathered, so a state saved by any number of processes, sharded or not, can be loaded by any other.
 The host memory of a saving process must hold all weights and the optimizer's state. Gathering is a collective
@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import sums_of_bits
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import verify
@@ -76,7 +76,7 @@ def fit_model_state(
     Prefixes that wrappers have left in the names are ignored.
 
     :param strict: ``False`` to warn of entries that do not fit and return the rest
-    :param left_out: entries that the state lacks on purpose: the model must have them, and keeps them
+    :param left_out: entries that the state lacks on purpose; the model must have them, and keeps them
     :raises ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     current = model.state_dict()
@@ -110,7 +110,7 @@ def fit_model_state(
 
 
 def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
-    """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel`` as fits the model best."""
+    """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel`` as fit the model best."""
     candidates = [without_compile(state)]
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
@@ -120,7 +120,7 @@ def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> St
 def verify_weights(trainer: TrainerLike, location: Path) -> None:
     """Compare a checkpoint, or a directory of safetensors files, with its own checksums, once on every machine.
 
-    Call it on every process. What is missing is left to those who read it.
+    Call it on every process. Missing files are left to the readers.
 
     :raises ValueError: on all processes, if a file is damaged on any of them; names the file
     """
@@ -141,9 +141,9 @@ def verify_weights(trainer: TrainerLike, location: Path) -> None:
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the safetensors files of the weights in a directory, and what else is stored with them.
+    """Return the safetensors files of the weights in a directory, and the metadata stored with them.
 
-    :raises FileNotFoundError: if there are none, or not all that the index names
+    :raises FileNotFoundError: if there are none, or if files in the index are missing
     """
     is_single_file = (directory / WEIGHTS).is_file()
     has_index = not is_single_file and (directory / _INDEX).is_file()
@@ -163,9 +163,9 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
 def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
     """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
 
-    :return: the content of a checkpoint. Weights that are tied in the model have all their names. Of adapters alone,
-        all other weights of the model are left out, whose fingerprints are not known.
-    :raises FileNotFoundError: if the directory has no weights, or not all that its index names
+    :return: the content of a checkpoint. Weights that are tied in the model have all their names. For adapters alone,
+        all other weights of the model count as left out, with unknown fingerprints.
+    :raises FileNotFoundError: if the directory has no weights, or if files in its index are missing
     :raises ValueError: if a file is damaged
     """
     if (directory / ADAPTERS).is_file() and has_adapters(model):
@@ -181,7 +181,7 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
 
 
 def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
-    """Read the adapters of a model that PEFT, or ``save_model()``, has saved."""
+    """Read the adapters of a model, saved by PEFT or ``save_model()``."""
     names = {key: name.replace(_COMPILED, "") for key, name in adapter_names(model).items()}
     weights = {}
     for file in sorted({file for file, _ in names}):
@@ -197,11 +197,11 @@ def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
 
 
 def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
-    """Load the full state of an optimizer, whose parameters may be sharded.
+    """Load the full state of an optimizer; its parameters may be sharded.
 
-    :raises ValueError: when it does not fit the optimizer's groups and parameters
+    :raises ValueError: if it does not fit the optimizer's groups and parameters
     """
-    groups = getattr(optimizer, "param_groups", ())  # an optimizer that has yet to be created keeps the state as it is
+    groups = getattr(optimizer, "param_groups", ())  # an optimizer that is not created yet keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
@@ -209,7 +209,7 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     }
     had = [group.keys() for group in groups]
     optimizer.load_state_dict({**state, "state": sharded})
-    # Options that a newer torch has added to an optimizer class are filled in by that class.
+    # The class fills in options that a newer torch has added to it.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
@@ -261,7 +261,7 @@ def leave_out_frozen(model: nn.Module, state: StateDict, created: Mapping[str, i
 
     Buffers stay, as training changes them even if everything around them is frozen.
 
-    :param created: fingerprints of weights that the loading program will create itself, such as pretrained ones; other
+    :param created: fingerprints of weights that the loading program creates itself, such as pretrained ones; other
         weights stay. By default, all frozen parameters are removed.
     """
     frozen = {name for name, parameter in _parameters(model).items() if not parameter.requires_grad}
@@ -274,11 +274,11 @@ def leave_out_frozen(model: nn.Module, state: StateDict, created: Mapping[str, i
 
 
 def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
-    """Describe which weights of a model are not those that were left out; empty if it has all of them.
-
-    :param left_out: their fingerprints; ``None`` for those that are not known
+    """Describe which weights of a model differ from those that were left out; empty if none do.
 
     A collective operation if they are sharded.
+
+    :param left_out: the fingerprints of these; ``None`` for unknown ones
     """
     known = {name: number for name, number in left_out.items() if number is not None}
     frozen = {name: value for name, value in _parameters(model).items() if name in known}

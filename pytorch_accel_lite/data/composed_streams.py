@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -25,8 +26,8 @@ _END = object()  # of a stream
 class ShuffledStream(IterableDataset[Sample]):
     """A stream whose samples are shuffled block by block, so that a resumed run rereads only one block.
 
-    The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while a block is
-    read. A stream that is not stateful is read again from its beginning.
+    The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while reading a
+    block. A stream that is not stateful is read again from its beginning.
 
     :param stream: an iterable dataset; its ``set_epoch``, if any, is called with the epoch
     :param block_size: number of samples that are read and shuffled together
@@ -103,8 +104,8 @@ class ShuffledStream(IterableDataset[Sample]):
 class MixtureStream(IterableDataset[Sample]):
     """Several streams to train on, by name, each with a share of the samples in every part of an epoch.
 
-    A resumed run continues stateful streams at their states; of the others, it rereads the current pass up to the next
-    sample. If a stream has ``set_epoch``, it is called before each pass.
+    A resumed run continues stateful streams at their states. It rereads the current pass of other streams up to the
+    next sample. If a stream has ``set_epoch``, it is called before each pass.
 
     :param streams: iterable datasets by name
     :param weights: the shares of the samples that come from each stream, relative to each other; by default equal
@@ -113,7 +114,7 @@ class MixtureStream(IterableDataset[Sample]):
     :raises ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
     """
 
-    #: Streams with shuffle buffers, whose states are incomplete, are reread, so the state of the mixture is complete.
+    #: The state is complete, because streams with incomplete states (those with shuffle buffers) are reread.
     has_complete_state = True
 
     def __init__(
@@ -140,12 +141,22 @@ class MixtureStream(IterableDataset[Sample]):
         """Set the epoch of the next iteration, counting from 0."""
         self._epoch = epoch
 
+    def change_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the weights of this mixture and its parts for what is read from now on.
+
+        Within an epoch, what has been read ahead must be read again: ``trainer.train_dataloader.read_again()``.
+
+        :param weights: as those of the constructor, but some may be 0
+        """
+        self.weights.update(check_weights(weights, self.names, may_be_zero=True))
+
     def __iter__(self) -> Iterator[Sample]:
         state, self._state = self._state, {}
         self._passes = passes = [
             _Passes(name, stream, self.weights[name], self._epoch, **state.get(name, {}))
             for name, stream in zip(self.names, self.streams, strict=True)
         ]
+        _change_shares(passes)
         while True:
             sample = min(passes, key=_Passes.time_of_next).read(self.repeat)
             if sample is _END:
@@ -155,8 +166,11 @@ class MixtureStream(IterableDataset[Sample]):
     def shard(self, rank: int, world_size: int) -> MixtureStream | None:
         """Return a mixture of a part of each stream; ``None`` if one cannot be divided."""
         parts = {name: part_of(stream, rank, world_size) for name, stream in zip(self.names, self.streams, strict=True)}
-        is_divisible = all(part is not None for part in parts.values())
-        return MixtureStream(parts, self.weights, repeat=self.repeat) if is_divisible else None
+        if any(part is None for part in parts.values()):
+            return None
+        mixture = MixtureStream(parts, repeat=self.repeat)
+        mixture.weights = self.weights  # which change in all parts
+        return mixture
 
     def state_dict(self) -> StateDict:
         """Return the position in each stream by name, and its state if it has one."""
@@ -165,7 +179,7 @@ class MixtureStream(IterableDataset[Sample]):
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next iteration begin at a state.
 
-        :raises ValueError: if it is that of other streams
+        :raises ValueError: if it belongs to other streams
         """
         if state and list(state) != self.names:
             raise ValueError(f"it holds the streams {list(state)} instead of {self.names}")
@@ -176,7 +190,11 @@ class MixtureStream(IterableDataset[Sample]):
 class _Passes:
     """A stream of a mixture, which is read once or repeatedly.
 
+    :param weight: its present weight
     :param given: number of samples that have been read
+    :param since: number of samples of all streams that had been read when the weights changed last
+    :param due: number of samples of this one that were due then, with its fraction
+    :param weight_since: its weight after that; ``None`` if that is the present one
     :param given_in_pass: number of those in the current pass
     :param completed: number of passes completed
     :param state: the state of the stream
@@ -190,12 +208,15 @@ class _Passes:
     given_in_pass: int = 0
     completed: int = 0
     state: SourceState = None
+    since: int = 0
+    due: float = 0.0
+    weight_since: float | None = None
     reader: Iterator[Sample] | None = None
-    returns: bool = False  # whether the stream can be restored to its states
+    returns: bool = False  # whether the stream can return to its states
 
     def time_of_next(self) -> float:
         """Return when the next sample is due; each stream yields ``weight`` samples per unit of time."""
-        return (self.given + 0.5) / self.weight
+        return (self.given + 0.5 - self.due) / self.weight if self.weight else math.inf
 
     def read(self, repeat: bool) -> Sample:
         """Return the next sample."""
@@ -233,4 +254,16 @@ class _Passes:
         """Return the constructor arguments of an instance that continues."""
         if self.reader is not None and self.returns:
             self.state = self.stream.state_dict()
-        return {name: getattr(self, name) for name in ("given", "given_in_pass", "completed", "state")}
+        names = ("given", "given_in_pass", "completed", "state", "since", "due")
+        return {name: getattr(self, name) for name in names} | {"weight_since": self.weight}
+
+
+def _change_shares(passes: list[_Passes]) -> None:
+    """Begin with the present weights where those of a state end, so that no stream catches up on what was not due."""
+    before = [each.weight if each.weight_since is None else each.weight_since for each in passes]
+    if before == [each.weight for each in passes]:
+        return
+    given, total = sum(each.given for each in passes), math.fsum(before)
+    for each, weight in zip(passes, before, strict=True):
+        each.due += weight / total * (given - each.since)
+        each.since = given

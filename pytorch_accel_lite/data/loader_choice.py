@@ -20,7 +20,7 @@ from pytorch_accel_lite.distributed import Ranks
 
 #: What a trainer reads: a dataset, a ``DataLoader`` or ``OwnShard``, or anything with an element for each sample.
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
-#: The same, or several by name.
+#: Data, or several by name.
 NamedData = Data | Mapping[str, Data]
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
@@ -44,7 +44,7 @@ def options_of(loader: Source) -> LoaderKwargs:
 
 
 def with_batch_size(data: Source, size: int) -> Source:
-    """Return a copy of a loader with another ``batch_size``; data other than a loader unchanged."""
+    """Return a copy of a loader with another ``batch_size``; other data unchanged."""
     if not isinstance(data, DataLoader):
         return data
     kind: Any = type(data.batch_sampler)

@@ -20,7 +20,7 @@ from pytorch_accel_lite.distributed.messages import Message, decode
 
 T = TypeVar("T")
 
-#: Bounds of the number of steps on which the processes agree at once: at first one, then twice as many each time.
+#: Bounds of the number of steps on which the processes agree at once. It starts at one and doubles each time.
 _MAX_STEPS = 8
 _MIN_STEPS = 2  # one of them is computed while the processes agree
 #: Bytes of batches that a process reads ahead, unless the minimum number of steps has more.
@@ -45,9 +45,9 @@ class AgreedStep(NamedTuple, Generic[T]):
 
 @dataclass(eq=False, repr=False)
 class _Round(Generic[T]):
-    """Steps on which the processes agree at once: what this process has read for them, with a number for each.
+    """Steps on which the processes agree at once: the items that this process has read, with a number for each.
 
-    :ivar size: how many steps they are
+    :ivar size: the number of steps
     """
 
     size: int
@@ -58,7 +58,7 @@ class _Round(Generic[T]):
 class Lockstep(Generic[T]):
     """Reads in step with the other processes, and informs them about each item.
 
-    While the steps that the processes have agreed on are computed, the following ones are read gradually.
+    While the agreed steps are computed, the following ones are read gradually.
 
     :param source: yields an item for each step
     :param describe: returns a number for an item
@@ -112,8 +112,8 @@ class Lockstep(Generic[T]):
     def _begin_reporting(self, coming: _Round[T]) -> Callable[[], list[list[int]]]:
         """Start telling the other processes what has been read for a round.
 
-        :return: a function that waits for the reports of all: how many items each has read, whether it failed to read
-            more, the bytes of an item, and the number for each step
+        :return: a function that waits for the reports of all processes: the number of items read, whether reading
+            failed, the bytes of an item, and the number for each step
         """
         count = len(coming.items)
         coming.numbers = coming.numbers[:count] + [0] * (coming.size - count)
@@ -135,7 +135,7 @@ class Lockstep(Generic[T]):
 
 
 def _size_of(part: object) -> int:
-    """Return the number of bytes of a part of a batch; for a sparse tensor, that of a dense one."""
+    """Return the number of bytes of a part of a batch; for a sparse tensor, of its dense form."""
     return part.numel() * part.element_size() if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
 
 
@@ -155,7 +155,7 @@ class _Dealt(NamedTuple):
 def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
     """Yield this process's batch of each step, and the number of batches that it has read for the step.
 
-    The first process reads all batches, and sends the others theirs while they compute the previous step.
+    The first process reads all batches, and sends them to the others while these compute the previous step.
 
     :param groups: the batches of all processes in each step, which only the first process reads
     :param fill: whether a process that has no samples left in a step is sent a filler batch
@@ -167,9 +167,9 @@ def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterato
 
 
 def _prepared(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[_Dealt]:
-    sent_to_first = ranks.replicas > 1  # for processes that share its batches; it needs no message itself
+    sent_to_first = ranks.replicas > 1  # for its sharers; it needs no message itself
     while True:
-        # With processes that do not read, the generators must not be advanced, so that they stay the same on all.
+        # If others do not read, reading must not advance the generators: they stay the same on all processes.
         with preserving_generators() if ranks.replicas > 1 else nullcontext():
             group = next(groups, None)
         if group is None:

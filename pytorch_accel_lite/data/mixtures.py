@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -14,8 +14,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix
 from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
 from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.mixture_shares import Stretch, added_up, choose_all, divide, whole_epoch
 from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, Source
 
 
@@ -30,7 +32,7 @@ class Mixture(ConcatDataset[Sample]):
     :param weights: the shares of the samples that come from each dataset, relative to each other; by default their
         lengths, so that an epoch has each sample once
     :param num_samples: length of a training epoch; by default the number of samples in all datasets
-    :ivar stages: the weights by the first epoch for which they hold, see ``change_weights()``
+    :ivar stages: the weights by the first epoch that begins with them, see ``change_weights()``
     :raises ValueError: if a dataset is empty or has no length, a name is unknown, or a number is not positive
     """
 
@@ -48,8 +50,10 @@ class Mixture(ConcatDataset[Sample]):
         total = sum(self.sizes.values())
         self.num_samples = total if num_samples is None else check_positive_int("num_samples", num_samples)
         self.stages: dict[int, dict[str, float]] = {}
-        self._counts: dict[int, dict[str, int]] = {}  # samples in an epoch, by the first epoch of each stage
-        self.change_weights(self.sizes if weights is None else weights, 1)
+        self._counts: dict[int, list[int]] = {}  # samples in an epoch, by the first epoch of each stage
+        self._changed: dict[int, list[Stretch]] = {}  # epochs in which weights change
+        self._ended: dict[int, list[int]] = {}  # samples in those that are over
+        self.change_weights(check_weights(self.sizes if weights is None else weights, self.names), 1)
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name!r}: {count}" for name, count in self.samples_per_epoch.items())
@@ -59,23 +63,62 @@ class Mixture(ConcatDataset[Sample]):
         """Return the name of the dataset that has the sample with an index, one of ``trainer.batch_indices``."""
         return self.names[bisect_right(self.cumulative_sizes, index)]
 
-    def change_weights(self, weights: Mapping[str, float], epoch: int) -> None:
-        """Change the weights from an epoch on, counted from 1. Those that were set for later epochs are forgotten."""
-        self.weights = check_weights(weights, self.names)
-        self.samples_per_epoch = dict(zip(self.names, self._divide(), strict=True))
-        earlier = {first: stage for first, stage in self._counts.items() if first < epoch}
-        self._counts = earlier | {epoch: self.samples_per_epoch}
-        self.stages = {first: self.stages[first] for first in earlier} | {epoch: self.weights}
+    def change_weights(self, weights: Mapping[str, float], epoch: int, begin: int = 0) -> None:
+        """Change the weights from an epoch on, counted from 1. Those that were set for later are forgotten.
+
+        Within an epoch, what has been read ahead must be read again: ``trainer.train_dataloader.read_again()``.
+
+        :param weights: as those of the constructor, but some may be 0
+        :param begin: number of samples in that epoch before the change
+        """
+        self.weights = check_weights(weights, self.names, may_be_zero=True)
+        if not 0 <= begin < self.num_samples:
+            raise ValueError(f"begin={begin!r} must be the number of a sample in an epoch of {self.num_samples}.")
+        counts = self._divide()
+        self.samples_per_epoch = dict(zip(self.names, counts, strict=True))
+        stretches = [stretch for stretch in self._stretches_of(epoch) if stretch.begin < begin]
+        first = epoch + bool(begin)
+        self._changed = {number: kept for number, kept in self._changed.items() if number < epoch}
+        if begin:
+            self._changed[epoch] = [*stretches, stretches[-1].followed_by(begin, self._shares, self.num_samples)]
+        self._ended = {number: kept for number, kept in self._ended.items() if number < epoch}
+        earlier = {number: stage for number, stage in self._counts.items() if number < first}
+        self._counts = earlier | {first: counts}
+        self.stages = {number: self.stages[number] for number in earlier} | {first: self.weights}
 
     def samples_before(self, epoch: int) -> dict[str, int]:
         """Return how many samples of each dataset the epochs before one have."""
-        bounds = [*self._counts, epoch]
-        lengths = [max(min(end, epoch) - first, 0) for first, end in pairwise(bounds)]
-        stages = [*zip(self._counts.values(), lengths, strict=True)]
-        return {name: sum(counts[name] * length for counts, length in stages) for name in self.names}
+        for number in [number for number in self._changed if number < epoch]:
+            choice = choose_all(self._changed.pop(number), self.num_samples)
+            self._ended[number] = choice.bincount(minlength=len(self.names)).tolist()
+        return dict(zip(self.names, added_up(self._counts, self._ended, epoch), strict=True))
+
+    def datasets_of_epoch(self, epoch: int) -> torch.Tensor:
+        """Return the number of the dataset that each sample of an epoch is from."""
+        return choose_all(self._stretches_of(epoch), self.num_samples)
+
+    def state_of_weights(self) -> StateDict:
+        """Return the weights so far, and where they have changed, for ``load_state_of_weights()``."""
+        return {
+            "stages": [[first, dict(weights)] for first, weights in self.stages.items()],
+            "ended": [[epoch, counts] for epoch, counts in self._ended.items()],
+            "changed": [[epoch, [list(stretch) for stretch in parts]] for epoch, parts in self._changed.items()],
+        }
+
+    def load_state_of_weights(self, state: StateDict) -> None:
+        """Continue with the weights of a state.
+
+        :raises ValueError: if it is that of other datasets
+        """
+        for first, weights in state["stages"]:
+            self.change_weights(weights, first)
+        self._ended = dict(state.get("ended", ()))
+        self._changed = {
+            epoch: [Stretch(*parts) for parts in stretches] for epoch, stretches in state.get("changed", ())
+        }
 
     def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderKwargs:
-        """Return the arguments of a ``DataLoader`` that gives a training epoch.
+        """Return the arguments of a ``DataLoader`` that reads a training epoch.
 
         :param batch_size: batch size per process
         :param shuffle: whether each pass over a dataset has a random order; otherwise it is in order
@@ -83,25 +126,31 @@ class Mixture(ConcatDataset[Sample]):
         """
         return {"batch_size": batch_size, "sampler": MixtureSampler(self, shuffle), "drop_last": drop_last}
 
-    def _divide(self) -> list[int]:
-        """Divide the samples of an epoch in proportion to the weights, by Webster's method (1832)."""
+    @property
+    def _shares(self) -> list[float]:
         total = math.fsum(self.weights.values())
-        shares = [weight / total for weight in self.weights.values()]
-        counts = [max(math.ceil(share * (self.num_samples - len(shares)) - 0.5), 0) for share in shares]
-        while sum(counts) < self.num_samples:
-            following = min(range(len(shares)), key=lambda k: (counts[k] + 0.5) / shares[k])
-            counts[following] += 1
-        if 0 in counts:
-            raise ValueError(
-                f"The dataset {self.names[counts.index(0)]!r} has so small a weight that none of the "
-                f"{self.num_samples} samples of an epoch are from it. Increase its weight or "
-                "num_samples, or leave it out."
-            )
+        return [weight / total for weight in self.weights.values()]
+
+    def _divide(self) -> list[int]:
+        """Divide the samples of an epoch in proportion to the weights."""
+        counts = divide(self._shares, self.num_samples)
+        for name, count in zip(self.names, counts, strict=True):
+            if self.weights[name] and not count:
+                raise ValueError(
+                    f"The dataset {name!r} has so small a weight that none of the {self.num_samples} samples of an "
+                    "epoch are from it. Increase its weight or num_samples, or leave it out."
+                )
         return counts
+
+    def _stretches_of(self, epoch: int) -> list[Stretch]:
+        if epoch in self._changed:
+            return self._changed[epoch]
+        stage = max((first for first in self._counts if first <= epoch), default=None)
+        return [] if stage is None else [whole_epoch(self._counts[stage])]
 
 
 class MixtureSampler(Sampler[int]):
-    """Gives the indices of a training epoch in which each dataset of a mixture is spread evenly.
+    """Yields the indices of a training epoch, with each dataset of a mixture spread evenly.
 
     :param shuffle: whether each pass over a dataset has a random order
     """
@@ -127,20 +176,21 @@ class MixtureSampler(Sampler[int]):
 
     def order_of_epoch(self, seed: int, epoch: int) -> torch.Tensor:
         """Return the order of an epoch, a function of a seed and the number of the epoch."""
-        begin = 0
-        samples, times = [], []
+        choice = self.mixture.datasets_of_epoch(epoch)
+        order = torch.empty_like(choice)
         before = self.mixture.samples_before(epoch)
+        begin = 0
         for number, (name, size) in enumerate(self.mixture.sizes.items()):
-            count = self.mixture.samples_per_epoch[name]
-            first = before[name]
-            passes = range(first // size, -(-(first + count) // size))
-            generators = (generator_with(mix(seed, number, index)) for index in passes)
-            orders = [torch.randperm(size, generator=g) if self.shuffle else torch.arange(size) for g in generators]
-            start = first - passes.start * size
-            samples.append(begin + torch.cat(orders)[start : start + count])
-            times.append((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+            places = (choice == number).nonzero().flatten()
+            first, count = before[name], len(places)
+            if count:
+                passes = range(first // size, -(-(first + count) // size))
+                generators = (generator_with(mix(seed, number, index)) for index in passes)
+                orders = [torch.randperm(size, generator=g) if self.shuffle else torch.arange(size) for g in generators]
+                start = first - passes.start * size
+                order[places] = begin + torch.cat(orders)[start : start + count]
             begin += size
-        return torch.cat(samples)[torch.cat(times).argsort(stable=True)]
+        return order
 
 
 def _sizes_of(datasets: Mapping[str, IndexedData], advice: str) -> dict[str, int]:
@@ -172,8 +222,11 @@ def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
         raise ValueError("A dict of datasets must have at least one.")
 
 
-def check_weights(weights: Mapping[str, float], names: list[str]) -> dict[str, float]:
-    """Return the weights in the order of the datasets, after checking that each dataset has a positive one."""
+def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: bool = False) -> dict[str, float]:
+    """Return the weights in the order of the datasets, after checking that each dataset has a positive one.
+
+    :param may_be_zero: whether some, but not all, may be 0
+    """
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a dict of numbers by name of the dataset, not {type(weights).__name__}.")
     for name, value in weights.items():
@@ -182,10 +235,13 @@ def check_weights(weights: Mapping[str, float], names: list[str]) -> dict[str, f
             raise ValueError(
                 f"weights has {name!r}, which is none of the datasets {existing}.{did_you_mean(str(name), names)}"
             )
-        check_range(f"weights[{name!r}]", value, above=0)
+        if not (may_be_zero and value == 0):
+            check_range(f"weights[{name!r}]", value, above=0)
     for name in names:
         if name not in weights:
             raise ValueError(f"weights has nothing for the dataset {name!r}. Give it a weight, or leave it out.")
+    if not any(weights.values()):
+        raise ValueError(f"weights={dict(weights)!r} are all 0. Give at least one dataset a weight.")
     return {name: weights[name] for name in names}
 
 
@@ -193,8 +249,8 @@ class NamedDatasets(Dataset[Sample]):
     """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
     :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
-    :param length: length of an epoch: with ``"min"`` that of the shortest dataset, with ``"max"`` that of the longest,
-        while the shorter ones are repeated
+    :param length: length of an epoch: ``"min"`` for that of the shortest dataset, ``"max"`` for that of the longest,
+        with the shorter ones repeated
     :raises ValueError: if there are no datasets, or one is empty or has no length
     """
 
@@ -205,7 +261,7 @@ class NamedDatasets(Dataset[Sample]):
         self._length = min(self.sizes.values()) if length == "min" else max(self.sizes.values())
 
     def create_sampler(self, shuffle: bool) -> NamedSampler:
-        """Return the sampler that a trainer reads these datasets with."""
+        """Return the sampler with which a trainer reads these datasets."""
         return NamedSampler(self, shuffle)
 
     def __len__(self) -> int:
@@ -241,7 +297,7 @@ class NamedSampler(Sampler[tuple[int, ...]]):
 
 
 def describe_lengths(sampler: NamedSampler) -> str:
-    """Return in a line how datasets of different lengths are read in an epoch; empty if all have one length."""
+    """Return in a line how datasets of different lengths are read in an epoch; empty if all lengths are equal."""
     if len(set(sampler.datasets.sizes.values())) == 1:
         return ""
     sizes, length = sampler.datasets.sizes, len(sampler)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.shares import ended
@@ -49,7 +49,7 @@ def track_position(batches: Source, keeps: bool) -> PositionTracker | None:
 
 
 class PositionTracker:
-    """Keeps the state of a source after the batch used last; batches are read ahead of those that are used.
+    """Keeps the state of a source after the batch used last, while later batches are read ahead.
 
     :param batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
     :param keeps: whether to keep states at all, as getting and copying them takes time
@@ -134,7 +134,7 @@ def open_stream(stream: Source, state: SourceState, skip: Callable[[Iterator[Sam
 def _forget_position(stream: Source, items: Iterator[Sample]) -> Iterator[Sample]:
     """Yield the items of a stream that has returned to a position, and make it forget the position.
 
-    Hugging Face's streams would return there whenever they are read in the same epoch, for example in an evaluation.
+    Hugging Face's streams would return to it whenever they are read in the same epoch, for example in an evaluation.
 
     :param items: the iterator of the stream, from which nothing has been read yet
     """
@@ -147,13 +147,13 @@ def _forget_position(stream: Source, items: Iterator[Sample]) -> Iterator[Sample
 
 
 def _skips_samples(dataset: Source) -> bool:
-    """Whether a stream, or one inside it, is of a version of Hugging Face datasets that returns to the next shard."""
+    """Whether a stream, or one inside it, is from a version of Hugging Face datasets that resumes at the next shard."""
     packages = {package_of(type(stream)) for stream in streams_in(dataset)}
     return "datasets" in packages and int(version("datasets").partition(".")[0]) < 5
 
 
 def _has_shuffle_buffer(dataset: Source) -> bool:
-    """Whether a stream, or one inside it, has a shuffle buffer of Hugging Face datasets, which its state lacks."""
+    """Whether a stream, or one inside it, has a shuffle buffer of Hugging Face datasets, which is not in its state."""
     stages: list[Any] = [getattr(stream, "_ex_iterable", None) for stream in streams_in(dataset)]
     for stage in stages:  # grows in the loop
         if type(stage).__name__ == "BufferShuffledExamplesIterable":
@@ -186,7 +186,7 @@ def last_samples(batch: BatchData, count: int) -> BatchData:
 def skip_batches(batches: Iterator[Sample], count: int, start: int, is_certain: bool) -> None:
     """Skip the first ``count`` batches; unless ``is_certain``, warn if they cannot have held ``start`` samples.
 
-    A step may count them along any dimension: the second if the first is time.
+    A step may count samples along any dimension, such as the second if the first is time.
     """
     shapes = [next((tensor.shape for tensor in tensors_in(batch)), ()) for batch in islice(batches, count)]
     if len(shapes) < count:

@@ -19,9 +19,9 @@ def split(size: int, rank: int, world_size: int, min_share: int = 1, lengths: Se
 
     If they do not divide evenly, the first ranks get one more; if there are too few, the last ranks get none.
 
-    :param min_share: the minimum number of positions of a rank that gets any, unless ``size`` is smaller
-    :param lengths: lengths of the batches that consist of these positions: if there is one for each rank, it is the
-        share
+    :param min_share: the minimum number of positions of a rank, unless it gets none or ``size`` is smaller
+    :param lengths: lengths of the batches that these positions form: if there is one for each rank, the batches are the
+        shares
     """
     if len(lengths) == world_size and min(lengths) >= min_share:
         start = sum(lengths[:rank])
@@ -112,7 +112,7 @@ class Shares:
     :param total: number of shares in a step
     :param local: numbers of the shares that this process reads
     :param owner: what has a share
-    :param argument: the argument that has asked for their number, for messages; empty if that is the processes'
+    :param argument: the argument that asks for a number of shares, for messages; empty if it is the number of processes
     """
 
     total: int
@@ -121,16 +121,16 @@ class Shares:
     argument: str = ""
 
     def divide(self, rank: int, world_size: int) -> None:
-        """Divide the shares among other processes; what has been read by the former division is of no use."""
+        """Divide the shares among other processes. Batches read by the former division are of no use."""
         self.local = range(*split(self.total, rank, world_size))
 
     def lacking(self, world_size: int) -> int:
-        """Return how many shares fewer than the process with the most of them this process reads in a step."""
+        """Return how many more shares the busiest process reads in a step."""
         return -(-self.total // world_size) - len(self.local)
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield a batch for each step, whose data are the batches of the shares."""
+    """Yield a batch for each step, with the batches of the shares as its data."""
     shares_of_step: list[Batch] = []
     for batch in shares:
         shares_of_step.append(batch)

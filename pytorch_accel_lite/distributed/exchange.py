@@ -1,4 +1,4 @@
-"""Exchanges of a few numbers between processes, which carry what they are for: different ones are never paired."""
+"""Exchanges of a few numbers between processes. Each carries its purpose, so that different ones are never paired."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from pytorch_accel_lite.distributed.messages import decode, encode
 from pytorch_accel_lite.distributed.positions import MACHINERY, describe_call
 
-#: The most numbers of a process in an exchange. Each has room for as many: gloo ends processes whose sizes differ.
+#: The most numbers of a process in an exchange. Every exchange has this size: gloo ends processes whose sizes differ.
 CAPACITY = 14
-#: What to add to the description of where this process is, such as that it has left a run.
+#: A text to add to the description of where this process is, such as that it has left a run.
 circumstances = ""
 _EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -29,7 +29,7 @@ class OtherCallError(RuntimeError):
 
 
 class ProcessLostError(RuntimeError):
-    """Another process has left the job. Says which, and why as far as it is known."""
+    """Another process has left the job. Says which one and, if known, why."""
 
 
 class ControlGroup:
@@ -43,14 +43,14 @@ class ControlGroup:
         self.group = group
         self.members = members
         self._begun = 0
-        self._explained = 0  # the exchanges begun until the last explanation
+        self._explained = 0  # number of exchanges begun before the last explanation
         self._failure = ""
 
     def begin(self, numbers: torch.Tensor, purpose: int) -> Callable[[], torch.Tensor]:
-        """Start exchanging a few numbers, and return a function that waits for those of all processes.
+        """Start exchanging a few numbers, and return a function that waits for the numbers of all processes.
 
         :param numbers: int64, at most ``CAPACITY``, equally many on each process
-        :param purpose: what it is for, see ``find_purpose()``
+        :param purpose: the purpose, see ``find_purpose()``
         """
         sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
         sent[0] = tag = purpose * 16 + len(numbers)
@@ -69,9 +69,9 @@ class ControlGroup:
         return finish
 
     def _explain(self, number: int) -> NoReturn:
-        """Raise an error that says in which call each process is; all processes come here.
+        """Raise an error that says in which call each process is. All processes get here.
 
-        Some may notice later, as they wait for an earlier exchange, or have begun others already.
+        Some may get here later, as they wait for an earlier exchange or have already begun others.
         """
         if number > self._explained:
             while not self._all_explain():
@@ -110,7 +110,7 @@ _purposes: dict[tuple[CodeType, CodeType], int] = {}
 
 
 def find_purpose() -> int:
-    """Return a number for the exchange that is being made: that of the method of ``Ranks`` and who calls it.
+    """Return a number for the current exchange, from the method of ``Ranks`` and its caller.
 
     A user's code may call the same method in different places, for example the first process in a branch of its own.
     """

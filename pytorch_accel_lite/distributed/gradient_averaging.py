@@ -49,7 +49,7 @@ def average_gradients(
 
 
 def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
-    """Return a gradient as a sparse tensor with the number of sparse dimensions that it has on another rank."""
+    """Return a gradient as a sparse tensor with as many sparse dimensions as on another rank."""
     gradient = parameter.grad
     if gradient is None:
         indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)

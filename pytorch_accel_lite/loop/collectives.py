@@ -72,7 +72,7 @@ def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
 
 
 def _gather_for_metrics(trainer: TrainerLike, input_data: Tree, use_gather_object: bool = False) -> Tree:
-    """Return what Accelerate would: tensors concatenated over all processes, or a list of other objects.
+    """Return what Accelerate's own method returns: tensors concatenated over all processes, or a list of other objects.
 
     Called in a step, it leaves out the rows of filler batches. From then on, evaluations have filler batches as well,
     so that a process without samples in the last step also takes part.
@@ -169,7 +169,7 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
     if reduce is None:
         return tensor.item() if tensor.numel() == 1 else tensor.tolist()
     apply = torch.sum if reduce == "mean" else getattr(torch, reduce)
-    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # which keeps the type of a single one
+    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # keeps the type of a single element
     values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
     if reduce == "mean":
         return sum(values) / sum(counts)

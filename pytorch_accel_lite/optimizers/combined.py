@@ -105,7 +105,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
             set_mode(part, training=False)
 
     def state_dict(self) -> StateDict:
-        """Return the state as that of a single optimizer, with parameters numbered across all parts."""
+        """Return the state in the form of a single optimizer's, with parameters numbered across all parts."""
         combined: StateDict = {"state": {}, "param_groups": []}
         extra = {}
         for name, part in self._parts.items():
@@ -159,7 +159,7 @@ class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 class CombinedScheduler(OfParts[SchedulerLike]):
     """The schedulers of several optimizers, which are stepped together.
 
-    :param optimizer: the trainer's optimizer, of which each scheduler has a part
+    :param optimizer: the trainer's optimizer; each scheduler belongs to one of its parts
     :param schedulers: the schedulers, by optimizer name
     """
 

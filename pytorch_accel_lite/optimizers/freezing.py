@@ -32,7 +32,7 @@ class LayerGroup(_PartOfModel):
 
 
 class Layer(_PartOfModel):
-    """A module without submodules; ``layer_group_idx`` is that of its ``LayerGroup``."""
+    """A module without submodules, with the ``layer_group_idx`` of its ``LayerGroup``."""
 
 
 class ModelFreezer:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import local, reshard
+from pytorch_accel_lite.base.origins import warn_outside
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
 #: An average, the value of the model, and whether the value is trained.
@@ -78,7 +78,7 @@ class ModelEma(nn.Module):
             if pairs.learned[0]:
                 torch._foreach_lerp_(*pairs.learned, 1 - decay)
             for dtype, (averages, values) in pairs.others.items():
-                # These may be infinite, as in masks, which lerp would turn into NaN.
+                # These may be infinite, as in masks; lerp would make them NaN.
                 weight, added = _factors(decay, dtype)
                 if dtype.itemsize > 2:
                     torch._foreach_mul_(averages, weight)
@@ -94,7 +94,7 @@ class ModelEma(nn.Module):
         return pairs
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what is copied and pickled, without the tensors of the model."""
+        """Return the state for copying and pickling, without the tensors of the model."""
         return {**vars(self), "_cached": None}
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class SortedPairs:
         self._fingerprint = self._compute_fingerprint()
 
     def match(self, model: nn.Module) -> bool:
-        """Whether these are still all tensors of the average and of this model, of the same types and devices."""
+        """Whether these are still all tensors of the average and of this model, with the same types and devices."""
         is_of_model = bool(self._tables) and self._tables[0] is model._parameters
         return is_of_model and self._fingerprint == self._compute_fingerprint()
 
@@ -184,8 +184,8 @@ class SortedPairs:
 class ShardedEma(ModelEma):
     """A ``ModelEma`` of a sharded model.
 
-    :ivar module: holds the averaged weights under the names of the model's, sharded like those. It cannot be called:
-        use the model itself within ``in_place_of()``.
+    :ivar module: holds the averaged weights, with the names and shards of the model's. It cannot be called: use the
+        model itself within ``in_place_of()``.
     """
 
     def _copy(self, model: nn.Module) -> nn.Module:
@@ -217,9 +217,9 @@ class ShardedEma(ModelEma):
 
 
 def _copy_of_tensors(module: nn.Module, copies: dict[int, nn.Module | nn.Parameter]) -> nn.Module:
-    """Return a module that has copies of the tensors of another one, in the same order, but no behaviour.
+    """Return a module with copies of another module's tensors, in the same order, but no behaviour.
 
-    :param copies: the copies so far, by the identity of the originals, so that shared tensors stay shared
+    :param copies: the copies so far, by identity of the originals, so that shared tensors stay shared
     """
     copy = nn.Module()
     copies[id(module)] = copy

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
-# The output layer in the words of transformers and of timm.
+# The methods of transformers and timm for the output layer.
 _HEADS = "get_output_embeddings", "get_classifier"
 
 
@@ -42,9 +42,9 @@ def split_parameters(model: nn.Module, heads: Sequence[nn.Module] | None = None)
     """Divide the trainable parameters of a model into matrices, embeddings, heads and others.
 
     :param model: the model, whose frozen parameters are left out
-    :param heads: the output layers; by default, the layer that a model of transformers or timm names as such, or else
-        the last one with a two-dimensional weight
-    :raises ValueError: if a head is no module of the model
+    :param heads: the output layers; by default, the layer that a transformers or timm model declares, or else the last
+        one with a two-dimensional weight
+    :raises ValueError: if a head is not a module of the model
     """
     modules = set(model.modules())
     if unknown := [module for module in heads or () if module not in modules]:
@@ -81,13 +81,13 @@ def muon_with_adamw(
     Muon's updates are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so that both work with one
     learning rate and one schedule.
 
-    :param lr: the learning rate of both
+    :param lr: the learning rate of both optimizers
     :param weight_decay: the decoupled weight decay of matrices, embeddings and heads; norms and biases have none
-    :param betas: those of AdamW
+    :param betas: the betas of AdamW
     :param heads: the output layers, which AdamW updates; by default as in ``split_parameters()``
     :param muon: other arguments of ``torch.optim.Muon``, such as ``momentum`` or ``ns_steps``
     :return: the optimizers ``"muon"`` and, unless all parameters are matrices, ``"adamw"``
-    :raises ValueError: if the model has no matrices to train besides those of embeddings and heads
+    :raises ValueError: if the model has no matrices to train besides embeddings and heads
     :raises RuntimeError: before torch 2.9, which has no Muon
     """
     if not hasattr(torch.optim, "Muon"):

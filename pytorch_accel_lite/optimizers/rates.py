@@ -1,4 +1,4 @@
-"""The rates that an optimizer had before a schedule changed them, from which the next schedule starts."""
+"""The rates of an optimizer before a schedule changed them. The next schedule starts from them."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def note_initial_options(optimizer: Optimizer, initial: Options) -> None:
 
 
 def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[float]:
-    """Return what a schedule multiplies the rate of each group by: its ``lr_scale``, as timm's schedulers do.
+    """Return the factor of a schedule for each group's rate: its ``lr_scale``, as in timm's schedulers.
 
-    ``timm.optim.param_groups_layer_decay`` gives groups this key and one rate for all. Rates that are in these
-    proportions already have been multiplied by hand.
+    ``timm.optim.param_groups_layer_decay`` gives groups this key and one rate for all. Rates that already have these
+    proportions were multiplied by hand.
 
     :param rates: the rates of the groups before any schedule
     """

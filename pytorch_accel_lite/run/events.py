@@ -10,16 +10,15 @@ from contextlib import AbstractContextManager
 from functools import update_wrapper, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_from_this_package, is_overridden
+from pytorch_accel_lite.base.origins import checked_by, is_from_this_package, is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.validation import check_booleans
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.plotting.pictures import Picture
-from pytorch_accel_lite.run.unknown_names import events_meant, suggest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.settings import RunRequest
@@ -34,8 +33,8 @@ class StopTrainingError(Exception):
 
     With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
     to the others, and all ranks stop after the same update. A stopped run is over, also for
-    ``train(resume_from="latest")``, unless it is given more epochs or updates or the callback other arguments; raise
-    ``RunPausedError`` to continue it later.
+    ``train(resume_from="latest")``, unless you give it more epochs or updates, or change the arguments of the callback.
+    To continue a run later, raise ``RunPausedError``.
     """
 
     #: The callback that raised it, as the call that created it.
@@ -67,7 +66,7 @@ class CallbackMethodNotImplementedError(Exception):
 
 #: The attribute that holds the arguments with which a callback was created.
 _ARGUMENTS = "_constructor_arguments"
-#: The attribute of a user's callback that holds the names of those which our constructors have set.
+#: The attribute of a user's callback that holds the names of the attributes set by our constructors.
 LIBRARY_ATTRIBUTES = "_library_attributes"
 #: The attribute that says that a constructor of ours has been called.
 _IS_CONSTRUCTED = "_is_constructed"
@@ -265,9 +264,10 @@ class TrainerCallback:
     def on_backward_start(
         self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, step: int, **kwargs: object
     ) -> None:
-        """The loss of a batch is known: gradients are computed of what this event leaves in ``batch_output["loss"]``.
+        """The loss of a batch is known. Gradients are computed from what this event leaves in ``batch_output["loss"]``.
 
-        So a callback may add to it or replace it, on every process. Recorded is the loss that the step has returned.
+        So a callback may add to it or replace it, on every process. The recorded loss is the one that the step
+        returned.
         """
 
     def on_backward_end(
@@ -321,7 +321,7 @@ class TrainerCallback:
     def on_eval_batch_skipped(
         self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
-        """An evaluation batch of this rank has failed and is left out. Other ranks do not know it: do not communicate.
+        """An evaluation batch of this rank has failed and is left out. Other ranks do not know: do not communicate.
 
         :param failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
         :param step: number of the batch in this evaluation, from 0
@@ -369,13 +369,13 @@ class TrainerCallback:
         """``predict`` has ended."""
 
     def on_processes_changed(self, trainer: Trainer, *, left: list[int], came: list[int], **kwargs: object) -> None:
-        """Called when the job continues without processes that it has lost, or with new ones.
+        """Called when the job continues without lost processes, or with new ones.
 
-        ``trainer.ranks`` has the processes as they are now. Do not communicate here: what was interrupted is yet to be
-        repeated.
+        ``trainer.ranks`` already has the new ranks. Do not communicate here: the interrupted work has not been repeated
+        yet.
 
-        :param left: the former ranks of processes that are gone
-        :param came: the ranks of those that are new
+        :param left: the former ranks of the lost processes
+        :param came: the ranks of the new processes
         """
 
     def on_outputs(
@@ -383,8 +383,8 @@ class TrainerCallback:
     ) -> None:
         """A ``ShowOutputsCallback`` has shown outputs of the model.
 
-        :param outputs: the texts by name; of pictures the paths of their files
-        :param pictures: those that are pictures, by name: as the bytes of a PNG file, and as pixels
+        :param outputs: by name, the text of an output, or the path of a picture
+        :param pictures: the pictures by name, as the bytes of a PNG file and as pixels
         """
 
 
@@ -397,7 +397,7 @@ EVENTS: tuple[str, ...] = tuple(
 
 
 def events_between(first: str, last: str) -> tuple[str, ...]:
-    """Return the events that ``TrainerCallback`` declares between two others: what fires in a part of the loop."""
+    """Return the events that ``TrainerCallback`` declares between two others: those of a part of the loop."""
     return EVENTS[EVENTS.index(first) + 1 : EVENTS.index(last)]
 
 
@@ -439,10 +439,10 @@ _AFTER_BACKWARD = tuple(
 
 
 class _AfterBackward:
-    """A listener to an event after the backward pass, which must not change the loss: nothing would learn from that."""
+    """A listener to an event after the backward pass, when it is too late to change the loss."""
 
     def __init__(self, listener: Listener, event: str) -> None:
-        update_wrapper(self, listener)  # as inspect.signature() and those who ask whose it is look for it
+        update_wrapper(self, listener)  # for inspect.signature(), and for code that looks for the owner
         self.__wrapped__ = listener
         self.__self__ = getattr(listener, "__self__", listener)
         self._event = event
@@ -461,7 +461,7 @@ class _AfterBackward:
 
 
 def _is_another_loss(loss: object, version: int, after: object) -> bool:
-    """Whether a loss was replaced by one to learn from, or changed in place; one without its graph is only for show."""
+    """Whether a loss was changed in place, or replaced by one with a graph; one without a graph is only shown."""
     if after is loss:
         return bool(getattr(loss, "_version", 0) != version)
     needs_gradients = getattr(after, "requires_grad", None)
@@ -575,7 +575,7 @@ class CallbackHandler:
                         )
 
     def call_event(self, event: str, *args: object, **kwargs: object) -> None:
-        """Call the method named ``event``, which may be your own event, of every callback that defines it.
+        """Call an event, which may be your own, on every callback that defines a method of this name.
 
         Requests to end the run are raised after all have been called: the first stop, or else the first pause.
         """
@@ -614,7 +614,7 @@ class CallbackHandler:
                 raise
 
     def notify_all(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
-        """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
+        """Call an event on every callback, even if some raise, and return the errors. For the end of a run."""
         return _errors_of(event, self.listeners[event], *args, **kwargs)
 
     def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
@@ -655,7 +655,7 @@ class HasCallbackHandler(Protocol):
 
 
 def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
-    """Set whether a callback is called at events, except those of a built-in one that a user's subclass overrides."""
+    """Set whether a callback is called at events, except those that a user's subclass of a built-in one overrides."""
     built_in = [
         vars(kind) for kind in type(callback).__mro__ if is_from_this_package(kind) and kind is not TrainerCallback
     ]

@@ -1,4 +1,4 @@
-"""The metrics that a run is expected to record, and whether they include those that are watched."""
+"""The metrics that a run is expected to record, and the check that they include the watched ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.data.loss_shapes import LossFunction, is_of_torch
@@ -159,7 +158,7 @@ class ExpectedMetrics:
             watched.settle(possible.get(watched.name), warns)
 
     def _check_owners(self, datasets: list[str]) -> None:
-        """Check that nothing is recorded under one name by two: callbacks, the losses of the run, several datasets."""
+        """Check that no two recorders (callbacks, losses of the run, datasets) use the same name."""
         owners: dict[str, str] = {}
         for name, owner in self._recorded(datasets):
             if name in owners:
@@ -199,7 +198,7 @@ class ExpectedMetrics:
         }
 
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
-        """Return the classes of those that may record undeclared metrics: in general, all outside this package."""
+        """Return the classes that may record undeclared metrics: in general, all outside this package."""
         complete = [part for part in self._complete if "configure_run" in vars(type(part))]
         silent = [
             type(part).__name__ for part in parts if not is_from_this_package(type(part)) and part not in complete
@@ -208,7 +207,7 @@ class ExpectedMetrics:
 
 
 def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets: list[str], prefix: str) -> list[str]:
-    """Return what may return several losses by name, of which each is recorded, if one of them may be ``name``."""
+    """Return the functions that may return several losses by name, if one of these may be recorded as ``name``."""
     if is_of_torch(loss_func):
         return []
     evaluated = [f"{re.escape(data)}(eval_.+_epoch|intermediate_eval_.+)" for data in datasets]

@@ -29,13 +29,13 @@ def describe_fractions(fractions: Mapping[str, float], takeovers: float = 0) -> 
 class Goodput:
     """How the time since the first start of a job has been spent. Saved in training states, so it covers restarts.
 
-    ``training`` is what remains when all else is subtracted: waiting for ``data``, ``evaluation``, ``saving`` as far as
-    training waits for it, ``starting`` until the first step, the ``takeover`` of what lost processes computed, with
-    what is done again, training that was ``lost`` in an interruption and has to be repeated, and the time during which
-    the job was ``down``.
+    ``training`` is what remains when all else is subtracted: waiting for ``data``; ``evaluation``; ``saving`` as far as
+    training waits for it; ``starting`` until the first step; the ``takeover`` of the work of lost processes, repeated
+    work included; training that was ``lost`` in an interruption and has to be repeated; and the time during which the
+    job was ``down``.
 
     :ivar used: what else the job has used, such as energy, by a name with its unit
-    :ivar takeovers: how often the job has gone on without processes that it has lost, or with new ones
+    :ivar takeovers: how often the job has continued without lost processes, or with new ones
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Goodput:
         return f"Goodput({self})"
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return the seconds and the fractions of each kind, and what else was used; with takeovers, their number."""
+        """Return the seconds and the fraction of each kind, what else was used, and the number of takeovers, if any."""
         others = {"used": self.used} if self.used else {}
         others |= {"counts": {_TAKEOVERS: float(self.takeovers)}} if self.takeovers else {}
         return {"seconds": self.seconds, "fractions": self.fractions, **others}
@@ -107,7 +107,7 @@ class Goodput:
     def note_takeover(self, seconds: float) -> None:
         """Count a change of the processes.
 
-        :param seconds: since the beginning of what is done again
+        :param seconds: seconds since the beginning of the work that is repeated
         """
         self.takeovers += 1
         if self._end is None:

@@ -10,7 +10,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.base.environment import import_extra, warn_outside
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import join_wrapped, table
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.base.types import StateDict
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: The value of a metric: a number as a rule, and what else a program records.
+#: The value of a metric: usually a number, but a program may record anything.
 MetricValue: TypeAlias = Any
-#: The values of metrics by name, and the number of their epoch.
+#: The values of metrics by name, and ``epoch``.
 Row: TypeAlias = dict[str, MetricValue]
 
 
@@ -83,7 +84,7 @@ class RunHistory(ABC):
 
     @contextmanager
     def _recording_apart(self, epoch: int) -> Iterator[None]:
-        """Record the values of a block under an epoch, but not as those of the run. Histories may ignore it."""
+        """Record the values of a block under an epoch, but not as values of the run. Histories may ignore it."""
         before = self.current_epoch
         self._set_epoch(epoch)
         try:
@@ -92,9 +93,9 @@ class RunHistory(ABC):
             self._set_epoch(before)
 
     def _record_means(self, means: Mapping[str, float], source: str) -> None:
-        """Record the means of losses and logged values, under names that nobody else may use in the epoch.
+        """Record the means of losses and logged values, under names that nothing else may use in the epoch.
 
-        Histories of other kinds do not notice who else uses them.
+        Only ``InMemoryRunHistory`` checks that.
 
         :param source: what the means are of
         """
@@ -118,11 +119,11 @@ class RunHistory(ABC):
     def rows(self, first_epoch: int = 0) -> list[Row]:
         """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
 
-        What ``Trainer.evaluate()`` finds after a run is in the row of the last epoch, if the run itself has not
-        recorded that metric.
+        The results of ``Trainer.evaluate()`` after a run are in the row of the last epoch, except for metrics that the
+        run itself has recorded.
 
-        :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
-            recorded in the order of their epochs.
+        :param first_epoch: leave out the epochs before this one, at no cost; assumes that values were recorded in the
+            order of their epochs
         :raises TypeError: if this kind of history does not know the epochs of its values
         """
         raise self._does_not_know_epochs("rows")
@@ -130,7 +131,8 @@ class RunHistory(ABC):
     def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[MetricValue]]]:
         """Return the epochs and values of metrics, by name, oldest first, as copies.
 
-        What ``Trainer.evaluate()`` finds after a run is left out, unless you name a metric that has nothing else.
+        The results of ``Trainer.evaluate()`` after a run are left out, unless you name a metric that has no other
+        values.
 
         :param metrics: names of the metrics; ``None`` for all that the run has recorded
         :raises ValueError: if a metric was never recorded
@@ -248,9 +250,9 @@ class InMemoryRunHistory(RunHistory):
         self.current_epoch = 1
         self._metrics: dict[str, list[MetricValue]] = {}
         self._epochs: dict[str, list[int]] = {}
-        self._apart: dict[str, set[int]] = {}  # by metric, the places of values of evaluations outside a run
+        self._apart: dict[str, set[int]] = {}  # by metric, the indices of values from outside a run
         self._is_apart = False
-        self._source = ""  # what the values being recorded are of, if they are means of losses
+        self._source = ""  # of the values being recorded, if they are means of losses
         self._sources: dict[str, tuple[int, str]] = {}  # by metric, the epoch and the source of the latest value
 
     def get_metric_names(self) -> KeysView[str]:
@@ -294,7 +296,7 @@ class InMemoryRunHistory(RunHistory):
             self._source = before
 
     def _check_source(self, name: str) -> None:
-        """Check that losses and others do not record values under one name in an epoch; note who does."""
+        """Check that a name is not used both for a loss and for something else in an epoch."""
         epoch, source = self._sources.get(name, (0, ""))
         if epoch == self.current_epoch and source != self._source:
             raise ValueError(
@@ -380,7 +382,7 @@ class InMemoryRunHistory(RunHistory):
         return result
 
     def _apart_from_run(self, name: str) -> Collection[int]:
-        """Return the places of values that evaluations outside the run have recorded, if the metric has others."""
+        """Return the indices of values recorded by evaluations outside the run, if the metric also has other values."""
         apart = self._apart.get(name, ())
         return apart if len(apart) < len(self._metrics[name]) else ()
 

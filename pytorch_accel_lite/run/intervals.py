@@ -8,7 +8,7 @@ import re
 from fractions import Fraction
 from typing import Protocol
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
@@ -56,7 +56,7 @@ class Interval:
         if isinstance(every, Interval):
             every = every.text
         self.text: str = str(every) if unit is None else f"{every} {unit}"
-        # Of a long text, only matching it would take minutes.
+        # Matching a long text would take minutes.
         match = re.fullmatch(rf"\s*({_NUMBER}|)\s*([a-z]+)\s*", self.text.lower()) if len(self.text) < 100 else None
         unit = "" if match is None else match[2] if match[2].endswith("s") else f"{match[2]}s"
         amount = Fraction(0) if match is None else _fraction(re.sub("[_,]", "", match[1]) or "1")
@@ -130,15 +130,15 @@ class Interval:
         return {"every": self.text, "passed": run.clock - self._passed if self.is_time else self._passed}
 
     def load_state_dict(self, state: StateDict, run: CountedRun) -> None:
-        """Load a state returned by ``state_dict()``, unless it is that of another interval."""
+        """Load a state returned by ``state_dict()``, unless it belongs to another interval."""
         if state.get("every") == self.text:
             self._passed = run.clock - state["passed"] if self.is_time else state["passed"]
 
 
 def _fraction(text: str) -> Fraction:
-    """Return the exact value of a number; 0 if it is too large or too small for a float, as its digits may fill memory.
+    """Return the exact value of a number; 0 if it does not fit into a float.
 
-    An exponent of seven digits takes a minute.
+    Its digits could fill the memory: an exponent of seven digits takes a minute.
     """
     number = float(text)
     return Fraction(text) if 0 < number < math.inf else Fraction(0)

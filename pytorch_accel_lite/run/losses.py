@@ -97,9 +97,9 @@ class LossTrackers(dict[str, LossTracker]):
     :ivar logged: names of the logged values
     :ivar is_empty: whether no step has added anything
     :ivar is_recorded: whether the means have been computed, so that nothing can be added
-    :ivar measured: the batch whose step has returned last, and the number of its samples as the step returned it
-    :ivar num_items: numbers of items that parts of the loss are means over in this step, if they have their own
-    :ivar unweighed: values logged before the step has returned that number: the batch, the name and the value
+    :ivar measured: the batch of the latest step, and the number of its samples as the step returned it
+    :ivar num_items: numbers of items averaged in parts of the loss in this step, for parts with their own
+    :ivar unweighed: values logged before their step has returned: the batch, the name and the value
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class LossTrackers(dict[str, LossTracker]):
             self.weigh()
 
     def weigh(self) -> None:
-        """Add the values that were logged for the batch whose size is known now."""
+        """Add the values that were logged for a batch before its size was known."""
         batch, size = self.measured
         values, self.unweighed = self.unweighed, []
         for entry in values:

@@ -1,4 +1,4 @@
-"""The parts of a run: its data, its schedule, how it ends, what it leaves out, what stays known of it."""
+"""The parts of a run: its data, its schedule, its end, what it leaves out, and what is known of it afterwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
-from pytorch_accel_lite.run.events import Failure, RunPausedError
+from pytorch_accel_lite.run.events import Failure, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 
-#: The name of an owner, and that of an attribute of it.
+#: The names of an owner and of one of its attributes.
 Key = tuple[str, str]
 
 
@@ -30,19 +30,19 @@ class RunData:
 
     :ivar train_dataset: the dataset that the run trains on
     :ivar eval_dataset: the dataset that it evaluates on, or a dict of them
-    :ivar collate_fn: what makes a batch from a list of samples, if it was passed
+    :ivar collate_fn: makes a batch from a list of samples, if it was passed
     :ivar train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
     :ivar train_loader_kwargs: arguments of that loader
     :ivar eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
     :ivar eval_loader_kwargs: arguments of those loaders
-    :ivar ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
+    :ivar ranks: the processes, as the data are divided among them: in tensor parallelism, several share each batch
     :ivar seed: determines the order of the data, unless it is ``None``
-    :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
+    :ivar first_epoch: the number passed to ``set_epoch`` of samplers and datasets in the first epoch; 1 in runs resumed
         from states of version 0.2 and earlier
     :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
     :ivar made_loaders: loaders created for this run, whose workers end with it
-    :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
+    :ivar has_fillers: whether a process without samples in a step takes part in it with a filler batch
     """
 
     ranks: Ranks
@@ -72,7 +72,7 @@ class RunData:
 
     @property
     def required_eval_loader(self) -> ShardedLoader:
-        """The loader of the evaluation or prediction that is being made.
+        """The loader of the current evaluation or prediction.
 
         :raises RuntimeError: if there is none
         """
@@ -111,7 +111,7 @@ class RunEnd:
     :ivar pause: the request to pause that stopped it
     :ivar has_begun: whether its ending events have begun, in a loop of an overridden ``_run_training``
     :ivar has_failed: whether an error has ended it
-    :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
+    :ivar last_calls: called when the run has ended without an error, after all callbacks have handled its end
     """
 
     reason: str | None = None
@@ -119,11 +119,21 @@ class RunEnd:
     pause: RunPausedError | None = None
     has_begun: bool = False
     has_failed: bool = False
-    messages: list[Callable[[], None]] = field(default_factory=list)
+    last_calls: list[Callable[[], None]] = field(default_factory=list)
+
+    def note(self, stop: StopTrainingError) -> None:
+        """Note what stops the run early."""
+        self.reason, self.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
+        self.pause = stop if isinstance(stop, RunPausedError) else None
+
+    def make_last_calls(self) -> None:
+        """Make the last calls, in the order in which they were asked for."""
+        for call in self.last_calls:
+            call()
 
     @property
     def is_regular(self) -> bool:
-        """Whether it ended, also if it was stopped early, rather than failed or was paused."""
+        """Whether it ended, possibly early, without failing or being paused."""
         return self.pause is None and not self.has_failed
 
 
@@ -144,7 +154,7 @@ class LeftOutBatch(NamedTuple):
     error: str
 
     def as_failure(self) -> Failure:
-        """Return what callbacks are told of it."""
+        """Return it as callbacks receive it."""
         return {"rank": self.rank, "indices": self.indices, "error": self.error}
 
 
@@ -152,7 +162,7 @@ class LeftOutBatch(NamedTuple):
 class LeftOut:
     """What is left out of an evaluation or a prediction because its step fails.
 
-    :ivar batches: the batches of this process; once they are gathered, those of all
+    :ivar batches: the batches of this process; after gathering, of all processes
     :ivar is_gathered: whether they are
     :ivar first_error: the first error of this process
     :ivar last_computed: the last batch of this process that did not fail
@@ -166,7 +176,7 @@ class LeftOut:
 
 
 class Training(NamedTuple):
-    """What stays known of a training run while the trainer evaluates later."""
+    """What is known of a training run in later evaluations."""
 
     config: TrainerRunConfig
     end: RunEnd
@@ -218,8 +228,8 @@ class CreatedAttributes:
     :ivar digests: of each attribute of moderate size
     :ivar settings: of each attribute that holds only numbers and texts, its node
     :ivar changed: attributes that are known to have changed
-    :ivar warned_of: paths of what states cannot keep, of which a warning has been given
-    :ivar compared: attributes whose arguments the comparison of settings has named
+    :ivar warned_of: paths of values that states cannot keep, for which a warning has been given
+    :ivar compared: attributes whose arguments the comparison of settings has reported
     :ivar trainability: which parameters are trained after the starting events
     """
 
@@ -250,9 +260,9 @@ class TrainingState:
 
     :param metadata: facts about the run from the manifest: progress, processes, versions ...
     :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
-    :param local: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
-        by a different number of processes
-    :param weights: the weights, if they have been read already, as the local copy of a remote state is removed
+    :param local: state of this rank: its generators and its part of the running losses; ``None`` if a different number
+        of processes saved the state
+    :param weights: the weights, if they have already been read: the local copy of a remote state is removed
     :param tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
     :param postponed: names of optimizers that are restored once they have all their groups
     """
@@ -264,3 +274,19 @@ class TrainingState:
     weights: dict[str, torch.Tensor] | None = None
     tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Latest:
+    """What is known of the latest training, evaluation and loading of weights, also after their runs.
+
+    :ivar training: the latest training: of this run, or the one before this evaluation
+    :ivar evaluation: the latest after it, if no other weights were loaded since
+    :ivar loaded: the weights that were loaded last
+    :ivar recorded_by_evaluate: indices of the values that ``evaluate()`` has recorded in the history, by metric
+    """
+
+    training: Training | None = None
+    evaluation: Evaluation | None = None
+    loaded: LoadedWeights | None = None
+    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
 
-_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
+_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # they have optimizers of their own
 
 
 class PreparedModel:
@@ -54,7 +54,7 @@ class PreparedModel:
             self._first_call = self.model.register_forward_pre_hook(self._note_first_call)
 
     def _prepare(self, accelerator: Accelerator) -> None:
-        """Give the model to Accelerate, and the optimizer if it is made."""
+        """Let Accelerate prepare the model, and the optimizer if it exists."""
         model = self.model
         if self.optimizer is None or is_created(self.optimizer):
             self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
@@ -68,7 +68,7 @@ class PreparedModel:
             self.model = accelerator.prepare(model)
 
     def make_optimizer(self, accelerator: Accelerator) -> None:
-        """Make the optimizer from the parameters of the prepared model, where a factory was given for it."""
+        """Create the optimizer from the parameters of the prepared model, if the user passed a factory."""
         if self.optimizer is None or is_created(self.optimizer):
             return
         optimizer = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))

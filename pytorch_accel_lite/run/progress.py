@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class EpochPhase(IntEnum):
-    """How far an epoch has got: its steps are being made, or are done; then its evaluation, and its ending events."""
+    """How far an epoch has got: steps running, steps done, evaluation done, ending events done."""
 
     TRAINING = 0
     TRAINED = 1

@@ -15,7 +15,7 @@ from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
 class StateSource(Protocol):
     """A callback that knows of training states.
 
-    :ivar find_latest: returns the latest one that a trainer can resume, or ``None``
+    :ivar find_latest: returns the latest state that a trainer can resume from, or ``None``
     :ivar save_dir: where they are
     """
 
@@ -29,8 +29,8 @@ class StateSource(Protocol):
 class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
-    Settings that are not listed here are arguments of ``Trainer.train()``, and
-    most become part of the ``TrainerRunConfig``.
+    Settings that are not listed here are arguments of ``Trainer.train()``. Most become part of the
+    ``TrainerRunConfig``.
 
     :param kind: whether the run trains, evaluates or predicts
     :param sanity_check: try the evaluation on one batch before the first update
@@ -43,7 +43,7 @@ class RunRequest:
     :param first_sample: position of the first sample to predict
     :param metrics: the metrics that callbacks record and watch
     :param paths: descriptions of what callbacks write, by path; see ``claim_path()``
-    :param locked_paths: those that no other run may write to, with the name of the argument of each
+    :param locked_paths: paths to which no other run may write, each with the name of its argument
     :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
         ``save_dir``
     """
@@ -129,8 +129,7 @@ class TrainerRunConfig:
     :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
     :param num_processes: number of processes in the job
     :param seed: the seed of the trainer, or ``None``
-    :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
-        are those of a logical process then
+    :param logical_processes: that argument of the trainer, if it was given; sizes are then those of a logical process
     :param deterministic: that argument of the trainer, if it was given
     """
 

@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.inspection import find_length, overridden_methods
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -34,14 +35,12 @@ from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.parts import (
     CreatedAttributes,
-    Evaluation,
     GlobalModes,
+    Latest,
     LeftOut,
-    LoadedWeights,
     RunData,
     RunEnd,
     RunSchedule,
-    Training,
     TrainingState,
 )
 from pytorch_accel_lite.run.prepared_model import PreparedModel
@@ -56,7 +55,7 @@ T = TypeVar("T")
 class CompiledForwardLike(Protocol):
     """A compiled ``calculate_train_batch_loss``.
 
-    :ivar logged: what it has logged while it was compiled: the name, the value and the weight of each
+    :ivar logged: the values logged during compilation: name, value and weight of each
     """
 
     logged: list[tuple[str, torch.Tensor | float, Count | None]]
@@ -96,7 +95,6 @@ class TrainerLike(Protocol):
     registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None
     open_runs: list[Run]
-    _latest_eval_dataset: NamedData | None
     _library_attributes: set[str]
 
     # The current or last run.
@@ -219,11 +217,11 @@ class TrainerLike(Protocol):
 class Step:
     """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
 
-    What others ask of any kind has a default here; what only one kind needs is its own.
+    What other code asks of any kind has a default here. What only one kind needs is in its class.
 
     :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
     :ivar updates_one_by_one: whether it updates each optimizer by itself
-    :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
+    :ivar updating: name of the optimizer being updated, or updated last, if they are updated one by one
     :ivar num_microbatches: number of parts that each batch is split into
     :ivar num_eval_parts: number of parts that each evaluation batch of this process is split into
     :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
@@ -231,7 +229,7 @@ class Step:
     :ivar skipped_updates: number of updates skipped in the run
     :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
     :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
-    :ivar without_gradient: the parameters that had no gradient on this process in that update
+    :ivar without_gradient: the parameters that had no gradient on this process in the first update
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -271,7 +269,7 @@ class Step:
         raise NotImplementedError
 
     def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
-        """Restore what was before the window in which an error occurred, and return whether it is computed again."""
+        """Restore the state before the window in which an error occurred; return whether it is computed again."""
         return False
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
@@ -292,14 +290,37 @@ class Step:
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class LoopState:
+    """What the loop of a run keeps for itself.
+
+    :ivar is_ours: whether our own loop has begun, rather than one in an overridden ``_run_training``
+    :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
+    :ivar evaluations: how often the run evaluates, if it does
+    :ivar has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
+    :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
+    :ivar trained_model: the trainer's model, while another one is evaluated in its place
+    :ivar unrecorded: the running losses of the training epoch, until they are recorded
+    :ivar global_modes: settings of torch after the starting events
+    """
+
+    is_ours: bool = False
+    has_reached_limit: bool = False
+    evaluations: Interval | None = None
+    has_update_schedules: bool = False
+    completes_evaluation: bool = False
+    trained_model: nn.Module | None = None
+    unrecorded: LossTrackers | None = None
+    global_modes: GlobalModes | None = None
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
-    Callbacks read what is listed here; what it says follows from the trainer, so treat it as read-only. The other
-    attributes belong to the trainer, and may change with any version.
+    Callbacks may read what is listed here. It only mirrors the trainer: do not change it. The other attributes belong
+    to the trainer, and may change with any version.
 
-    :ivar kind: ``"training"``, also in the evaluations that belong to it, ``"evaluation"`` by ``evaluate``, or
-        ``"prediction"``
+    :ivar kind: ``"training"``, also in evaluations within it; ``"evaluation"``, by ``evaluate``; or ``"prediction"``
     :ivar ranks: the processes of the job, and their communication
     :ivar device: the device of this process
     :ivar overridden: names of the methods of a trainer that the user's class overrides
@@ -318,11 +339,11 @@ class Run:
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
     :ivar epoch_phase: how far the epoch has got
-    :ivar left_out: what fails in its evaluations or its prediction; ``None`` if that is an error
+    :ivar left_out: the batches that fail in its evaluations or its prediction; ``None`` if such a failure is an error
     :ivar outer: the run within which this one was started, if any
     :ivar resumed: the training state from which the run starts, until it is restored
     :ivar goodput: how the time of the job is spent
-    :ivar cleanup: closed when the run ends, which frees the paths that it writes to, and undoes what holds only in it
+    :ivar cleanup: closed when the run ends: frees the paths that it writes to, and undoes what holds only within it
     """
 
     ranks: Ranks
@@ -352,22 +373,12 @@ class Run:
     resumed: TrainingState | None = None
 
     # Of the trainer.
-    before: Run | None = None  # is restored when this one ends
+    previous: Run | None = None  # the run that is current again when this one ends
     settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
-    evaluations: Interval | None = None  # how often it evaluates
-    has_update_schedules: bool = False  # whether evaluations, or the sizes of windows, are scheduled by updates
-    is_in_loop: bool = False  # whether its epochs are ours, rather than those of an overridden _run_training
-    has_reached_limit: bool = False  # whether an overridden _run_train_epoch says that it has made all updates
-    completes_evaluation: bool = False  # whether the evaluation that begins next is the last of an epoch
+    loop: LoopState = field(default_factory=LoopState)
+    latest: Latest = field(default_factory=Latest)
     created: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of trained parameters, by ids
-    trained_model: nn.Module | None = None  # the trainer's model, while another is evaluated in its place
-    unrecorded: LossTrackers | None = None  # the running losses of the training epoch, until they are recorded
-    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)  # indices of values within it, by metric
-    training: Training | None = None  # the latest: this one, or that after which this run evaluates
-    evaluation: Evaluation | None = None  # the latest after the training, if no other weights were loaded since
-    loaded: LoadedWeights | None = None  # the weights that were loaded last
-    global_modes: GlobalModes | None = None  # settings of torch after the starting events
 
     @classmethod
     def create(
@@ -405,14 +416,19 @@ class Run:
             self,
             data=replace(self.data, made_loaders=WeakSet()),
             schedule=replace(self.schedule, initial_options=[]),
-            end=replace(self.end, messages=[]),
+            end=replace(self.end, last_calls=[]),
+            loop=replace(self.loop, unrecorded=None),
+            latest=replace(self.latest),
             batch=None,
             batch_number=None,
             loss_trackers=LossTrackers(),
-            unrecorded=None,
             recorded_losses={},
             left_out=None if self.left_out is None else LeftOut(self.left_out.phase),
         )
+
+    def stay(self) -> None:
+        """Stay the trainer's run after its end, as it has started, and free the previous one and its data."""
+        self.previous = None
 
     @property
     def required_config(self) -> TrainerRunConfig:
@@ -427,7 +443,7 @@ class Run:
     @property
     def evaluates_within_epochs(self) -> bool:
         """Whether it evaluates within epochs, too."""
-        return self.evaluations is not None and self.evaluations.is_within_epochs
+        return self.loop.evaluations is not None and self.loop.evaluations.is_within_epochs
 
     @property
     def clock(self) -> float:
@@ -439,9 +455,9 @@ class Run:
         """Whether all requested epochs or updates are complete."""
         limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
         counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not
-        if limit is not None and (counts_updates or num_epochs is None or self.has_reached_limit):
+        if limit is not None and (counts_updates or num_epochs is None or self.loop.has_reached_limit):
             # The number of epochs is an estimate, as batches may be skipped.
-            return self.progress.update >= limit or self.has_reached_limit
+            return self.progress.update >= limit or self.loop.has_reached_limit
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
@@ -452,22 +468,22 @@ class Run:
 
     @property
     def max_num_samples(self) -> int | None:
-        """The number of samples in all epochs of the run, which may end before the last does; ``None`` if unknown."""
+        """The number of samples in all epochs of the run, though it may end within the last; ``None`` if unknown."""
         samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation."""
-        if self.evaluations is None or not self.data.all_eval_loaders:
+        if self.loop.evaluations is None or not self.data.all_eval_loaders:
             return False
-        return self.ends_with_epoch or self.evaluations.is_due(self, ends_epoch=True)
+        return self.ends_with_epoch or self.loop.evaluations.is_due(self, ends_epoch=True)
 
     @property
     def trained_fraction(self) -> Fraction | None:
-        """The fraction of the current epoch that is trained, which is less than 1 until it ends; ``None`` if unknown.
+        """The trained fraction of the current epoch, less than 1 until it ends; ``None`` if unknown.
 
-        It follows from the samples seen where their number is known, so that it is the same on any number of processes.
+        Computed from samples where their number is known, so that it is the same on any number of processes.
         """
         loader, progress = self.data.required_train_loader, self.progress
         total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
@@ -506,8 +522,8 @@ class Run:
 
     def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
         """Record the mean losses of an epoch that was not completed. Call it on every process."""
-        losses = self.unrecorded
-        self.unrecorded = None
+        losses = self.loop.unrecorded
+        self.loop.unrecorded = None
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(ranks).values()):
@@ -518,8 +534,8 @@ class Run:
 def run_to_change(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
     """Return the current run, for a program to set an attribute of it.
 
-    :param loader_of: whose dataloader that is, if it is one
-    :raises AttributeError: before the trainer is initialised, or for a dataloader while nothing is running, as the next
+    :param loader_of: for a dataloader, whether it trains or evaluates
+    :raises AttributeError: before the trainer is initialised; or for a dataloader while nothing is running, as the next
         run would replace it
     """
     if "current_run" not in vars(trainer):

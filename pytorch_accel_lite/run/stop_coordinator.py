@@ -45,7 +45,7 @@ class StopCoordinator:
         self.must_sync = True
 
     def realign(self) -> None:
-        """Synchronise at the next update: there are other ranks than before. Call it on all ranks, at the same one."""
+        """Synchronise at the next update, as the ranks have changed. Call it on all ranks after the same update."""
         self.must_sync = self.must_sync or self.ranks.world_size > 1
         self._updates, self._interval = 0, 1
 

@@ -25,7 +25,7 @@ class TimeBudget:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the action in a block: the longer it takes, the longer until it is due again."""
+        """Measure the action in a block. The longer it takes, the later it is due again."""
         begin = time.monotonic()
         yield
         self._next = begin + (time.monotonic() - begin) / self._share

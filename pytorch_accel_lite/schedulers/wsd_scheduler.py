@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
 from pytorch_accel_lite.schedulers.placeholders import Unresolved
@@ -186,7 +186,7 @@ class WSDLrScheduler(PlannedLrScheduler):
     def get_phase_info(self, num_updates: int) -> PhaseInfo:
         """Return the period and phase of the schedule after a number of updates.
 
-        :return: the period as in ``get_decay_info()``, and the ``phase`` of the next update: ``"warmup"``,
+        :return: the period as in ``get_decay_info()``, and the ``phase`` of the next update, one of ``"warmup"``,
             ``"stable"``, ``"decay"``, or ``"finished"`` after the last
         """
         period = self._period_at(num_updates)

@@ -13,7 +13,14 @@ from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.extensions.experiment.expressions import find_expressions, parse, replaced
-from pytorch_accel_lite.extensions.experiment.help_pages import all_keys, describe, grouped, overview, read_options
+from pytorch_accel_lite.extensions.experiment.help_pages import (
+    Option,
+    all_keys,
+    describe,
+    grouped,
+    overview,
+    read_options,
+)
 from pytorch_accel_lite.extensions.experiment.importing import check_kinds, full_name, import_path
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import (
@@ -355,12 +362,19 @@ class Parser:
         values = {short(key): value for key, value in self.parse().items()}
         for (name, *inner), (text, _) in self._expressions.items():
             values[f"scheduler.{name}"] = replaced(values[f"scheduler.{name}"], inner, text)
+        options, titles = self._read_options(values)
+        groups = grouped(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
+        return describe(groups, wanted) if wanted else overview(groups, Path(file).name)
+
+    def options(self) -> list[Option]:
+        """Return all options, without their values."""
+        return self._read_options({})[0]
+
+    def _read_options(self, values: dict[str, Any]) -> tuple[list[Option], dict[str, str]]:
         text = self._parser.format_help()
         for pattern, replacement in _UNWANTED_HELP.items():
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-        options, titles = read_options(text, values, all_keys(self._document.content))
-        groups = grouped(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
-        return describe(groups, wanted) if wanted else overview(groups, Path(file).name)
+        return read_options(text, values, all_keys(self._document.content))
 
 
 def _parameters(thing: Any) -> dict[str, inspect.Parameter] | None:

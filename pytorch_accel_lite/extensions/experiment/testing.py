@@ -65,7 +65,7 @@ def run_tests(
         is killed predicts again
     :param depends_on: what else the results depend on, such as the version of the data, in JSON types: if it has
         changed, everything is tested again
-    :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics
+    :return: a row for each combination, with ``checkpoint``, ``inference``, ``dataset`` and the metrics
     :raises FileNotFoundError: if there is no such checkpoint
     :raises ValueError: if the trainer does not have an attribute of a setting
     """

@@ -113,11 +113,12 @@ class LogicalWindow(GradientWindow):
 
     def restart(self) -> None:
         """Begin the window again, with the logical processes divided among the processes as they are now."""
-        self.sizes, self.is_in_step, self.items = None, False, {}
+        self.reset()
+        self.is_in_step, self.items = False, {}
         self.sums.restart()
 
     @property
-    def nominal(self) -> int:
+    def full_size(self) -> int:
         """The number of samples in a full window."""
         return self._batch_size * self.steps * self._count
 
@@ -129,7 +130,7 @@ class LogicalWindow(GradientWindow):
             self.items_per_batch = float(self._batch_size)
             weight = as_weight(items) if num_samples else 0
             self.items[self.number] = self.items.get(self.number, 0) + weight
-        return loss * (weight / self.nominal)
+        return loss * (weight / self.full_size)
 
     def finish(self, optimizer: Optimizer) -> Count:
         """Give the parameters their gradients, corrected if the window's true size differs from the nominal one."""
@@ -198,8 +199,8 @@ class LogicalStep(PlainStep):
         self._sharded.end_step()
         _restore(self._buffers(), first)
         run.ranks.copy_from_first(self._buffers())
-        nominal, true = window.sizes or (window.nominal, 0)
-        window.sizes = nominal, true + batch.total_samples
+        window.has_gradients = True
+        window.nominal_size, window.true_size = window.full_size, window.true_size + batch.total_samples
         seed_all(batch.share.seed)
         return self._merge(trainer, run, batch)
 

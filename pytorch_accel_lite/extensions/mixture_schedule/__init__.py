@@ -1,4 +1,4 @@
-"""Mixtures whose weights change from epoch to epoch."""
+"""Mixtures whose weights change by epochs or updates."""
 
 from pytorch_accel_lite.extensions.mixture_schedule.mixture_schedule import MixtureScheduleCallback
 

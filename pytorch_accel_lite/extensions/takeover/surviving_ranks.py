@@ -52,8 +52,8 @@ class SurvivingRanks(Ranks):
             assert isinstance(trainer.division, LogicalProcesses)  # see survivors()
             trainer.division.divide(trainer.ranks)
             for run in trainer.open_runs:
-                if isinstance(run.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
-                    run.unrecorded.add_up_local()
+                if isinstance(run.loop.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
+                    run.loop.unrecorded.add_up_local()
 
     @classmethod
     def announce(cls, change: Change) -> None:

@@ -21,8 +21,7 @@ from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.ranks import rank
 from tests.scripts.resumable import run
-from tests.tasks import changed_manifest, equal, make_trainer, train
-from tests.test_training_states import assert_same
+from tests.tasks import assert_same, changed_manifest, equal, make_trainer, train
 
 
 def resume(folder: Path) -> Any:

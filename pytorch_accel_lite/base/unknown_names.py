@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import TypeVar
 
-from pytorch_accel_lite.base.environment import hide_frames, leave_out_libraries, warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import hide_frames, is_from_this_package, leave_out_libraries, warn_outside
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
 
@@ -341,7 +340,7 @@ ATTRIBUTES = [
 
 
 def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str]) -> None:
-    """Warn of events, or hooks of other libraries, that a trainer defines, as those of callbacks are called only."""
+    """Warn of a trainer's methods that are named like events, or like hooks of other libraries, and never called."""
     for name in defined:
         meant = [name] if name in events else [event for event in events_meant(name) if event in events]
         methods = [event.removeprefix("on_") for event in meant if hasattr(cls, event.removeprefix("on_"))]

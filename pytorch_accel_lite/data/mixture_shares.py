@@ -1,0 +1,96 @@
+"""Which dataset of a mixture each sample of an epoch is from, with shares that may change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+class Stretch(NamedTuple):
+    """A part of an epoch in which shares stay the same, of which each dataset has one number here.
+
+    :param begin: number of samples in the epoch before it
+    :param rates: number of samples in a whole epoch of these shares
+    :param due: number of samples that were due before it, with its fraction
+    :param given: number of samples before it
+    """
+
+    begin: int
+    rates: Sequence[float]
+    due: Sequence[float]
+    given: Sequence[int]
+
+    def choose(self, length: int, size: int) -> torch.Tensor:
+        """Return the number of the dataset that each of the first samples is from.
+
+        Sample ``i`` of a dataset is taken when ``i + 0.5`` are due, so shares hold in every part of an epoch, and also
+        if they change after each update.
+
+        :param length: number of samples to choose
+        :param size: number of samples in an epoch
+        """
+        spare = 2 * len(self.rates) + 2  # by which the sums of what is due and of what was given may differ
+        numbers, times = [], []
+        for number, (rate, due, given) in enumerate(zip(self.rates, self.due, self.given, strict=True)):
+            if rate:
+                last = math.ceil(due + rate * (length + spare) / size + 1)
+                samples = torch.arange(given, max(last, given), dtype=torch.float64)
+                times.append((samples + 0.5 - due) / rate)
+                numbers.append(torch.full((len(samples),), number))
+        return torch.cat(numbers)[torch.cat(times).argsort(stable=True)[:length]]
+
+    def followed_by(self, begin: int, shares: Sequence[float], size: int) -> Stretch:
+        """Return a stretch of other shares that begins in this one.
+
+        :param begin: number of samples in the epoch before it
+        :param size: number of samples in an epoch
+        """
+        length = begin - self.begin
+        counts = self.choose(length, size).bincount(minlength=len(shares)).tolist()
+        return Stretch(
+            begin,
+            [share * size for share in shares],
+            [due + rate * length / size for due, rate in zip(self.due, self.rates, strict=True)],
+            [given + count for given, count in zip(self.given, counts, strict=True)],
+        )
+
+
+def choose_all(stretches: Sequence[Stretch], size: int) -> torch.Tensor:
+    """Return the number of the dataset that each sample of an epoch is from."""
+    ends = [*(stretch.begin for stretch in stretches[1:]), size]
+    return torch.cat([stretch.choose(end - stretch.begin, size) for stretch, end in zip(stretches, ends, strict=True)])
+
+
+def divide(shares: Sequence[float], size: int) -> list[int]:
+    """Divide the samples of an epoch in proportion to shares, by Webster's method (1832)."""
+    positive = [share for share in shares if share]
+    counts = [max(math.ceil(share * (size - len(positive)) - 0.5), 0) for share in shares]
+    while sum(counts) < size:
+        following = min((k for k, share in enumerate(shares) if share), key=lambda k: (counts[k] + 0.5) / shares[k])
+        counts[following] += 1
+    return counts
+
+
+def whole_epoch(counts: Sequence[int]) -> Stretch:
+    """Return the stretch of an epoch whose shares do not change."""
+    return Stretch(0, counts, [0.0] * len(counts), [0] * len(counts))
+
+
+def added_up(stages: dict[int, list[int]], others: dict[int, list[int]], epoch: int) -> list[int]:
+    """Return how many samples of each dataset the epochs before one have.
+
+    :param stages: the samples in an epoch by the first epoch of each stage
+    :param others: those in single epochs that differ from their stage
+    """
+    bounds = [*stages, epoch]
+    lengths = [max(min(end, epoch) - first, 0) for first, end in pairwise(bounds)]
+    parts = [[count * length for count in counts] for counts, length in zip(stages.values(), lengths, strict=True)]
+    for number, counts in others.items():
+        if number < epoch:
+            of_stage = stages[max(first for first in stages if first <= number)]
+            parts.append([count - usual for count, usual in zip(counts, of_stage, strict=True)])
+    return [sum(counts) for counts in zip(*parts, strict=True)]
