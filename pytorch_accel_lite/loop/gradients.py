@@ -149,6 +149,7 @@ def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
     """Return the sum of the squares in each row, zero in rows of other processes, and the group of these processes."""
     shard = local(gradient.detach())
+    shard = torch.view_as_real(shard) if shard.is_complex() else shard
     dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
     squares = shard.to(dtype).square()
     sums = squares.sum(dim=[*range(1, squares.ndim)]) if squares.ndim > 1 else squares.reshape(-1)

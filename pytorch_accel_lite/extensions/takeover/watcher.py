@@ -31,6 +31,7 @@ class Watcher(threading.Thread):
         self._port = port
         self._store = JobStore.connect(host, port)
         self._generation: Generation | None = None
+        self._is_connected = False
         self._follows: Generation | None = None  # the latest generation, if it is after that
         self._sockets: dict[int, str] = {}
         self._watched = threading.get_ident()
@@ -49,16 +50,18 @@ class Watcher(threading.Thread):
     def watch(self, generation: Generation, sockets: dict[int, str]) -> None:
         """Watch the connections of a generation, which this process has entered."""
         with self._lock:
-            self._generation, self._follows, self._sockets, self.is_wanted = generation, None, sockets, False
+            self._generation, self._sockets = generation, sockets
+            self._is_connected, self._follows, self.is_wanted = True, None, False
 
     def is_cut_off(self) -> bool:
         """Whether another generation follows, and no connection of this one is left."""
         with self._lock:
-            return self._follows is not None and not any_is_connected(self._sockets)
+            return self._is_connected and self._follows is not None and not any_is_connected(self._sockets)
 
     def end_connections(self) -> None:
         """End the connections that are watched."""
         with self._lock:
+            self._is_connected = False
             sockets, self._sockets = self._sockets, {}
             shut_down(sockets, self._port)
 

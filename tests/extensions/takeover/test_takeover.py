@@ -124,6 +124,7 @@ def kill(**points: str) -> dict[str, dict[str, int]]:
 
 def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
     assert outcome.code == 0, outcome.output
+    assert "SIGABRT" not in outcome.output, outcome.output
     assert outcome.results == undisturbed.results * survivors
     assert outcome.rows == undisturbed.rows
     assert outcome.files.keys() == undisturbed.files.keys()
