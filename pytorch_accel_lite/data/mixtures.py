@@ -233,7 +233,7 @@ def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: b
         if name not in names:
             existing = ", ".join(map(repr, names))
             raise ValueError(
-                f"weights has {name!r}, which is none of the datasets {existing}.{did_you_mean(str(name), names)}"
+                f"weights has {name!r}, which is not one of the datasets {existing}.{did_you_mean(str(name), names)}"
             )
         if not (may_be_zero and value == 0):
             check_range(f"weights[{name!r}]", value, above=0)

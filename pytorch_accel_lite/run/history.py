@@ -273,7 +273,7 @@ class InMemoryRunHistory(RunHistory):
             raise TypeError(f"metric_name={metric_name!r} must be the name of a metric, a string.")
         if metric_value is None:
             raise TypeError(
-                f"metric_value=None is no value of {metric_name!r}. Leave out the call where there is none, or record "
+                f"metric_value=None is not a value of {metric_name!r}. Omit the call if there is none, or record "
                 "float('nan')."
             )
         name = f"{self.metric_name_prefix}{metric_name}"
