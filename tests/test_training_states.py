@@ -794,6 +794,22 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     run(tmp_path)
 
 
+@pytest.mark.parametrize("resume_from", [None, "latest"])
+def test_a_run_that_fails_before_it_begins_frees_the_directory(tmp_path, resume_from):
+    """A notebook keeps the error, and with it the trainer and its callbacks."""
+
+    def fail(optimizer: torch.optim.Optimizer) -> None:
+        raise RuntimeError("no schedule")
+
+    def begin(**kwargs: Any) -> None:
+        train(make_trainer([SaveTrainingStateCallback(tmp_path / "states")]), resume_from=resume_from, **kwargs)
+
+    with pytest.raises(RuntimeError, match="no schedule") as kept:
+        begin(create_scheduler_fn=fail)
+    begin()
+    assert kept.value.__traceback__ is not None
+
+
 @pytest.mark.parametrize("is_other_first", [True, False])
 def test_a_run_whose_directory_is_removed_locks_it_again(tmp_path, is_other_first):
     """Otherwise a second run gets in, and both save in one directory."""

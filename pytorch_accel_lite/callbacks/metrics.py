@@ -248,7 +248,9 @@ class MetricsCallback(TrainerCallback):
                     metric.update(*arguments)
                 except Exception as error:
                     values = " and ".join(map(short, arguments))
-                    add_note(error, f"In the metric {name!r}, a {type(metric).__name__}, updated with {values}.")
+                    classes = getattr(metric, "num_classes", None)
+                    kind = type(metric).__name__ + (f"(num_classes={classes})" if isinstance(classes, int) else "")
+                    add_note(error, f"In the metric {name!r}, a {kind}, updated with {values}.")
                     raise
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:

@@ -250,11 +250,13 @@ class _RunTable:
     # ----------------------------------------------------------------------------------- what is shown
 
     def _choose_marked(self) -> tuple[str, bool]:
-        """Return the metric with a marked best value, if any, and whether larger values are better."""
-        for watched in self._expected.watched:
-            return watched.name, bool(watched.greater_is_better)
-        losses = [name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name)]
-        return min(losses, key=lambda name: name.startswith("ema_"), default=""), False
+        """Return the metric whose best value is marked, if any, and whether larger values are better."""
+        losses = (name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name))
+        watched = {metric.name: bool(metric.greater_is_better) for metric in self._expected.watched}
+        possible = watched or dict.fromkeys(losses, False)
+        # The best model of a run is that of its own weights, not that of their average, which is saved beside it.
+        name = min(possible, key=lambda name: name.startswith("ema_"), default="")
+        return name, possible.get(name, False)
 
     def _find_earlier_best(self, trainer: TrainerLike) -> None:
         """Find the best value of the epochs before a resumed run."""

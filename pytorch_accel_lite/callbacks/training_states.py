@@ -170,18 +170,15 @@ class SaveTrainingStateCallback(TrainerCallback):
         request.claim_path(self, "save_dir", self.save_dir, "training states", locks=False)  # the store does
 
     def _claim(self, trainer: TrainerLike) -> None:
-        """Lock the place of the states, and check that all processes reach it."""
+        """Lock the place of the states until the run ends, if it begins at all; check that all processes reach it."""
         if trainer.ranks.run_together(self._store.lock, only_first=True)[0]:
+            trainer.run.cleanup.callback(self._store.unlock)
             self._store.check_is_shared(trainer.ranks)
 
     def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
         """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
         self._claim(trainer)
-        try:
-            return self._store.read_latest(trainer.ranks, trainer.print)
-        except Exception:
-            self._store.unlock()
-            raise
+        return self._store.read_latest(trainer.ranks, trainer.print)
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None:

@@ -201,7 +201,7 @@ class DirectoryStore(StateStore):
         threading.Thread(
             target=_send_heartbeats, args=(lock, self._is_unlocked), daemon=True, name="signs-of-life"
         ).start()
-        # A run that fails before it begins never unlocks.
+        # Whoever locks it without a run may never unlock it.
         self._finalizer = weakref.finalize(self, _release, lock, self._is_unlocked)
         for path in self.location.iterdir():
             if match := _REMAINS.fullmatch(path.name):

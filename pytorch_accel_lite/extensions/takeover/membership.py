@@ -20,6 +20,7 @@ from pytorch_accel_lite.callbacks import StopTrainingError
 from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
+from pytorch_accel_lite.extensions.takeover.waiting import keep_for_ever, watch_waits
 from pytorch_accel_lite.extensions.takeover.watcher import Watcher
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ class Membership:
         self.watcher = Watcher(number, host, port)
         self.is_open = self.store.said("open") is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
+        self._is_stuck = False  # whether a thread of the process group waits for a lost process
         self._tried = 0  # the latest generation that could not be connected
         self._announced: list[int] = []
         self._capacity = _CAPACITY
@@ -112,6 +114,7 @@ class Membership:
         if before is None:
             self._announced = [member for member in generation.members if member not in generation.came]
             self.watcher.begin(lambda: self.completed)
+            watch_waits(self.watcher.is_cut_off, self._note_stuck)
         self.redivide()
 
     def _find_place(self, generation: Generation) -> None:
@@ -178,7 +181,13 @@ class Membership:
         self.watcher.end_connections()
         with suppress(Exception):
             if dist.is_initialized():
+                if self._is_stuck:
+                    keep_for_ever(dist.group.WORLD)
                 dist.destroy_process_group()
+        self._is_stuck = False
+
+    def _note_stuck(self) -> None:
+        self._is_stuck = True
 
     def _change_environment(self) -> None:
         """Tell Accelerate, and programs that ask the environment, what the processes are now."""

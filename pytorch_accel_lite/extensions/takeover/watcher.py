@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from pytorch_accel_lite.extending import is_waiting
-from pytorch_accel_lite.extensions.takeover.connections import shut_down
+from pytorch_accel_lite.extensions.takeover.connections import any_is_connected, shut_down
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 
 _PAUSE = 0.02  # seconds
@@ -31,6 +31,7 @@ class Watcher(threading.Thread):
         self._port = port
         self._store = JobStore.connect(host, port)
         self._generation: Generation | None = None
+        self._follows: Generation | None = None  # the latest generation, if it is after that
         self._sockets: dict[int, str] = {}
         self._watched = threading.get_ident()
         self._is_over = threading.Event()
@@ -48,7 +49,12 @@ class Watcher(threading.Thread):
     def watch(self, generation: Generation, sockets: dict[int, str]) -> None:
         """Watch the connections of a generation, which this process has entered."""
         with self._lock:
-            self._generation, self._sockets, self.is_wanted = generation, sockets, False
+            self._generation, self._follows, self._sockets, self.is_wanted = generation, None, sockets, False
+
+    def is_cut_off(self) -> bool:
+        """Whether another generation follows, and no connection of this one is left."""
+        with self._lock:
+            return self._follows is not None and not any_is_connected(self._sockets)
 
     def end_connections(self) -> None:
         """End the connections that are watched."""
@@ -77,6 +83,7 @@ class Watcher(threading.Thread):
             return
         with self._lock:
             if generation is self._generation:
+                self._follows = follows
                 self.is_wanted = set(generation.members) <= set(follows.members)
                 if not self.is_wanted:
                     shut_down(self._sockets, self._port)

@@ -103,6 +103,7 @@ _ADVICE = {
 }
 
 
+_MOST_OF_RANGE = 8  # samples in a row that are listed one by one
 _MOST_SAMPLES = 64  # whose indices are shown
 
 
@@ -196,7 +197,11 @@ def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[st
 
 
 def list_samples(indices: list[Index]) -> str:
-    """Return the indices of samples as text; of many, the first."""
+    """Return the indices of samples as text; of many that follow each other, the ends, of many others, the first."""
+    if len(indices) > _MOST_OF_RANGE and isinstance(first := indices[0], int):
+        last = first + len(indices) - 1
+        if indices == [*range(first, last + 1)]:
+            return f"samples [{first} to {last}]"
     most = [short(index) for index in indices[:_MOST_SAMPLES]]
     return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
 

@@ -219,6 +219,59 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
     assert "Create it with a seed and logical_processes=" in outcome.output
 
 
+DIES_WITHIN_A_MESSAGE = """
+import os, signal, sys, threading
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+from pytorch_accel_lite import Trainer
+
+exchange = dist.all_to_all_single
+begun = []
+
+
+def exchange_and_die(received, sent, *sizes):
+    begun.append(None)
+    if trainer.ranks.rank == 1 and len(begun) == 2:
+        received.fill_(255)
+        threading.Thread(target=die_when_changed, args=(received[:8],), daemon=True).start()
+    return exchange(received, sent, *sizes)
+
+
+def die_when_changed(start):
+    while (start == 255).all():  # the other process sends 32 MB, of which some have come
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+dist.all_to_all_single = exchange_and_die
+torch.manual_seed(0)
+model = torch.nn.Linear(4000, 4000, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+trainer = Trainer(model, torch.nn.MSELoss(), optimizer, callbacks=(), seed=0, logical_processes=2)
+x = torch.randn(8, 4000)
+trainer.train(TensorDataset(x, x), 1, per_device_batch_size=1, train_dataloader_kwargs={"num_workers": 0})
+result = [trainer.run_history.to_dict(), model.weight.sum(0).tolist()]
+Path(sys.argv[1], str(trainer.ranks.world_size)).write_text(repr(result))
+"""
+
+
+def test_a_death_within_a_large_message_ends_no_survivor(tmp_path):
+    """For which gloo would let it wait half an hour."""
+    program = tmp_path / "program.py"
+    program.write_text(DIES_WITHIN_A_MESSAGE)
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        command = [*LAUNCH, "--processes", str(processes), str(program), str(folder)]
+        job = WarmPython(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+        outcome = end(job, folder)
+        assert outcome.code == 0, outcome.output
+        assert outcome.output.count("was killed by SIGKILL. One process continued") == processes - 1
+    assert (tmp_path / "1" / "1").read_text() == (tmp_path / "2" / "1").read_text()
+
+
 def test_more_processes_than_logical_ones_are_an_error(run):
     outcome = run(3, logical=2)
     assert outcome.code == 1
