@@ -244,7 +244,7 @@ class InMemoryRunHistory(RunHistory):
     current_epoch: int = 1
 
     def __init__(self) -> None:
-        InMemoryRunHistory.reset(self)  # a subclass may have a reset() of its own, for attributes that it has not yet
+        InMemoryRunHistory.reset(self)  # not self.reset(): a subclass's own may need attributes that do not exist yet
 
     def reset(self) -> None:
         self.current_epoch = 1
