@@ -10,12 +10,12 @@ from pytorch_accel_lite.extensions.experiment.command_line import main as run
 from pytorch_accel_lite.extensions.takeover.launch_command import create_parser as options_of_launch
 from pytorch_accel_lite.extensions.takeover.launch_command import main as launch
 
-#: Commands with arguments of their own, by name; all others are those of the one without a name.
+#: Commands with their own arguments, by name; the command without a name gets all others.
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "launch": launch,
     "": run,
 }  # fmt: skip
-#: The parsers of those arguments.
+#: The parsers of these arguments, by command.
 PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
     "launch": options_of_launch,
 }  # fmt: skip

@@ -149,7 +149,7 @@ def test_runs_resume_to_the_same_bits_on_one_and_two_processes(two_ranks):
     ("create", "arguments", "said"),
     [
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2)), {}, "has no trainable matrices within it"),
-        (deep_model, {"heads": [nn.Linear(2, 2)]}, "heads has Linear, which is no module of the model"),
+        (deep_model, {"heads": [nn.Linear(2, 2)]}, "heads has Linear, which is not a module of the model"),
     ],
 )
 def test_what_cannot_be_divided_is_an_error(create, arguments, said):

@@ -232,9 +232,9 @@ DATA: dict[str, tuple[Any, str]] = {
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
     "a file's name": ("train.csv", "='train.csv' is not a dataset: it needs __getitem__"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
-    "inputs and targets": ((INPUTS, TARGETS), "is a tuple, of which [0] is not the first sample"),
+    "inputs and targets": ((INPUTS, TARGETS), "is a tuple: its [0] is not the first sample"),
     "arrays": ((INPUTS.numpy(), TARGETS.numpy()), "Pass a dataset of its tensors: TensorDataset(inputs, targets)."),
-    "a table": (pd.DataFrame(INPUTS.numpy()), "is a DataFrame, of which [0] is not the first sample"),
+    "a table": (pd.DataFrame(INPUTS.numpy()), "is a DataFrame: its [0] is not the first sample"),
 }
 
 

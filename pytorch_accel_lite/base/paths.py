@@ -66,7 +66,7 @@ def local_path(argument: str, path: StrPath, what: str = "what is written there"
     for parent in location.parents:
         if os.path.lexists(parent):
             if not parent.is_dir():
-                raise ValueError(f"{argument}={os.fspath(path)!r} lies below {str(parent)!r}, which is no folder.")
+                raise ValueError(f"{argument}={os.fspath(path)!r} lies below {str(parent)!r}, which is not a folder.")
             break
     return location
 
@@ -90,7 +90,7 @@ def folder_path(argument: str, path: StrPath, what: str = "what is written there
     """
     location = local_path(argument, path, what)
     if os.path.lexists(location) and not location.is_dir():
-        raise ValueError(f"{argument}={os.fspath(path)!r} is no folder. Pass another path, or move what is there.")
+        raise ValueError(f"{argument}={os.fspath(path)!r} is not a folder. Pass another path, or move what is there.")
     return location
 
 

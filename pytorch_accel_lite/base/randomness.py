@@ -51,7 +51,7 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 
 
 def seed_run(seed: int, alike: bool = False) -> None:
-    """Seed all generators at the start of a run, differently on each process unless ``alike``."""
+    """Seed all generators at the start of a run; differently on each process, unless ``alike``."""
     set_seed(seed, device_specific=not alike)
 
 

@@ -348,7 +348,7 @@ def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str])
             continue
         override = f"Override {' or '.join(methods)}, or define" if methods else "Define"
         warn_outside(
-            f"{cls.__name__}.{name} is never called by the trainer, whose events are those of callbacks. {override} "
+            f"{cls.__name__}.{name} is never called by the trainer: only callbacks have events. {override} "
             f"{' or '.join(meant)} in a TrainerCallback."
         )
 

@@ -269,7 +269,7 @@ class _Repetition:
 
     :ivar state: the training state from which the run resumes
     :ivar is_reached: whether the step, or the accumulation window that it ends, has begun
-    :ivar found: the first step of this process in which a number was not finite
+    :ivar found: the first step of this process with a number that is not finite
     """
 
     def __init__(self, summary: JsonObject) -> None:

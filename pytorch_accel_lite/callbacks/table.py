@@ -254,7 +254,7 @@ class _RunTable:
         losses = (name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name))
         watched = {metric.name: bool(metric.greater_is_better) for metric in self._expected.watched}
         possible = watched or dict.fromkeys(losses, False)
-        # The best model of a run is that of its own weights, not that of their average, which is saved beside it.
+        # The best model of a run has its own weights. An averaged model is saved besides.
         name = min(possible, key=lambda name: name.startswith("ema_"), default="")
         return name, possible.get(name, False)
 

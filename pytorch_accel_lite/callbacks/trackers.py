@@ -106,7 +106,7 @@ class TrackerCallback(StepLogger):
 
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a job in the background; for a user's own tracker, which may be bound to this thread, immediately."""
-        self._start()  # in this thread, to which an MLflow run is bound too
+        self._start()  # in this thread, as an MLflow run is bound to its thread
         if isinstance(self.tracker, str):
             super().in_background(job)
         else:

@@ -11,7 +11,6 @@ import torch
 
 #: The kind of the items, the names or the class that they share, and the columns.
 Columns: TypeAlias = tuple[str, Any, list["_Column"]]
-#: What tells whether items are alike, and their parts.
 #: The kind of the values in a column, and the values.
 _Column: TypeAlias = tuple[Any, ...]
 Device: TypeAlias = torch.device | str

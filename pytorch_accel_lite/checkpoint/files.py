@@ -146,7 +146,7 @@ def no_link(path: str, flags: int) -> int:
         raise OSError(error.errno, "Links are not followed here. Remove this one", path) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "This is no file that can be written. Remove it", path)
+        raise OSError(errno.EINVAL, "This is not a file that can be written. Remove it", path)
     return descriptor
 
 
@@ -366,7 +366,7 @@ def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
     try:
         file: Any = safetensors.safe_open(path, framework="pt")
     except safetensors.SafetensorError as error:
-        raise ValueError(f"The file {os.fspath(path)!r} is damaged, or no safetensors file. {error}") from error
+        raise ValueError(f"The file {os.fspath(path)!r} is damaged, or not a safetensors file. {error}") from error
     return file, file.metadata() or {}
 
 
@@ -421,7 +421,7 @@ def _read_open(file: IO[bytes]) -> StateDict:
         try:
             weights = safetensors.torch.load(content)
         except safetensors.SafetensorError as error:
-            raise ValueError(f"The file {name!r} is damaged, or no safetensors file. {error}") from error
+            raise ValueError(f"The file {name!r} is damaged, or not a safetensors file. {error}") from error
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
         return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
     verify_content(content, name, is_safetensors=False)

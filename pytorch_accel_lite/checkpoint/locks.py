@@ -76,7 +76,7 @@ class FileLock:
         file = open(self.path, "a+", opener=no_link)  # noqa: SIM115
         try:
             if not _OF_A_LOCK.fullmatch(_content(file)):
-                raise OSError(errno.EEXIST, "This file has the name of a lock, but is none. Move it", str(self.path))
+                raise OSError(errno.EEXIST, "This file has the name of a lock, but is not one. Move it", str(self.path))
             if not try_lock(file):
                 raise LockedError(_content(file).decode(errors="replace").strip() or "unknown")
         except BaseException:

@@ -66,7 +66,7 @@ class TooManyPartsError(Exception):
 
 
 class NoPlaceError(Exception):
-    """A program does not have the object whose state is to be restored."""
+    """A program does not have the object for a state."""
 
 
 class Encoder:

@@ -448,7 +448,7 @@ def _message(restored: list[str], new: list[str], source: str) -> str:
         parts.append(f"Changed from here on: {listed(new, _MOST_SHOWN)}.")
     if restored:
         parts.append(
-            "To train with this program's values of what is kept, begin a new run from the weights: "
+            "To train with this program's values instead, begin a new run from the weights: "
             f"trainer.load_checkpoint({source!r}, load_optimizer=False, load_scheduler=False), then train() without "
             "resume_from. A callback may also set options of the optimizer in on_training_run_start; learning rates "
             "only if there is no schedule."

@@ -209,7 +209,7 @@ def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str
     :param options: the options before loading
     """
     if changes := describe_loaded(trainer, options, source):
-        trainer.print(f"{changes} To keep those of this program, pass load_optimizer=False, or set them again.")
+        trainer.print(f"{changes} To keep this program's options, pass load_optimizer=False, or set them again.")
     if wants_scheduler and trainer.scheduler is None and trainer.optimizer is not None:
         trainer.print(
             f"The schedule in {source!r} was not loaded: train() creates its own, from the start. To "
@@ -448,7 +448,7 @@ def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
         restore(trainer, state)
         finish_restoring(trainer, state)
         if changes := describe_loaded(trainer, options, os.fspath(input_dir)):
-            trainer.print(f"{changes} To train with those of this program, set them again.")
+            trainer.print(f"{changes} To train with this program's options, set them again.")
         prepared = trainer.prepared_model
         attributes.set_optimizer_modes(trainer, training=prepared is not None and prepared.trains)
     return {"current_epoch": trainer.run_history.current_epoch, **state.metadata, **state.shared["extra"]}

@@ -92,10 +92,12 @@ def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, 
     frozen = {*saved["frozen"]} & now.keys()
     thawed = listed(sorted(name for name in frozen if now[name]), 10)
     others = listed(sorted(name for name, is_trained in now.items() if not is_trained and name not in frozen), 10)
-    parts = [f"it trains {thawed}"] if thawed else []
-    parts += [f"it freezes {others}"] if others else []
+    parts = [f"the program trains {thawed}"] if thawed else []
+    parts += [f"the program freezes {others}"] if others else []
     if parts:
-        trainer.print(f"The program is unlike the run that saved the state: {', and '.join(parts)}. That holds.")
+        trainer.print(
+            f"Different from the run that saved the state: {', and '.join(parts)}. The program's choice holds."
+        )
 
 
 def _parameters(trainer: TrainerLike) -> Iterator[tuple[str, nn.Parameter]]:

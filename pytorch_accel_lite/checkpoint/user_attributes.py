@@ -165,8 +165,8 @@ def _restore_settings(trainer: TrainerLike, saved: StateDict, owners: Mapping[st
 def _say_what_is_lost(saved: StateDict, own: StateDict | None, lost: list[str], source: str) -> None:
     if lost:
         warn_outside(
-            f"{source!r} holds what only the program can create, and it has not: {', '.join(lost)}. Create it in the "
-            "constructor or at the start of the run, as in the run that saved the state."
+            f"{source!r} holds objects that only the program can create, but has not: {', '.join(lost)}. Create them "
+            "in the constructor or at the start of the run, as in the run that saved the state."
         )
     by_rank = [_path((owner, name)) for owner, names in saved.get("own", {}).items() for name in names]
     if by_rank and own is None:
@@ -190,15 +190,16 @@ def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
     settings = [key for key in others if key not in kept and key in created.settings]
     if settings := [key for key in settings if key not in created.compared and not _is_moved(trainer, saved, key)]:
         shown = (f"{_path(key)} is {_shown(created.settings[key])}, {_was(saved, key)}" for key in settings)
-        trainer.print(f"Unlike in the run that saved the state: {'; '.join(shown)}. The new values hold.")
+        trainer.print(f"Different from the run that saved the state: {'; '.join(shown)}. The new values hold.")
     if restored := [_path(key) for key in others if key in kept]:
         trainer.print(
-            f"The program has {listed(restored, 10)} unlike the run that saved the state, whose values are restored."
+            f"The program has {listed(restored, 10)} unlike the run that saved the state. The saved values are "
+            "restored."
         )
     if large := [_path(key) for key in others if key not in kept and key not in created.settings]:
         warn_outside(
-            f"The program creates {listed(large, 10)} unlike the run that saved the state, which does not hold them, "
-            "as the run had not changed them. Create them from the same data and seed for the same results."
+            f"The program creates {listed(large, 10)} unlike the run that saved the state. The state does not hold "
+            "them, as the run had not changed them. Create them from the same data and seed for the same results."
         )
 
 

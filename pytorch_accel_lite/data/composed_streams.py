@@ -41,7 +41,7 @@ class ShuffledStream(IterableDataset[Sample]):
         self.block_size = check_positive_int("block_size", block_size)
         self.seed = seed
         self._epoch = 0
-        self._state: StateDict = {}  # at which the next iteration begins
+        self._state: StateDict = {}  # where the next iteration begins
         self._position: StateDict = {}
 
     def __len__(self) -> int:
@@ -142,11 +142,11 @@ class MixtureStream(IterableDataset[Sample]):
         self._epoch = epoch
 
     def change_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the weights of this mixture and its parts for what is read from now on.
+        """Change the weights of this mixture and its parts, for samples read from now on.
 
-        Within an epoch, what has been read ahead must be read again: ``trainer.train_dataloader.read_again()``.
+        Within an epoch, batches that were read ahead must be read again: ``trainer.train_dataloader.read_again()``.
 
-        :param weights: as those of the constructor, but some may be 0
+        :param weights: as in the constructor, but some may be 0
         """
         self.weights.update(check_weights(weights, self.names, may_be_zero=True))
 
@@ -259,7 +259,8 @@ class _Passes:
 
 
 def _change_shares(passes: list[_Passes]) -> None:
-    """Begin with the present weights where those of a state end, so that no stream catches up on what was not due."""
+    """Apply the current weights from the end of a state on, so that no stream catches up on samples that were not
+    due."""
     before = [each.weight if each.weight_since is None else each.weight_since for each in passes]
     if before == [each.weight for each in passes]:
         return

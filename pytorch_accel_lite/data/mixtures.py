@@ -52,7 +52,7 @@ class Mixture(ConcatDataset[Sample]):
         self.stages: dict[int, dict[str, float]] = {}
         self._counts: dict[int, list[int]] = {}  # samples in an epoch, by the first epoch of each stage
         self._changed: dict[int, list[Stretch]] = {}  # epochs in which weights change
-        self._ended: dict[int, list[int]] = {}  # samples in those that are over
+        self._ended: dict[int, list[int]] = {}  # samples in changed epochs that are over
         self.change_weights(check_weights(self.sizes if weights is None else weights, self.names), 1)
 
     def __repr__(self) -> str:
@@ -64,11 +64,11 @@ class Mixture(ConcatDataset[Sample]):
         return self.names[bisect_right(self.cumulative_sizes, index)]
 
     def change_weights(self, weights: Mapping[str, float], epoch: int, begin: int = 0) -> None:
-        """Change the weights from an epoch on, counted from 1. Those that were set for later are forgotten.
+        """Change the weights from an epoch on, counted from 1. Weights set for later are discarded.
 
-        Within an epoch, what has been read ahead must be read again: ``trainer.train_dataloader.read_again()``.
+        Within an epoch, batches that were read ahead must be read again: ``trainer.train_dataloader.read_again()``.
 
-        :param weights: as those of the constructor, but some may be 0
+        :param weights: as in the constructor, but some may be 0
         :param begin: number of samples in that epoch before the change
         """
         self.weights = check_weights(weights, self.names, may_be_zero=True)
@@ -87,18 +87,18 @@ class Mixture(ConcatDataset[Sample]):
         self.stages = {number: self.stages[number] for number in earlier} | {first: self.weights}
 
     def samples_before(self, epoch: int) -> dict[str, int]:
-        """Return how many samples of each dataset the epochs before one have."""
+        """Return the number of samples of each dataset before an epoch."""
         for number in [number for number in self._changed if number < epoch]:
             choice = choose_all(self._changed.pop(number), self.num_samples)
             self._ended[number] = choice.bincount(minlength=len(self.names)).tolist()
         return dict(zip(self.names, added_up(self._counts, self._ended, epoch), strict=True))
 
     def datasets_of_epoch(self, epoch: int) -> torch.Tensor:
-        """Return the number of the dataset that each sample of an epoch is from."""
+        """Return the number of the dataset of each sample in an epoch."""
         return choose_all(self._stretches_of(epoch), self.num_samples)
 
     def state_of_weights(self) -> StateDict:
-        """Return the weights so far, and where they have changed, for ``load_state_of_weights()``."""
+        """Return the weights so far and the positions of their changes, for ``load_state_of_weights()``."""
         return {
             "stages": [[first, dict(weights)] for first, weights in self.stages.items()],
             "ended": [[epoch, counts] for epoch, counts in self._ended.items()],
@@ -108,7 +108,7 @@ class Mixture(ConcatDataset[Sample]):
     def load_state_of_weights(self, state: StateDict) -> None:
         """Continue with the weights of a state.
 
-        :raises ValueError: if it is that of other datasets
+        :raises ValueError: if it belongs to other datasets
         """
         for first, weights in state["stages"]:
             self.change_weights(weights, first)
@@ -233,7 +233,7 @@ def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: b
         if name not in names:
             existing = ", ".join(map(repr, names))
             raise ValueError(
-                f"weights has {name!r}, which is none of the datasets {existing}.{did_you_mean(str(name), names)}"
+                f"weights has {name!r}, which is not one of the datasets {existing}.{did_you_mean(str(name), names)}"
             )
         if not (may_be_zero and value == 0):
             check_range(f"weights[{name!r}]", value, above=0)

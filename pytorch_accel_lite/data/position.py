@@ -112,7 +112,7 @@ class PositionTracker:
         return self._has_ended and not self._ahead
 
     def advance(self, num_batches: int = 1) -> None:
-        """Advance the position past the next batches, which are about to be used."""
+        """Advance the position past the batches that are about to be used."""
         for _ in range(num_batches):
             self.position = self._ahead.popleft()
 

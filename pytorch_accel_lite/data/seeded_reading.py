@@ -156,7 +156,7 @@ def _last_seed(share: SeededShare) -> int:
 
 
 class _Asks:
-    """Notes the generators whose states are asked for in a block.
+    """Notes generators if their states are read in a block.
 
     Code that does so may depend on a generator without drawing from it, or restore it afterwards.
     """

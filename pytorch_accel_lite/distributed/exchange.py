@@ -82,7 +82,7 @@ class ControlGroup:
         of_updates = " Where a process has nothing to learn from, pass a loss of zero to update(): 0 * loss."
         raise OtherCallError(
             f"The processes are in different calls, each of which waits for the other processes:{self._failure}\n"
-            "Make the same calls in the same order on every process, also those whose results only one of them uses."
+            "Make the same calls in the same order on every process, even if only one of them uses the results."
             f"{of_updates if ': in update()' in self._failure else ''}"
         )
 
@@ -112,7 +112,7 @@ _purposes: dict[tuple[CodeType, CodeType], int] = {}
 def find_purpose() -> int:
     """Return a number for the current exchange, from the method of ``Ranks`` and its caller.
 
-    A user's code may call the same method in different places, for example the first process in a branch of its own.
+    A user's code may call the same method in different places, for example in a branch for the first process.
     """
     method: Any = currentframe()
     caller = method.f_back

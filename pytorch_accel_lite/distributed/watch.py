@@ -34,7 +34,7 @@ _SECONDS = 40.0  # of waiting before the first report
 _LONGEST_INTERVAL = 4.0
 _MOST_BYTES = 1 << 20  # read and written by a waiting process between two checks
 _MOST_CPU = 0.2  # share of the time in which its thread computes
-_PATIENCE = 5.0  # seconds in which a process that has lost another may learn why
+_PATIENCE = 5.0  # seconds for a process that has lost another to learn why
 _HINT = (
     " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
     "its backward pass, or of parameters that its loss does not depend on."
@@ -45,9 +45,9 @@ _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process e
 class _Place(NamedTuple):
     """Where a process is.
 
-    :param call: the call in which it is, and the line
+    :param call: the call that it is in, and the line
     :param waited: for how many seconds it has waited for others without doing anything else
-    :param kind: the kind of collective in which it waits, if any
+    :param kind: the kind of collective that it waits in, if any
     :param is_own: whether the user's code itself called that collective
     :param runs: the numbers of the runs that it is in
     :param begun: the number of the latest run that it has begun

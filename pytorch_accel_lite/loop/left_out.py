@@ -1,4 +1,4 @@
-"""Leaving batches that fail out of an evaluation or a prediction, on each process by itself."""
+"""Leaving failed batches out of an evaluation or a prediction, on each process separately."""
 
 from __future__ import annotations
 

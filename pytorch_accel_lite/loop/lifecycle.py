@@ -85,7 +85,7 @@ class LoaderArguments(NamedTuple):
 def prepare_data(
     trainer: TrainerLike, run: Run, loaders: LoaderArguments, resume_from: str | os.PathLike[str] | None
 ) -> None:
-    """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
+    """Find the state to resume from, seed the generators, and create the loaders: their order may depend on both."""
     request = run.request
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)

@@ -255,7 +255,7 @@ def _warn_of_rows(batch: Batch, output: Tree) -> bool:
         warn_outside(
             f"The model returned {rows[0]} rows for a batch of {batch.num_samples} samples. Predictions are "
             "concatenated as they are, so they will not have a row for each sample, and how many there are depends on "
-            "the batch size and the number of processes. Return outputs whose first dimension is that of the samples."
+            "the batch size and the number of processes. Return outputs with the samples in the first dimension."
         )
     return True
 

@@ -65,7 +65,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
             while not over and (run.progress.is_mid_epoch or not run.is_finished):
                 _train_and_evaluate(trainer, run)
         except StopTrainingError:
-            _finish_resuming(trainer, run)  # stopped by a starting event, the run ends with what the callbacks had
+            _finish_resuming(trainer, run)  # a starting event stopped the run, which keeps the callbacks' states
             raise
     warn_of_weights(trainer, run)
 
@@ -322,7 +322,7 @@ def _end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bo
 
 
 def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
-    """Print whether a run that was stopped continues, as it is longer or without what stopped it, and return that."""
+    """Return whether a stopped run continues: if it is longer, or without the callback that stopped it; print why."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
     source = about.get("stopped_by")

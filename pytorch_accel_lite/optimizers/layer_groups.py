@@ -83,12 +83,12 @@ def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[
     parts = set(model.modules())
     modules_by_group = [_modules_of(group, parts) for group in groups]
     if not any(modules_by_group):
-        raise ValueError(f"groups={groups!r} has no modules. Pass those of the model, from the input to the head.")
+        raise ValueError(f"groups={groups!r} has no modules. Pass modules of the model, from the input to the head.")
     seen: dict[nn.Module, int] = {}
     for index, modules in enumerate(modules_by_group):
         for module in modules:
             if module not in parts:
-                raise ValueError(f"groups[{index}] has {short(module)}, which is no module of the model.")
+                raise ValueError(f"groups[{index}] has {short(module)}, which is not a module of the model.")
             for part in module.modules():
                 if seen.setdefault(part, index) != index:
                     raise ValueError(

@@ -181,7 +181,7 @@ class SortedPairs:
         return is_of_model and self._fingerprint == self._compute_fingerprint()
 
     def _compute_fingerprint(self) -> tuple[list[int], list[object]]:
-        """Return the identities of what the modules contain, and the kinds of the tensors."""
+        """Return the identities of the modules' contents, and the kinds of the tensors."""
         tensors = chain.from_iterable(map(dict.values, self._tables))
         return [*map(id, tensors)], [*map(_kind_of, self._tensors)]
 

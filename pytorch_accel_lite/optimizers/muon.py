@@ -48,7 +48,7 @@ def split_parameters(model: nn.Module, heads: Sequence[nn.Module] | None = None)
     """
     modules = set(model.modules())
     if unknown := [module for module in heads or () if module not in modules]:
-        raise ValueError(f"heads has {type(unknown[0]).__name__}, which is no module of the model.")
+        raise ValueError(f"heads has {type(unknown[0]).__name__}, which is not a module of the model.")
     embedded = {id(p) for module in modules if isinstance(module, _EMBEDDINGS) for p in module.parameters()}
     in_heads = {id(p) for head in (heads if heads is not None else _find_heads(model)) for p in head.parameters()}
     kinds = ParameterKinds()

@@ -25,7 +25,7 @@ _SAVED_SEPARATELY = ("model", "optimizer", "scheduler", "registered_objects")
 
 
 class AttachedScheduler(SchedulerLike, Protocol):
-    """A scheduler that says whose rates it changes."""
+    """A scheduler with an attribute for the optimizer that it changes."""
 
     optimizer: Optimizer
 

@@ -402,7 +402,7 @@ def events_between(first: str, last: str) -> tuple[str, ...]:
 
 
 def keywords_of(event: str) -> tuple[str, ...]:
-    """Return the names of what an event passes besides the trainer, as ``TrainerCallback`` declares them."""
+    """Return the names of an event's arguments besides the trainer, as ``TrainerCallback`` declares them."""
     parameters = inspect.signature(vars(TrainerCallback)[event]).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 

@@ -136,7 +136,7 @@ class Goodput:
         return self.seconds | {_TAKEOVERS: float(self.takeovers)}
 
     def resume(self, state: Mapping[str, float], saved_at: float) -> None:
-        """Continue from a state; since the time at which it was saved, the job was down."""
+        """Continue from a state; the job was down since it was saved."""
         down = max(time.time() - saved_at - (time.monotonic() - self._begin), 0.0)
         self.takeovers += int(state.get(_TAKEOVERS, 0))
         self._earlier = dict(state) | {"down": state.get("down", 0.0) + down}

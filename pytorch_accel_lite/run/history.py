@@ -244,7 +244,7 @@ class InMemoryRunHistory(RunHistory):
     current_epoch: int = 1
 
     def __init__(self) -> None:
-        InMemoryRunHistory.reset(self)  # a subclass may have a reset() of its own, for attributes that it has not yet
+        InMemoryRunHistory.reset(self)  # not self.reset(): a subclass's own may need attributes that do not exist yet
 
     def reset(self) -> None:
         self.current_epoch = 1
@@ -273,7 +273,7 @@ class InMemoryRunHistory(RunHistory):
             raise TypeError(f"metric_name={metric_name!r} must be the name of a metric, a string.")
         if metric_value is None:
             raise TypeError(
-                f"metric_value=None is no value of {metric_name!r}. Leave out the call where there is none, or record "
+                f"metric_value=None is not a value of {metric_name!r}. Omit the call if there is none, or record "
                 "float('nan')."
             )
         name = f"{self.metric_name_prefix}{metric_name}"

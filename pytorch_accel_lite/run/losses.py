@@ -169,7 +169,7 @@ class LossTrackers(dict[str, LossTracker]):
         for entry in values:
             if entry[0] is batch:
                 self.log(*entry[1:], size)
-            else:  # of a whole batch, of which this is a part
+            else:  # logged for the whole batch, and this is a part of it
                 self.unweighed.append(entry)
 
     def local_sums(self) -> list[dict[str, tuple[float, float]]]:

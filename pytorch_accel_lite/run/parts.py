@@ -92,7 +92,7 @@ class RunSchedule:
 
     :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
     :ivar final_rates: the learning rates at the end of a run with a schedule
-    :ivar shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
+    :ivar shift: by how many updates the schedule is ahead of ``progress.update``, if epochs had more or fewer updates
     :ivar is_recreated: whether the schedule of a resumed run is recreated rather than restored
     """
 
@@ -127,7 +127,7 @@ class RunEnd:
         self.pause = stop if isinstance(stop, RunPausedError) else None
 
     def make_last_calls(self) -> None:
-        """Make the last calls, in the order in which they were asked for."""
+        """Make the last calls, in the order of the requests."""
         for call in self.last_calls:
             call()
 

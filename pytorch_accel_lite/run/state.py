@@ -227,8 +227,8 @@ class Step:
     :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
     :ivar skips_update: whether the current update is skipped
     :ivar skipped_updates: number of updates skipped in the run
-    :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
-    :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
+    :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` has still to arrange its gradients
+    :ivar must_compare_replicas: whether the first update has still to be compared between the processes
     :ivar without_gradient: the parameters that had no gradient on this process in the first update
     """
 

@@ -63,7 +63,7 @@ class Accumulation:
         return updates
 
     def epochs_for(self, updates: int, steps: int) -> int:
-        """Return the number of epochs of ``steps`` batches in which a number of updates is made."""
+        """Return the number of epochs of ``steps`` batches for a number of updates."""
         epochs = done = 0
         while done < updates:
             after = self.updates_after(steps, done)

@@ -1,1 +1,1 @@
-"""What notices mistakes before, during and after a run, and says what to do about them. Nothing here trains."""
+"""Checks for mistakes before, during and after a run, with advice. Nothing here trains."""

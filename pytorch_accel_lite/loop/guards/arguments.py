@@ -317,7 +317,9 @@ def _check_loader_kwargs(name: str, arguments: LoaderKwargs) -> None:
     for argument in arguments:
         if argument not in known:
             closest = did_you_mean(str(argument), known)
-            raise TypeError(f"{name} has the key {argument!r}, which is no argument of torch's DataLoader.{closest}")
+            raise TypeError(
+                f"{name} has the key {argument!r}, which is not an argument of torch's DataLoader.{closest}"
+            )
 
 
 def _check_length(name: str, data: Source) -> None:
@@ -362,7 +364,7 @@ def _check_readable(name: str, dataset: Source) -> None:
         )
     if _are_columns(dataset):
         raise TypeError(
-            f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
+            f"{name} is a {type(dataset).__name__}: its [0] is not the first sample, but a column with a "
             "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
         )
     is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)

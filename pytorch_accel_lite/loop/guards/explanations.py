@@ -104,7 +104,7 @@ _ADVICE = {
 
 
 _MOST_OF_RANGE = 8  # samples in a row that are listed one by one
-_MOST_SAMPLES = 64  # whose indices are shown
+_MOST_SAMPLES = 64  # samples with shown indices
 
 
 @contextmanager
