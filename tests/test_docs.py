@@ -156,7 +156,9 @@ def test_the_commands_of_the_readme_exist():
             check_target(target)
         for file in re.findall(r"\w+/[\w/]*\w+\.py", command):
             assert (ROOT / file).is_file(), command
-        assert shutil.which(command.split()[0]) or "=" in command or command.split()[0] in ("accelerate", "cd", "torchrun")
+        assert (
+            shutil.which(command.split()[0]) or "=" in command or command.split()[0] in ("accelerate", "cd", "torchrun")
+        )
 
 
 @pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)
